@@ -1,0 +1,28 @@
+"""The errors that a person is meant to read: what is wrong, where, and what to type instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LabError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class InputError(LabError, ValueError):
+    """A parameter, file or tensor given by the user is wrong; the message says what, where and the remedy."""
+
+
+class StoreError(LabError, RuntimeError):
+    """Something on disk is not what its manifest says: missing, truncated, altered, or made by another setup."""
+
+
+class UnsupportedTarget(InputError):
+    """A model whose structure is not understood; the message names it and says what would be needed."""
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """Return `` (did you mean 'x'?)`` for the closest of `known`, or an empty string."""
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {match[0]!r}?)" if match else ""

@@ -1,0 +1,78 @@
+"""What made a result: versions of the libraries and kernels, the git commit, the device, the time."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "triton",
+    "flash-linear-attention",
+    "causal-conv1d",
+    "safetensors",
+    "polars",
+    "plotly",
+    "papermill",
+    "numpy",
+)
+
+
+def versions() -> dict[str, str]:
+    """Return installed versions by package name; a package that is absent has no entry."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_commit() -> str:
+    """Return the commit of the checkout this package runs from, ``+dirty`` if changed, or ``unknown`` outside one."""
+    root = Path(__file__).resolve().parent.parent
+    try:
+        commit = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit + ("+dirty" if changed else "")
+
+
+def device_info() -> dict[str, str | int | float]:
+    """Return the accelerator's name, memory in GiB and CUDA version, or the CPU's count of threads."""
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        return {
+            "device": properties.name,
+            "memory_gib": round(properties.total_memory / 2**30, 2),
+            "count": torch.cuda.device_count(),
+            "cuda": torch.version.cuda or "",
+        }
+    return {"device": "cpu", "machine": platform.machine(), "threads": torch.get_num_threads()}
+
+
+def provenance() -> dict[str, object]:
+    """Return everything above with the UTC time, as plain JSON values."""
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": git_commit(),
+        "versions": versions(),
+        "device": device_info(),
+        "argv0": Path(sys.argv[0]).name,
+    }
