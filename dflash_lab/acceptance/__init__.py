@@ -1,0 +1,1 @@
+"""Does it work: decoding, trees, offline metrics, protocol."""

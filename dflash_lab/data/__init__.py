@@ -1,0 +1,1 @@
+"""What the drafter is trained on: conversations, samples, lengths, batch plans."""

@@ -1,0 +1,1 @@
+"""Hidden states to disk: the loop, out-of-memory retry, the sealed feature store."""

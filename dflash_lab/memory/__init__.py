@@ -1,0 +1,1 @@
+"""What fits: account, fake-tensor count, measurement, fit, advice."""

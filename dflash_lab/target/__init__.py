@@ -1,0 +1,1 @@
+"""What is drafted for: a model, its taps, its head, its template."""

@@ -1,0 +1,1 @@
+"""Plotly figures of each stage: data in, figure out."""

@@ -1,0 +1,1 @@
+"""The six stages: parameters and runner of each."""

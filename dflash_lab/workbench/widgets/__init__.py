@@ -1,0 +1,1 @@
+"""Thin ipywidgets views over the figure functions."""
