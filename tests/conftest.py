@@ -1,0 +1,46 @@
+"""Shared fixtures: tests/ on the import path, few threads, tiny targets built once a session, GPU tests skipped without one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach the network
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if "gpu" in item.keywords]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that gives the folder of a tiny target of a kind, built once a session."""
+    from support.tiny_targets import build_tiny
+
+    folders: dict[str, Path] = {}
+
+    def folder_of(kind: str) -> Path:
+        if kind not in folders:
+            folders[kind] = build_tiny(kind, tmp_path_factory.mktemp(kind))
+        return folders[kind]
+
+    return folder_of
