@@ -1,0 +1,237 @@
+"""The typed parameters of a stage: one frozen dataclass a stage, checked when it is made.
+
+The notebook's `parameters` cell repeats the names and defaults, parameter files and the command line override
+them, and all three end here, because papermill itself would only warn about `-p shrad 0` and run shard 0.
+
+A stage declares its own fields after the shared ones:
+
+>>> @dataclass(frozen=True, kw_only=True)
+... class GreetParams(StageParams):
+...     stage: ClassVar[str] = "greet"
+...     times: int = param(1, "how often to greet", low=1, high=100)
+...     lr: float = param(1e-3, "peak learning rate", low=0.0)
+...     tap_ids: list[int] = param([], "layers to tap; empty: the default choice")
+...     length: int = param(0, "longest sample; 0: no limit", unit="tokens", low=0)
+...     mode: str = param("plain", "tone", choices=("plain", "loud"))
+...
+...     def check(self) -> None:
+...         self.require(self.mode == "plain" or self.times < 10, "times", "a loud one at most 9 times")
+>>> GreetParams(lr="1e-4", times=3.0).lr
+0.0001
+>>> GreetParams(times=0)
+Traceback (most recent call last):
+    ...
+dflash_lab.errors.InputError: greet: times=0: must be between 1 and 100 (how often to greet)
+>>> from_mapping(GreetParams, {"tmies": 2})
+Traceback (most recent call last):
+    ...
+dflash_lab.errors.InputError: greet: unknown parameter 'tmies' (did you mean 'times'?). ...
+
+In the notebook: `params = from_notebook(GreetParams, globals())`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from dflash_lab.errors import InputError, near
+from dflash_lab.workbench.coerce import coerce, type_name
+
+P = TypeVar("P", bound="StageParams")
+
+
+def param(
+    default: Any,
+    help: str,
+    *,
+    unit: str = "",
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple = (),
+) -> Any:
+    """Declare a parameter: its default, one line of help, its unit, inclusive range and allowed values.
+
+    For a list the range and the choices hold for each item.
+    """
+    metadata = {"help": help, "unit": unit, "low": low, "high": high, "choices": tuple(choices)}
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageParams:
+    """What every stage takes. A subclass sets `stage`, adds fields; `check`, `folder`, `inputs` may be overridden."""
+
+    stage: ClassVar[str] = ""
+
+    run_dir: str = param("runs/demo", "folder of the run; every stage reads and writes below it")
+    target: str = param(
+        "smollm2", "smollm2, a hub id, a local folder, or random:<config.json or named shape>"
+    )
+    device: str = param("auto", "auto, cpu, cuda or cuda:N")
+    dtype: str = param("auto", "of the target's weights", choices=("auto", "float32", "bfloat16", "float16"))
+    seed: int = param(0, "seed of everything random in this stage", low=0, high=2**31 - 1)
+    interactive: bool = param(True, "widgets and live bars; false for headless runs")
+    force: bool = param(False, "run again although the finished result matches")
+
+    def __post_init__(self) -> None:
+        kinds = field_types(type(self))
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            try:
+                value = coerce(value, kinds[field.name])
+            except ValueError as error:
+                raise InputError(f"{self.stage}: {field.name}={_shown(value)}: {error}") from None
+            object.__setattr__(self, field.name, value)
+            _check_range(self.stage, field, value)
+        self.require(bool(self.run_dir), "run_dir", "the run folder must have a name, such as runs/mine")
+        self.require(bool(self.target), "target", "name a target, such as smollm2")
+        self.check()
+
+    def check(self) -> None:
+        """Check rules between fields; a stage overrides it."""
+
+    def require(self, holds: bool, name: str, why: str) -> None:
+        """Raise an `InputError` that names the field and its value unless `holds`."""
+        if not holds:
+            raise InputError(f"{self.stage}: {name}={_shown(getattr(self, name))}: {why}")
+
+    @property
+    def run(self) -> Path:
+        """The run folder as a path."""
+        return Path(self.run_dir)
+
+    @property
+    def folder(self) -> Path:
+        """Where the stage leaves its result."""
+        return self.run / self.stage
+
+    def inputs(self) -> list[Path]:
+        """Files or folders this stage reads; when one of them changes, a finished result no longer counts."""
+        return []
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the parameters as plain JSON values, in declaration order."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+def field_types(cls: type[StageParams]) -> dict[str, Any]:
+    """Return the resolved type of each parameter of `cls`."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _check_range(stage: str, field: dataclasses.Field, value: Any) -> None:
+    low, high = field.metadata.get("low"), field.metadata.get("high")
+    choices, unit = field.metadata.get("choices", ()), field.metadata.get("unit", "")
+    head = f"{stage}: {field.name}={_shown(value)}: must be"
+    for item in value if isinstance(value, list) else [value]:
+        if (low is not None and item < low) or (high is not None and item > high):
+            words = _range_words(low, high) + (f" {unit}" if unit else "")
+            raise InputError(f"{head} {words} ({field.metadata['help']})")
+        if choices and item not in choices:
+            listed = ", ".join(map(str, choices))
+            raise InputError(f"{head} one of {listed}{near(str(item), map(str, choices))}")
+
+
+def _range_words(low: float | None, high: float | None) -> str:
+    if high is None:
+        return f"at least {low}"
+    return f"at most {high}" if low is None else f"between {low} and {high}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:100] + "..."
+
+
+def from_mapping(cls: type[P], values: Mapping[str, Any], *, where: str = "") -> P:
+    """Make parameters from names and values; an unknown name is an `InputError` with the near match."""
+    known = [field.name for field in dataclasses.fields(cls)]
+    for name in values:
+        if name not in known:
+            place = (f" in {where}" if where else "") + near(str(name), known)
+            listed = ", ".join(known)
+            raise InputError(f"{cls.stage}: unknown parameter {_shown(name)}{place}. Parameters: {listed}.")
+    return cls(**values)
+
+
+def from_notebook(cls: type[P], namespace: Mapping[str, Any]) -> P:
+    """Make parameters from a notebook's `globals()`; refuse a name that papermill injected and `cls` lacks."""
+    known = [field.name for field in dataclasses.fields(cls)]
+    from_mapping(cls, {name: namespace.get(name) for name in _injected(namespace) if name not in known})
+    missing = [name for name in known if name not in namespace]
+    if missing:
+        lost = ", ".join(missing)
+        raise InputError(
+            f"{cls.stage}: the parameters cell does not set {lost}. Run it, or add the line back."
+        )
+    return cls(**{name: namespace[name] for name in known})
+
+
+def _injected(namespace: Mapping[str, Any]) -> list[str]:
+    """Return the names assigned by papermill's latest injected cell, which starts with ``# Parameters``."""
+    for source in reversed(namespace.get("In", [])):
+        if source.lstrip().startswith("# Parameters"):
+            body = ast.parse(source).body
+            return [
+                target.id
+                for line in body
+                if isinstance(line, ast.Assign)
+                for target in line.targets
+                if isinstance(target, ast.Name)
+            ]
+    return []
+
+
+@dataclass(frozen=True)
+class FieldRow:
+    """One parameter as help shows it."""
+
+    name: str
+    type: str
+    default: Any
+    unit: str
+    allowed: str
+    help: str
+
+
+def fields_table(cls: type[StageParams]) -> list[FieldRow]:
+    """Return what help shows of each parameter: the stage's own first, then those every stage has."""
+    kinds = field_types(cls)
+    shared = {field.name for field in dataclasses.fields(StageParams)}
+    rows = []
+    for field in sorted(dataclasses.fields(cls), key=lambda field: field.name in shared):
+        rows.append(
+            FieldRow(
+                field.name,
+                type_name(kinds[field.name]),
+                _default(field),
+                field.metadata.get("unit", ""),
+                _allowed(field.metadata),
+                field.metadata.get("help", ""),
+            )
+        )
+    return rows
+
+
+def _default(field: dataclasses.Field) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _allowed(metadata: Mapping[str, Any]) -> str:
+    low, high = metadata.get("low"), metadata.get("high")
+    if metadata.get("choices"):
+        return " | ".join(map(str, metadata["choices"]))
+    if low is None and high is None:
+        return ""
+    return f"{'' if low is None else low}..{'' if high is None else high}"

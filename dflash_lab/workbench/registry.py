@@ -1,0 +1,42 @@
+"""The six stages in order, found by name: `stages/extract.py` has ExtractParams, run_extract, ExtractResult.
+
+Modules are imported only when asked for, so that listing the stages stays instant.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from dflash_lab.errors import InputError, near
+from dflash_lab.workbench.params import StageParams
+
+STAGES = ("prepare", "dataset_stats", "extract", "memory_sweep", "train_drafter", "acceptance")
+
+
+def stage_module(stage: str) -> ModuleType:
+    """Import a stage's module; an `InputError` names the near match of an unknown one."""
+    if stage not in STAGES:
+        raise InputError(f"unknown stage {stage[:80]!r}{near(stage, STAGES)}. Stages: {', '.join(STAGES)}.")
+    return importlib.import_module(f"dflash_lab.workbench.stages.{stage}")
+
+
+def _camel(stage: str) -> str:
+    return "".join(word.capitalize() for word in stage.split("_"))
+
+
+def params_class(stage: str) -> type[StageParams]:
+    """Return the stage's parameter class."""
+    return getattr(stage_module(stage), f"{_camel(stage)}Params")
+
+
+def run_function(stage: str) -> Callable[..., Any]:
+    """Return `run_<stage>(params, progress) -> <Stage>Result`."""
+    return getattr(stage_module(stage), f"run_{stage}")
+
+
+def result_class(stage: str) -> Any:
+    """Return the stage's result class, whose `load(folder)` re-reads a finished result."""
+    return getattr(stage_module(stage), f"{_camel(stage)}Result")

@@ -1,0 +1,149 @@
+"""Parameters: conversion, ranges, near matches, and what a notebook injects."""
+
+from __future__ import annotations
+
+import doctest
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_lab.errors import InputError, LabError
+from dflash_lab.workbench import params as params_module
+from dflash_lab.workbench.params import StageParams, fields_table, from_mapping, from_notebook, param
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyParams(StageParams):
+    stage: ClassVar[str] = "toy"
+    shard: int = param(0, "which shard", low=0)
+    lr: float = param(1e-3, "learning rate", low=0.0, high=1.0)
+    tap_ids: list[int] = param([], "tapped layers", low=0)
+    names: list[str] = param(["a"], "names")
+    mode: str = param("plain", "tone", choices=("plain", "loud"))
+    extra: dict = param({}, "options")
+
+    def check(self) -> None:
+        self.require(self.mode == "plain" or self.shard < 5, "shard", "loud has 5 shards")
+
+
+def test_the_docstring_example_is_true():
+    failed, tried = doctest.testmod(
+        params_module, optionflags=doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
+    )
+    assert tried == 4 and failed == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "given_value", "meant"),
+    [
+        ("lr", "1e-4", 1e-4),
+        ("lr", 1, 1.0),
+        ("shard", "3", 3),
+        ("shard", 3.0, 3),
+        ("shard", "1e3", 1000),
+        ("interactive", "false", False),
+        ("interactive", "True", True),
+        ("tap_ids", "1,2,3", [1, 2, 3]),
+        ("tap_ids", "[1, 2]", [1, 2]),
+        ("tap_ids", 7, [7]),
+        ("tap_ids", (1, "2"), [1, 2]),
+        ("tap_ids", "", []),
+        ("names", "x, y", ["x", "y"]),
+        ("extra", '{"a": 1}', {"a": 1}),
+    ],
+)
+def test_values_become_what_they_mean(name, given_value, meant):
+    value = getattr(ToyParams(**{name: given_value}), name)
+    assert value == meant and type(value) is type(meant)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("shard", True, "boolean"),
+        ("shard", 1.5, "whole number"),
+        ("shard", -1, "at least 0"),
+        ("shard", None, "null"),
+        ("shard", "three", "'three'"),
+        ("lr", "fast", "number"),
+        ("lr", float("nan"), "finite"),
+        ("lr", "inf", "finite"),
+        ("lr", 2, "between 0.0 and 1.0"),
+        ("target", 7, "-r"),
+        ("target", "", "name a target"),
+        ("interactive", 1, "true or false"),
+        ("mode", "lout", "did you mean 'loud'"),
+        ("dtype", "fp8", "float32"),
+        ("tap_ids", [1, -2], "at least 0"),
+        ("tap_ids", "[1, 2", "list"),
+        ("tap_ids", {"a": 1}, "list"),
+        ("extra", "[1]", "mapping"),
+    ],
+)
+def test_wrong_values_name_the_field_and_the_remedy(name, value, words):
+    with pytest.raises(InputError) as caught:
+        ToyParams(**{name: value})
+    assert name in str(caught.value) and words in str(caught.value) and "toy" in str(caught.value)
+
+
+def test_rules_between_fields():
+    with pytest.raises(InputError, match="loud has 5 shards"):
+        ToyParams(mode="loud", shard=5)
+
+
+def test_unknown_name_has_its_near_match_and_place():
+    with pytest.raises(InputError, match=r"unknown parameter 'shrad' in x.yaml \(did you mean 'shard'\?\)"):
+        from_mapping(ToyParams, {"shrad": 0}, where="x.yaml")
+
+
+def notebook(**changes):
+    return {**ToyParams().as_dict(), **changes}
+
+
+def test_notebook_values_are_taken_and_checked():
+    assert from_notebook(ToyParams, notebook(shard=4, In=["", "# Parameters\nshard = 4\n"])).shard == 4
+
+
+def test_notebook_refuses_an_injected_unknown_name():
+    with pytest.raises(InputError, match="did you mean 'shard'"):
+        from_notebook(ToyParams, notebook(shrad=3, In=["", "# Parameters\nshrad = 3\n", "x = 1"]))
+
+
+def test_notebook_judges_the_latest_injection_only():
+    cells = ["", "# Parameters\nshrad = 3\n", "# Parameters\nshard = 3\n"]
+    assert from_notebook(ToyParams, notebook(shard=3, In=cells)).shard == 3
+
+
+def test_notebook_with_a_renamed_line_is_told():
+    cell = notebook()
+    del cell["shard"]
+    with pytest.raises(InputError, match="does not set shard"):
+        from_notebook(ToyParams, cell)
+
+
+def test_help_rows_show_type_unit_range_and_default():
+    rows = {row.name: row for row in fields_table(ToyParams)}
+    assert rows["lr"].type == "float" and rows["lr"].allowed == "0.0..1.0" and rows["lr"].default == 1e-3
+    assert rows["tap_ids"].type == "list[int]" and rows["tap_ids"].default == []
+    assert rows["mode"].allowed == "plain | loud"
+    assert next(iter(rows)) == "shard" and list(rows)[-1] == "force"
+
+
+@given(
+    st.sampled_from([row.name for row in fields_table(ToyParams)]),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        max_leaves=5,
+    ),
+)
+def test_any_value_is_either_taken_with_the_declared_type_or_refused_as_input(name, value):
+    try:
+        made = ToyParams(**{name: value})
+    except LabError as error:
+        assert name in str(error)
+    else:
+        assert type(getattr(made, name)) is type(getattr(ToyParams(), name))
