@@ -1,8 +1,8 @@
 """Turn a value from YAML, the command line or a notebook cell into the type a parameter declares.
 
 YAML hands over `1e-4` as a string and papermill's `-p` guesses a type from the text, so a parameter cannot
-trust the type it is given. Everything that has one meaning is converted; everything else is an error that says
-what to type instead.
+trust the type it is given. Everything that has one meaning is converted; everything else is an error that
+says what to type instead.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ _WORDS = {"true": True, "false": False}
 
 
 def coerce(value: Any, kind: Any) -> Any:
-    """Return `value` as `kind`: int, float, bool, str, dict, list or list[scalar]; `ValueError` if it has no such
-    meaning."""
+    """Return `value` as `kind` (int, float, bool, str, dict, list, list[scalar]); `ValueError` if it is none."""
     origin = typing.get_origin(kind) or kind
     if isinstance(kind, types.UnionType) or origin is typing.Union:
         raise TypeError(f"{kind}: a parameter has exactly one type; use '', 0 or -1 for unset")

@@ -67,7 +67,7 @@ def param(
 
 @dataclass(frozen=True, kw_only=True)
 class StageParams:
-    """What every stage takes. A subclass sets `stage`, adds fields; `check`, `folder`, `inputs` may be overridden."""
+    """What every stage takes. A subclass sets `stage`, adds fields, and may override the methods below."""
 
     stage: ClassVar[str] = ""
 
@@ -117,6 +117,10 @@ class StageParams:
         """Files or folders this stage reads; when one of them changes, a finished result no longer counts."""
         return []
 
+    def outputs(self) -> list[Path]:
+        """What a finished stage leaves outside its own folder; when one is gone, the stage runs again."""
+        return []
+
     def as_dict(self) -> dict[str, Any]:
         """Return the parameters as plain JSON values, in declaration order."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -164,7 +168,7 @@ def from_mapping(cls: type[P], values: Mapping[str, Any], *, where: str = "") ->
 
 
 def from_notebook(cls: type[P], namespace: Mapping[str, Any]) -> P:
-    """Make parameters from a notebook's `globals()`; refuse a name that papermill injected and `cls` lacks."""
+    """Make parameters from a notebook's `globals()`; an injected name that `cls` lacks is an `InputError`."""
     known = [field.name for field in dataclasses.fields(cls)]
     from_mapping(cls, {name: namespace.get(name) for name in _injected(namespace) if name not in known})
     missing = [name for name in known if name not in namespace]
