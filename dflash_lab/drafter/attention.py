@@ -1,0 +1,233 @@
+"""Which tokens a block sees, and attention over them: one rule, two ways to compute it.
+
+A block at anchor a sees the context strictly before a in its own document (the target has not run on the anchor yet)
+and its own slots, never another block. In a sliding layer of window W the query at position t = a + k keeps keys
+p with t - p < W. Since a document is contiguous in its row, the visible context of a slot is one interval of row
+indices; every mask below is that interval plus the own block.
+
+- `dense`: scaled_dot_product_attention, a document at a time. Anchors are sorted, so a document's blocks and its
+  context are both slices, and nothing is computed across documents. Exact everywhere; the path of CPUs and decoding.
+- `flex`: flex_attention over the whole row with a block mask that skips empty tiles. The path of CUDA training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dflash_lab.drafter.config import LayerMask
+from dflash_lab.errors import InputError
+
+# attend(q [A,B,nq,d], k_block [A,B,nkv,d], v_block, k_context [S,nkv,d], v_context, mask) -> [A,B,nq,d]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, LayerMask], Tensor]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A document of a row: its context is rows [context_start, context_stop), its blocks [block_start, block_stop)."""
+
+    context_start: int
+    context_stop: int
+    block_start: int
+    block_stop: int
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Where A blocks of B slots stand in a row of S context tokens. Blocks are sorted by anchor."""
+
+    anchors: Tensor  # [A] row index of each anchor
+    starts: Tensor  # [A] row index of the first token of the anchor's document
+    positions: Tensor  # [S] position of each context token in its own document
+    segments: tuple[Segment, ...]  # on the host, so that the dense path never waits for the device
+    block_size: int
+
+    @property
+    def slot_positions(self) -> Tensor:
+        """[A, B] position of every slot in its document: a + k."""
+        return (self.anchors - self.starts)[:, None] + self._slots
+
+    def visible(self, window: int | None) -> tuple[Tensor, Tensor]:
+        """Return (low [A, B], high [A]): slot k of block i sees context row indices low[i, k] <= p < high[i]."""
+        low = self.starts[:, None].expand(-1, self.block_size)
+        if window is not None:  # t - p < W, both counted in row indices of one document
+            low = torch.maximum(low, self.anchors[:, None] + self._slots - window + 1)
+        return low, self.anchors
+
+    def to(self, device: torch.device | str) -> BlockLayout:
+        """Copy the index tensors to `device` (asynchronously from pinned memory)."""
+        moved = (t.to(device, non_blocking=True) for t in (self.anchors, self.starts, self.positions))
+        return BlockLayout(*moved, self.segments, self.block_size)
+
+    @property
+    def _slots(self) -> Tensor:
+        return torch.arange(self.block_size, device=self.anchors.device)
+
+
+def row_layout(anchors: Sequence[Sequence[int]], lengths: Sequence[int], block_size: int) -> BlockLayout:
+    """Lay out a packed row: document d has `lengths[d]` tokens and blocks at positions `anchors[d]` (sorted)."""
+    rows, starts, positions, segments = [], [], [], []
+    offset = blocks = 0
+    for document, length in zip(anchors, lengths, strict=True):
+        if list(document) != sorted(document) or (
+            len(document) and not 0 <= document[0] <= document[-1] < length
+        ):
+            raise InputError(f"anchors {list(document)[:8]} must be sorted and lie in 0..{length - 1}.")
+        rows += [offset + int(a) for a in document]
+        starts += [offset] * len(document)
+        positions.append(torch.arange(length))
+        segments.append(Segment(offset, offset + length, blocks, blocks + len(document)))
+        offset += length
+        blocks += len(document)
+    return BlockLayout(
+        torch.tensor(rows, dtype=torch.long),
+        torch.tensor(starts, dtype=torch.long),
+        torch.cat(positions) if positions else torch.zeros(0, dtype=torch.long),
+        tuple(segments),
+        block_size,
+    )
+
+
+def next_block(length: int, block_size: int, device: torch.device | str = "cpu") -> BlockLayout:
+    """Layout of decoding: one block whose anchor follows `length` cached context tokens."""
+    return BlockLayout(
+        torch.full((1,), length, device=device),
+        torch.zeros(1, dtype=torch.long, device=device),
+        torch.arange(length, device=device),
+        (Segment(0, length, 0, 1),),
+        block_size,
+    )
+
+
+def block_mask(block_size: int, mask: LayerMask, device: torch.device | str = "cpu") -> Tensor:
+    """[B, B] bool, query x key: which slots of its own block a slot sees."""
+    slots = torch.arange(block_size, device=device)
+    ahead = slots[None, :] - slots[:, None]  # key - query
+    seen = torch.ones_like(ahead, dtype=torch.bool)
+    if mask.causal:
+        seen &= ahead <= 0
+    if mask.window is not None:
+        seen &= ahead.abs() < mask.window
+    return seen
+
+
+def dense_mask(layout: BlockLayout, mask: LayerMask, segment: Segment) -> Tensor:
+    """[n*B, S_d + n*B] bool for one document's n blocks: its context columns, then its blocks' columns."""
+    device, size = layout.anchors.device, layout.block_size
+    here = slice(segment.block_start, segment.block_stop)
+    low, high = layout.visible(mask.window)
+    low, high = low[here], high[here]
+    blocks = segment.block_stop - segment.block_start
+    p = torch.arange(segment.context_start, segment.context_stop, device=device)
+    context = (p >= low[..., None]) & (p < high[:, None, None])  # [n, B, S_d]
+    own = (
+        torch.eye(blocks, dtype=torch.bool, device=device)[:, None, :, None]
+        & block_mask(size, mask, device)[None, :, None]
+    )
+    return torch.cat(
+        [context, own.expand(blocks, size, blocks, size).reshape(blocks, size, -1)], dim=-1
+    ).flatten(0, 1)
+
+
+def dense_attend(layout: BlockLayout) -> Attend:
+    """Attention a document at a time with a boolean mask; masks are built once a layer kind and shared by layers."""
+    masks: dict[tuple[LayerMask, Segment], Tensor | None] = {}
+
+    def mask_of(mask: LayerMask, segment: Segment) -> Tensor | None:
+        key = (mask, segment)
+        if key not in masks:
+            found = dense_mask(layout, mask, segment)
+            masks[key] = None if bool(layout.anchors.device.type == "cpu" and found.all()) else found
+        return masks[key]
+
+    def attend(q: Tensor, kb: Tensor, vb: Tensor, kc: Tensor, vc: Tensor, mask: LayerMask) -> Tensor:
+        outputs = []
+        for segment in layout.segments:
+            here = slice(segment.block_start, segment.block_stop)
+            if segment.block_start == segment.block_stop:
+                continue
+            context = slice(segment.context_start, segment.context_stop)
+            k = torch.cat([kc[context], kb[here].flatten(0, 1)]).transpose(0, 1)  # [nkv, S_d + n*B, d]
+            v = torch.cat([vc[context], vb[here].flatten(0, 1)]).transpose(0, 1)
+            query = q[here].flatten(0, 1).transpose(0, 1)  # [nq, n*B, d]
+            out = F.scaled_dot_product_attention(
+                query[None],
+                k[None],
+                v[None],
+                attn_mask=mask_of(mask, segment),
+                enable_gqa=q.shape[2] != kb.shape[2],
+            )
+            outputs.append(out[0].transpose(0, 1).unflatten(0, (-1, layout.block_size)))
+        return torch.cat(outputs)
+
+    return attend
+
+
+def mask_mod(layout: BlockLayout, mask: LayerMask) -> Callable[..., Tensor]:
+    """The same rule as `dense_mask` for the whole row, as flex_attention's mask_mod over [A*B] x [S + A*B]."""
+    size, context = layout.block_size, layout.positions.shape[0]
+    low, high = layout.visible(mask.window)
+    low = low.contiguous().view(-1)
+    causal, window = mask.causal, mask.window
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own = key - context  # index among block tokens; negative for context
+        seen = (own >= 0) & (
+            torch.div(own, size, rounding_mode="floor") == torch.div(query, size, rounding_mode="floor")
+        )
+        if causal:
+            seen = seen & (own <= query)
+        if window is not None:
+            seen = seen & (query - own < window) & (own - query < window)
+        return seen | (
+            (key < context)
+            & (key >= low[query])
+            & (key < high[torch.div(query, size, rounding_mode="floor")])
+        )
+
+    return visible
+
+
+@cache
+def _compiled_flex() -> tuple[Any, Any]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    return torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask, dynamic=False)
+
+
+def flex_attend(layout: BlockLayout, compiled: bool = True) -> Attend:
+    """Attention over the whole row with block masks (one a layer kind). Rows of one shape compile once."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    flex, build = _compiled_flex() if compiled else (flex_attention, create_block_mask)
+    masks: dict[LayerMask, Any] = {}
+
+    def attend(q: Tensor, kb: Tensor, vb: Tensor, kc: Tensor, vc: Tensor, mask: LayerMask) -> Tensor:
+        blocks, size = q.shape[:2]
+        if mask not in masks:
+            keys = kc.shape[0] + blocks * size
+            masks[mask] = build(mask_mod(layout, mask), None, None, blocks * size, keys, device=str(q.device))
+        k = torch.cat([kc, kb.flatten(0, 1)]).transpose(0, 1)[None]  # [1, nkv, S + A*B, d]
+        v = torch.cat([vc, vb.flatten(0, 1)]).transpose(0, 1)[None]
+        query = q.flatten(0, 1).transpose(0, 1)[None]
+        out = flex(query, k, v, block_mask=masks[mask], enable_gqa=q.shape[2] != kb.shape[2])
+        return out[0].transpose(0, 1).unflatten(0, (blocks, size))
+
+    return attend
+
+
+def make_attend(layout: BlockLayout, path: str = "auto") -> Attend:
+    """Pick `dense` or `flex`; `auto` is flex for training rows on CUDA, dense otherwise."""
+    if path == "auto":
+        path = "flex" if layout.anchors.is_cuda and layout.anchors.shape[0] > 1 else "dense"
+    if path == "dense":
+        return dense_attend(layout)
+    if path == "flex":
+        return flex_attend(layout)
+    raise InputError(f"attention = {path!r}: choose 'auto', 'dense' or 'flex'.")

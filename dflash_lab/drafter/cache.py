@@ -1,0 +1,67 @@
+"""The drafter's memory in decoding: context keys and values of every layer, and nothing of past blocks.
+
+A verify round commits some positions and brings their tapped states; `extend` appends them, `block` drafts after
+them. Block keys and values live for one call, so a rejected draft leaves nothing behind. `crop` forgets positions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dflash_lab.drafter.attention import dense_attend, next_block
+from dflash_lab.drafter.model import ContextKeys, Drafter
+from dflash_lab.errors import InputError
+
+
+class DraftCache:
+    """Context of one sequence for one drafter; `length` positions 0 .. length-1 are in it."""
+
+    def __init__(self, drafter: Drafter, capacity_tokens: int = 256) -> None:
+        config = drafter.config
+        self.drafter = drafter
+        self.length = 0
+        weight = drafter.fc.weight
+        shape = (2, config.num_layers, capacity_tokens, config.num_kv_heads, config.head_dim)
+        self._store = torch.zeros(shape, device=weight.device, dtype=weight.dtype)  # keys, values
+
+    @torch.no_grad()
+    def extend(self, taps: Tensor) -> None:
+        """Append the tapped states [n, K*H] of the next n committed positions."""
+        count = taps.shape[0]
+        self._reserve(self.length + count)
+        ctx = self.drafter.context(taps.to(self._store.dtype))
+        positions = torch.arange(self.length, self.length + count, device=ctx.device)
+        angles = self.drafter.angles(positions, ctx.dtype)
+        for index, layer in enumerate(self.drafter.layers):
+            k, v = layer.self_attn.keys_values(ctx, angles)
+            self._store[0, index, self.length : self.length + count] = k
+            self._store[1, index, self.length : self.length + count] = v
+        self.length += count
+
+    def crop(self, length: int) -> None:
+        """Keep positions 0 .. length-1 only."""
+        if not 0 <= length <= self.length:
+            raise InputError(f"crop({length}): the cache holds {self.length} positions.")
+        self.length = length
+
+    @torch.no_grad()
+    def block(self, embeddings: Tensor) -> Tensor:
+        """Hidden states [B, H] of a block whose anchor stands at position `length`; embeddings [B, H] are raw rows."""
+        layout = next_block(self.length, embeddings.shape[0], embeddings.device)
+        attend = dense_attend(layout)
+        h = self.drafter.scaled(embeddings).to(self._store.dtype)[None]
+        angles = self.drafter.angles(layout.slot_positions, h.dtype)
+        for index, layer in enumerate(self.drafter.layers):
+            context = ContextKeys(self._store[0, index, : self.length], self._store[1, index, : self.length])
+            h = layer(h, angles, context, attend)
+        return self.drafter.norm(h)[0]
+
+    def _reserve(self, length: int) -> None:
+        capacity = self._store.shape[2]
+        if length > capacity:
+            grown = list(self._store.shape)
+            grown[2] = max(length, 2 * capacity)
+            store = self._store.new_zeros(grown)
+            store[:, :, : self.length] = self._store[:, :, : self.length]
+            self._store = store

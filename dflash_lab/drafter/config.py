@@ -1,0 +1,336 @@
+"""What a drafter is: its shapes, its blocks, its layers' masks, and the z-lab `config.json` that says so.
+
+The file is a flat Qwen3 configuration plus `dflash_config`. Readers disagree on two spots, so both are written:
+`block_size` stands at the top level and inside `dflash_config` (the inner one wins when read), and the rotary base
+stands as `rope_theta` and inside `rope_parameters`. Partial rotary or multi-axis positions of a target never enter:
+a drafter rotates all of its head dimension by plain absolute positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflash_lab.errors import InputError, UnsupportedTarget
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
+
+# Keys this class writes itself; anything else found in a file is carried along in `extra`.
+_OWN_KEYS = frozenset(
+    "architectures auto_map model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling rope_parameters max_position_embeddings "
+    "block_size dflash_config num_target_layers layer_types sliding_window use_sliding_window max_window_layers "
+    "is_causal initializer_range hidden_act attention_bias attention_dropout tie_word_embeddings dtype torch_dtype "
+    "input_embedding_scale output_multiplier final_logit_softcapping mask_token_id target_layer_ids "
+    "conv_kernel_size conv_group_size selector_rank selector_top_k use_cache transformers_version".split()
+)
+
+
+@dataclass(frozen=True)
+class LayerMask:
+    """How one layer's slots see: `window` W keeps keys p of query t with t - p < W; `causal` hides later slots."""
+
+    causal: bool
+    window: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """Shape and meaning of a drafter. `block_size` counts the anchor; `tap_ids` are 0-based target layer outputs."""
+
+    vocab_size: int
+    hidden_size: int  # equals the target's: embedding and head are the target's own
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    mask_token_id: int
+    tap_ids: tuple[int, ...]
+    num_target_layers: int
+    layer_types: tuple[str, ...] = ()  # empty: full attention everywhere
+    sliding_window: int | None = None  # tokens
+    is_causal: bool | None = None  # None: sliding layers are causal inside the block, full layers are not
+    rope_theta: float = 1e6
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 32768
+    initializer_range: float = 0.02
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0  # 0: none
+    conv_kernel_size: int = 0  # the four below are DFlash 2's; 0: plain DFlash
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.layer_types:
+            object.__setattr__(self, "layer_types", (FULL,) * self.num_layers)
+        object.__setattr__(self, "layer_types", tuple(self.layer_types))
+        object.__setattr__(self, "tap_ids", tuple(int(tap) for tap in self.tap_ids))
+        self._check()
+
+    def _check(self) -> None:
+        def need(holds: bool, message: str) -> None:
+            if not holds:
+                raise InputError(f"drafter config: {message}")
+
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+        ):
+            need(getattr(self, name) >= 1, f"{name} = {getattr(self, name)} must be at least 1.")
+        need(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}.",
+        )
+        need(self.head_dim % 2 == 0, f"head_dim {self.head_dim} must be even for rotary positions.")
+        need(
+            self.block_size >= 2,
+            f"block_size {self.block_size} must be at least 2 (anchor + one drafted token).",
+        )
+        need(
+            len(self.layer_types) == self.num_layers,
+            f"{len(self.layer_types)} layer_types for {self.num_layers} layers.",
+        )
+        unknown = sorted(set(self.layer_types) - {FULL, SLIDING})
+        need(not unknown, f"layer_types {unknown} unknown; each is {FULL!r} or {SLIDING!r}.")
+        need(
+            SLIDING not in self.layer_types or (self.sliding_window or 0) >= 1,
+            "sliding layers need sliding_window >= 1 (tokens).",
+        )
+        need(bool(self.tap_ids), "tap_ids is empty; name at least one target layer.")
+        need(
+            all(0 <= tap < self.num_target_layers for tap in self.tap_ids),
+            f"tap_ids {list(self.tap_ids)} must lie in 0..{self.num_target_layers - 1} (0-based decoder layers of the target).",
+        )
+        need(
+            0 <= self.mask_token_id < self.vocab_size,
+            f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}.",
+        )
+        second = (self.conv_kernel_size, self.conv_group_size, self.selector_rank, self.selector_top_k)
+        need(
+            all(second) or not any(second),
+            "DFlash 2 needs conv_kernel_size, conv_group_size, selector_rank and selector_top_k, or none of them.",
+        )
+        if self.conv_group_size:
+            need(
+                self.hidden_size % self.conv_group_size == 0,
+                f"conv_group_size {self.conv_group_size} does not divide hidden_size {self.hidden_size}.",
+            )
+
+    @property
+    def is_second(self) -> bool:
+        """True for DFlash 2 (dynamic convolutions and a candidate selector)."""
+        return self.conv_kernel_size > 0
+
+    def layer_mask(self, layer: int) -> LayerMask:
+        """Mask of draft layer `layer`: an explicit `is_causal` rules all layers, else sliding layers are causal."""
+        sliding = self.layer_types[layer] == SLIDING
+        return LayerMask(
+            causal=sliding if self.is_causal is None else self.is_causal,
+            window=self.sliding_window if sliding else None,
+        )
+
+    @classmethod
+    def from_target(
+        cls,
+        target: Any,
+        *,
+        mask_token_id: int,
+        num_layers: int = 5,
+        block_size: int = 16,
+        tap_ids: tuple[int, ...] | list[int] = (),
+        sliding_layers: int | tuple[int, ...] = 0,
+        sliding_window: int | None = None,
+        **overrides: Any,
+    ) -> DrafterConfig:
+        """Shape a drafter for `target`, a Hugging Face text configuration.
+
+        `tap_ids` empty means the released rule for `num_layers` taps; `sliding_layers` is a count of leading layers or
+        their indices. Heads, feed-forward width and rotary base follow the target unless given in `overrides`
+        (`num_heads`, `num_kv_heads`, `head_dim`, `intermediate_size`, `rope_theta`, DFlash 2's four, ...).
+        """
+        sliding = set(range(sliding_layers)) if isinstance(sliding_layers, int) else set(sliding_layers)
+        if any(not 0 <= layer < num_layers for layer in sliding):
+            raise InputError(f"sliding_layers {sorted(sliding)}: the drafter has layers 0..{num_layers - 1}.")
+        depth = target.num_hidden_layers
+        heads = overrides.pop("num_heads", 0) or target.num_attention_heads
+        values = dict(
+            vocab_size=target.vocab_size,
+            hidden_size=target.hidden_size,
+            intermediate_size=getattr(target, "intermediate_size", None) or 3 * target.hidden_size,
+            num_layers=num_layers,
+            num_heads=heads,
+            num_kv_heads=getattr(target, "num_key_value_heads", None) or heads,
+            head_dim=getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads,
+            block_size=block_size,
+            mask_token_id=mask_token_id,
+            tap_ids=tuple(tap_ids) or released_tap_ids(depth, num_layers),
+            num_target_layers=depth,
+            layer_types=tuple(SLIDING if i in sliding else FULL for i in range(num_layers)),
+            sliding_window=sliding_window if sliding else None,
+            rope_theta=_rope_theta(target.to_dict()),
+            rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
+            max_position_embeddings=getattr(target, "max_position_embeddings", 32768),
+        )
+        values.update({name: value for name, value in overrides.items() if value is not None})
+        known = {f.name for f in dataclasses.fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise InputError(f"drafter config: unknown fields {unknown}; known are {sorted(known)}.")
+        return cls(**values)
+
+    def to_json(self, dtype: str = "bfloat16") -> dict[str, Any]:
+        """Return the z-lab `config.json` as plain values. `dtype` is the weights' type by torch name."""
+        inner: dict[str, Any] = {
+            "block_size": self.block_size,
+            "mask_token_id": self.mask_token_id,
+            "target_layer_ids": list(self.tap_ids),
+        }
+        if self.input_embedding_scale != 1.0:
+            inner["input_embedding_scale"] = self.input_embedding_scale
+        if self.output_multiplier != 1.0:
+            inner["output_multiplier"] = self.output_multiplier
+        if self.final_logit_softcapping > 0:
+            inner["final_logit_softcapping"] = self.final_logit_softcapping
+        for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
+            if self.is_second:
+                inner[name] = getattr(self, name)
+        architecture = ARCHITECTURE_2 if self.is_second else ARCHITECTURE
+        values: dict[str, Any] = {
+            "architectures": [architecture],
+            "auto_map": {"AutoModel": f"dflash.{architecture}"},
+            "model_type": "qwen3",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "max_position_embeddings": self.max_position_embeddings,
+            "initializer_range": self.initializer_range,
+            "layer_types": list(self.layer_types),
+            "sliding_window": self.sliding_window,
+            "use_sliding_window": SLIDING in self.layer_types,
+            "max_window_layers": self.num_layers,
+            "tie_word_embeddings": False,
+            "use_cache": True,
+            "dtype": dtype,
+            "num_target_layers": self.num_target_layers,
+            "block_size": self.block_size,
+            "dflash_config": inner,
+        }
+        if self.is_causal is not None:
+            values["is_causal"] = self.is_causal
+        return {**self.extra, **values}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> DrafterConfig:
+        """Read a z-lab `config.json`. `InputError` names a missing key; an unsupported feature is `UnsupportedTarget`."""
+        inner = values.get("dflash_config") or {}
+
+        def read(name: str, default: Any = None) -> Any:
+            return inner.get(name, values.get(name, default))
+
+        def must(name: str) -> Any:
+            value = read(name)
+            if value is None:
+                raise InputError(f"drafter config.json: {name!r} is missing; is this a DFlash checkpoint?")
+            return value
+
+        if values.get("attention_bias"):
+            raise UnsupportedTarget(
+                "drafter config.json: attention_bias is true; DFlash projections have no bias."
+            )
+        if values.get("hidden_act", "silu") != "silu":
+            raise UnsupportedTarget(
+                f"drafter config.json: hidden_act {values['hidden_act']!r}; only 'silu' is known."
+            )
+        scaling = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+        if (kind := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
+            raise UnsupportedTarget(f"drafter config.json: rope type {kind!r}; only 'default' is known.")
+        layers = must("num_hidden_layers")
+        depth = must("num_target_layers")
+        return cls(
+            vocab_size=must("vocab_size"),
+            hidden_size=must("hidden_size"),
+            intermediate_size=must("intermediate_size"),
+            num_layers=layers,
+            num_heads=must("num_attention_heads"),
+            num_kv_heads=read("num_key_value_heads") or must("num_attention_heads"),
+            head_dim=read("head_dim") or must("hidden_size") // must("num_attention_heads"),
+            block_size=int(read("block_size", 16)),
+            mask_token_id=int(must("mask_token_id")),
+            tap_ids=tuple(read("target_layer_ids") or released_tap_ids(depth, layers)),
+            num_target_layers=depth,
+            layer_types=tuple(values.get("layer_types") or ()),
+            sliding_window=values.get("sliding_window"),
+            is_causal=values.get("is_causal"),
+            rope_theta=_rope_theta(values),
+            rms_norm_eps=values.get("rms_norm_eps", 1e-6),
+            max_position_embeddings=values.get("max_position_embeddings", 32768),
+            initializer_range=values.get("initializer_range", 0.02),
+            input_embedding_scale=float(read("input_embedding_scale", 1.0)),
+            output_multiplier=float(read("output_multiplier", 1.0)),
+            final_logit_softcapping=float(read("final_logit_softcapping") or 0.0),
+            conv_kernel_size=int(read("conv_kernel_size") or 0),
+            conv_group_size=int(read("conv_group_size") or 0),
+            selector_rank=int(read("selector_rank") or 0),
+            selector_top_k=int(read("selector_top_k") or 0),
+            extra={name: value for name, value in values.items() if name not in _OWN_KEYS},
+        )
+
+
+def released_tap_ids(num_target_layers: int, count: int) -> tuple[int, ...]:
+    """The target room's tap rule, imported late so that reading a configuration stays free of torch."""
+    from dflash_lab.target.taps import default_tap_ids
+
+    return tuple(default_tap_ids(num_target_layers, count))
+
+
+def resolve_mask_token_id(vocab_size: int, *, explicit: int = -1, tokenizer: Any = None) -> tuple[int, str]:
+    """Return the token id of a masked slot and why it was chosen; the embedding is never resized.
+
+    Order: `explicit` (>= 0), the tokenizer's mask token, the first embedding row without a token, pad, eos, unk.
+    Without a tokenizer the last embedding row is taken.
+    """
+    if explicit >= 0:
+        if explicit >= vocab_size:
+            raise InputError(f"mask_token_id = {explicit}: the target has only {vocab_size} embedding rows.")
+        return explicit, "given"
+    if tokenizer is None:
+        return vocab_size - 1, "last embedding row (the target has no tokenizer)"
+    if tokenizer.mask_token_id is not None:
+        return tokenizer.mask_token_id, "the tokenizer's mask token"
+    if len(tokenizer) < vocab_size:
+        return len(tokenizer), "first embedding row without a token"
+    for name in ("pad_token_id", "eos_token_id", "unk_token_id"):
+        if (value := getattr(tokenizer, name)) is not None:
+            return value, f"the tokenizer's {name.removesuffix('_id').replace('_', ' ')}"
+    raise InputError("no free embedding row and no special token to mask with; give mask_token_id.")
+
+
+def _rope_theta(values: Mapping[str, Any]) -> float:
+    """Rotary base of a Qwen3-like configuration, old (`rope_theta`) or new (`rope_parameters`) spelling."""
+    parameters = values.get("rope_parameters") or {}
+    parameters = parameters.get(FULL, parameters)  # per-layer-type tables: take the full layers' entry
+    theta = parameters.get("rope_theta") or values.get("rope_theta")
+    return float(theta) if theta else 1e6

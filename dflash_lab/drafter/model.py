@@ -1,0 +1,208 @@
+"""The DFlash drafter: a few Qwen3-like layers that read the target's hidden states and fill a block of masked slots.
+
+Tapped target states (K layers, concatenated) are fused once, `ctx = hidden_norm(fc(taps))`, and every layer turns the
+same ctx into keys and values with the projections it uses for the block itself ("K/V injection"); ctx is never
+updated and has no queries. The block [anchor, MASK x (B-1)] enters as rows of the target's embedding and leaves
+through the target's head, both frozen and not stored here. Slot k predicts the token AT its own position a + k.
+
+Tensor names are those of the released checkpoints (3 + 11 a layer). Shapes: S context tokens, A blocks, B slots,
+H hidden, K taps, nq/nkv query/key heads, d head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dflash_lab.drafter.attention import Attend, BlockLayout, make_attend
+from dflash_lab.drafter.config import DrafterConfig, LayerMask
+from dflash_lab.drafter.second import CandidateSelector, GroupedDynamicCausalConv
+
+Rope = tuple[Tensor, Tensor]  # cos, sin [..., d]
+
+
+class ContextStates(NamedTuple):
+    """Fused context ctx [S, H] with its rotary angles: training, where every layer makes its keys and values anew."""
+
+    states: Tensor
+    angles: Rope
+
+
+class ContextKeys(NamedTuple):
+    """Ready context keys and values [S, nkv, d] of one layer: decoding, where they are cached."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, computed in fp32 and rounded before the product with the weight, as Qwen3 does."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def rope(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rope:
+    """cos and sin [..., d] of absolute positions [...]; angles in fp32, the two halves of d share frequencies."""
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    angles = positions[..., None].float() * (1.0 / theta**exponents)
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, angles: Rope) -> Tensor:
+    """Rotate x [..., heads, d] by angles [..., d]."""
+    cos, sin = (part[..., None, :] for part in angles)
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-right, left], dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of block slots over injected context keys and the own block."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        size, d = config.hidden_size, config.head_dim
+        self.head_dim = d
+        self.q_proj = nn.Linear(size, config.num_heads * d, bias=False)
+        self.k_proj = nn.Linear(size, config.num_kv_heads * d, bias=False)
+        self.v_proj = nn.Linear(size, config.num_kv_heads * d, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * d, size, bias=False)
+        self.q_norm = RMSNorm(d, config.rms_norm_eps)
+        self.k_norm = RMSNorm(d, config.rms_norm_eps)
+
+    def keys_values(self, x: Tensor, angles: Rope) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values [..., nkv, d] of x [..., H]; the same for context and block."""
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
+        return rotate(k, angles), self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+
+    def forward(
+        self, x: Tensor, angles: Rope, context: ContextStates | ContextKeys, attend: Attend, mask: LayerMask
+    ) -> Tensor:
+        """x [A, B, H] -> [A, B, H]."""
+        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), angles)
+        k, v = self.keys_values(x, angles)
+        kc, vc = self.keys_values(*context) if isinstance(context, ContextStates) else context
+        return self.o_proj(attend(q, k, v, kc, vc, mask).flatten(-2))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and feed-forward; DFlash 2 wraps each in a dynamic convolution over the block's slots."""
+
+    def __init__(self, config: DrafterConfig, index: int) -> None:
+        super().__init__()
+        self.mask = config.layer_mask(index)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+        self.attention_conv = GroupedDynamicCausalConv(config) if config.is_second else None
+        self.mlp_conv = GroupedDynamicCausalConv(config) if config.is_second else None
+
+    def forward(
+        self, h: Tensor, angles: Rope, context: ContextStates | ContextKeys, attend: Attend
+    ) -> Tensor:
+        """h [A, B, H] -> [A, B, H]."""
+        x = self.input_layernorm(h)
+        if self.attention_conv is None or self.mlp_conv is None:
+            h = h + self.self_attn(x, angles, context, attend, self.mask)
+            return h + self.mlp(self.post_attention_layernorm(h))
+        y, kernel = self.attention_conv.enter(x)
+        h = h + self.attention_conv.leave(self.self_attn(y, angles, context, attend, self.mask), kernel)
+        y, kernel = self.mlp_conv.enter(self.post_attention_layernorm(h))
+        return h + self.mlp_conv.leave(self.mlp(y), kernel)
+
+
+class Drafter(nn.Module):
+    """A DFlash drafter. Parameters carry the released names; embedding and head are the target's."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.tap_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.candidate_selector = CandidateSelector(config) if config.is_second else None
+        self.gradient_checkpointing = False  # recompute each layer in the backward pass
+
+    def initialize(self, generator: torch.Generator) -> Drafter:
+        """Draw matrices from N(0, initializer_range), norms to one, DFlash 2's convolutions to the identity."""
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name.endswith("base_kernel"):
+                    parameter.zero_()[:, 0] = 1.0
+                elif name.endswith("kernel_projection.weight"):
+                    parameter.zero_()
+                elif parameter.ndim == 1:
+                    parameter.fill_(1.0)
+                else:
+                    deviation = 0.02 if name.endswith("codebook") else self.config.initializer_range
+                    parameter.normal_(0.0, deviation, generator=generator)
+        return self
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> Rope:
+        """Rotary cos and sin of `positions`."""
+        return rope(positions, self.config.head_dim, self.config.rope_theta, dtype)
+
+    def context(self, taps: Tensor) -> Tensor:
+        """Fuse tapped states [..., S, K*H] into ctx [..., S, H], the input of every layer's context keys and values."""
+        return self.hidden_norm(self.fc(taps))
+
+    def forward(
+        self, embeddings: Tensor, taps: Tensor, layout: BlockLayout, attention: str = "auto"
+    ) -> Tensor:
+        """Hidden states of all blocks of a packed row.
+
+        embeddings [A, B, H]: raw rows of the target's embedding for [anchor, MASK, ...]; taps [S, K*H]; returns
+        [A, B, H], the input of the target's head (see `logits`). Slot 0, the anchor, predicts nothing.
+        """
+        attend = make_attend(layout, attention)
+        ctx = self.context(taps)
+        context = ContextStates(ctx, self.angles(layout.positions, ctx.dtype))
+        h = self.scaled(embeddings).to(ctx.dtype)
+        angles = self.angles(layout.slot_positions, ctx.dtype)
+        for layer in self.layers:
+            if self.gradient_checkpointing and self.training:
+                h = checkpoint(layer, h, angles, context, attend, use_reentrant=False)
+            else:
+                h = layer(h, angles, context, attend)
+        return self.norm(h)
+
+    def scaled(self, embeddings: Tensor) -> Tensor:
+        """Apply `input_embedding_scale` to raw embedding rows."""
+        scale = self.config.input_embedding_scale
+        return embeddings if scale == 1.0 else embeddings * scale
+
+    def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
+        """Draft logits [..., V] of hidden [..., H] with the target's head [V, H], scaled and soft-capped as configured."""
+        logits = F.linear(hidden, head)
+        if self.config.output_multiplier != 1.0:
+            logits = logits * self.config.output_multiplier
+        if (cap := self.config.final_logit_softcapping) > 0:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
