@@ -17,7 +17,7 @@ _WORDS = {"true": True, "false": False}
 
 
 def coerce(value: Any, kind: Any) -> Any:
-    """Return `value` as `kind` (int, float, bool, str, dict, list, list[scalar]); `ValueError` if it is none."""
+    """Return `value` as `kind` (int, float, bool, str, dict, list, list[scalar]) or raise `ValueError`."""
     origin = typing.get_origin(kind) or kind
     if isinstance(kind, types.UnionType) or origin is typing.Union:
         raise TypeError(f"{kind}: a parameter has exactly one type; use '', 0 or -1 for unset")

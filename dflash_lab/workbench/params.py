@@ -42,6 +42,7 @@ from typing import Any, ClassVar, TypeVar
 
 from dflash_lab.errors import InputError, near
 from dflash_lab.workbench.coerce import coerce, type_name
+from dflash_lab.workbench.secrets import redact
 
 P = TypeVar("P", bound="StageParams")
 
@@ -91,6 +92,11 @@ class StageParams:
                 raise InputError(f"{self.stage}: {field.name}={_shown(value)}: {error}") from None
             object.__setattr__(self, field.name, value)
             _check_range(self.stage, field, value)
+            if isinstance(value, str) and redact(value) != value:
+                raise InputError(
+                    f"{self.stage}: {field.name}: holds an access token, and notebooks save parameters. "
+                    "Put it in the environment (HF_TOKEN) instead."
+                )
         self.require(bool(self.run_dir), "run_dir", "the run folder must have a name, such as runs/mine")
         self.require(bool(self.target), "target", "name a target, such as smollm2")
         self.check()

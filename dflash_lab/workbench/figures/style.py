@@ -1,0 +1,120 @@
+"""How every figure looks, and how a notebook shows it.
+
+Figure functions are pure (data in, `go.Figure` out) and pick up the `dflash` template by importing this
+module. Colours are those of Okabe and Ito, which stay apart for colour-blind readers; backgrounds are
+transparent and lines mid-grey, so that one figure reads on the light and the dark theme of JupyterLab and of
+the report.
+
+`show(fig, params)` is the one way to display. Headless it never saves a `FigureWidget` (each would add the 5
+MB plotly.js bundle to the notebook) and it adds a PNG where kaleido and a Chromium exist, since GitHub and
+nbconvert show nothing else. It also leaves the figure as JSON in the stage's folder, for the report.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import logging
+import os
+import re
+from typing import TYPE_CHECKING, Any
+
+import plotly.graph_objects as go
+import plotly.io as pio
+
+from dflash_lab.files import write_bytes
+from dflash_lab.workbench.figures.png import to_png
+
+if TYPE_CHECKING:
+    from dflash_lab.workbench.params import StageParams
+
+logger = logging.getLogger(__name__)
+
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
+GREY = "#7b8087"
+PALETTE = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY)
+SEQUENTIAL = "Cividis"  # for heat maps: even in lightness, the same for colour-blind readers
+DIVERGING = [[0.0, BLUE], [0.5, "#d9d9d9"], [1.0, RED]]
+MAX_BYTES = 1_000_000  # of a figure's JSON
+WIDTH, HEIGHT = 900, 420  # px; two figures and their text fit a 1280 x 800 screen
+_GRID = "rgba(123, 128, 135, 0.25)"
+
+TEMPLATE = go.layout.Template(
+    layout={
+        "colorway": list(PALETTE),
+        "colorscale": {"sequential": SEQUENTIAL, "sequentialminus": SEQUENTIAL, "diverging": DIVERGING},
+        "font": {"family": "system-ui, Helvetica, Arial, sans-serif", "size": 13, "color": GREY},
+        "title": {"x": 0.01, "xanchor": "left", "font": {"size": 16}},
+        "paper_bgcolor": "rgba(0, 0, 0, 0)",
+        "plot_bgcolor": "rgba(0, 0, 0, 0)",
+        "margin": {"l": 70, "r": 20, "t": 56, "b": 56},
+        "width": WIDTH,
+        "height": HEIGHT,
+        "hovermode": "closest",
+        "hoverlabel": {"align": "left"},
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 1, "xanchor": "right"},
+        "xaxis": {"gridcolor": _GRID, "zerolinecolor": _GRID, "linecolor": GREY, "automargin": True},
+        "yaxis": {"gridcolor": _GRID, "zerolinecolor": _GRID, "linecolor": GREY, "automargin": True},
+    },
+    data={"scatter": [go.Scatter(line={"width": 2})], "bar": [go.Bar(marker={"line": {"width": 0}})]},
+)
+pio.templates["dflash"] = TEMPLATE
+pio.templates.default = "dflash"
+
+
+def show(fig: go.Figure, params: StageParams, name: str = "") -> None:
+    """Display `fig` in a notebook, and keep it as `<stage folder>/figures/<name>.json` (name: the title's
+    words).
+    """
+    plain = go.Figure(fig)
+    content = plain.to_json()
+    name = name or slug(plain.layout.title.text or "figure")
+    if len(content) > MAX_BYTES:
+        logger.warning("figure %r holds %.1f MB: thin it out (style.thin)", name, len(content) / 1e6)
+    write_bytes(params.folder / "figures" / f"{name}.json", content.encode())
+    if params.interactive or os.environ.get("PLOTLY_RENDERER"):
+        _show_live(fig)
+    else:
+        _show_saved(plain, content, name)
+
+
+def _show_live(fig: go.Figure) -> None:
+    if isinstance(fig, go.FigureWidget):
+        from IPython.display import display
+
+        display(fig)
+    else:
+        fig.show()
+
+
+def _show_saved(fig: go.Figure, content: str, name: str) -> None:
+    """Display what a saved notebook should hold: the figure as data, its picture if there is one, a name."""
+    from IPython.display import display
+
+    bundle: dict[str, Any] = {
+        "application/vnd.plotly.v1+json": {**json.loads(content), "config": {"responsive": True}},
+        "text/plain": f"figure: {name}",
+    }
+    picture = to_png(fig)
+    if picture is not None:
+        bundle["image/png"] = base64.b64encode(picture).decode()
+    display(bundle, raw=True)
+
+
+def slug(title: str) -> str:
+    """Return a file name for a title: lower-case words joined by ``-``, at most 60 characters."""
+    words = re.sub(r"<[^>]*>", " ", title).lower()
+    return re.sub(r"[^a-z0-9]+", "-", words).strip("-")[:60] or "figure"
+
+
+def thin(count: int, keep: int = 2000) -> list[int]:
+    """Return at most `keep` evenly spread indices of `count` points, the first and the last among them."""
+    if count <= keep:
+        return list(range(count))
+    return sorted({round(index * (count - 1) / (keep - 1)) for index in range(keep)})
+
+
+def escape(text: object) -> str:
+    """Escape untrusted text for titles, labels and hover text, which plotly reads as a small HTML."""
+    return html.escape(str(text), quote=True)

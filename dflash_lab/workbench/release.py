@@ -1,0 +1,55 @@
+"""Give back the memory that a failed cell keeps alive.
+
+After an exception IPython holds the traceback, the traceback holds the frames, and the frames hold GPU
+tensors: in `sys.last_*`, in `InteractiveTB.tb` and in `last_execution_result`. All three must go before
+the cache can be emptied. `forget_locals` frees the tensors at once and keeps the traceback readable;
+`release` drops the rest.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import traceback
+
+
+def forget_locals(error: BaseException) -> None:
+    """Clear the local variables of every finished frame that `error`, its causes and its contexts hold."""
+    seen: set[int] = set()
+    queue: list[BaseException | None] = [error]
+    while queue:
+        current = queue.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        traceback.clear_frames(current.__traceback__)
+        queue += [current.__cause__, current.__context__]
+        if isinstance(current, BaseExceptionGroup):
+            queue += current.exceptions
+
+
+def release() -> None:
+    """Drop what the last error holds, collect garbage, and give cached GPU blocks back to the driver."""
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        if hasattr(sys, name):
+            setattr(sys, name, None)
+    shell = _shell()
+    if shell is not None:
+        shell.InteractiveTB.tb = None
+        result = shell.last_execution_result
+        if result is not None:
+            result.error_in_exec = result.error_before_exec = None
+    collect()
+
+
+def collect() -> None:
+    """Collect garbage and empty the CUDA cache, if torch is in use at all."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _shell():  # type: ignore[no-untyped-def]
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None else None

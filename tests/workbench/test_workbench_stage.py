@@ -1,0 +1,271 @@
+"""execute: skip what is finished, redo what changed, leave a result or a failure, stop when told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from dflash_lab.errors import InputError, StoreError
+from dflash_lab.files import read_json, write_json
+from dflash_lab.workbench import lock, stage
+from dflash_lab.workbench.params import StageParams, param
+from dflash_lab.workbench.progress import Stopped
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyParams(StageParams):
+    stage: ClassVar[str] = "toy"
+    steps: int = param(3, "steps", low=1)
+
+    def inputs(self) -> list[Path]:
+        return [self.run / "samples.parquet", self.run / "store"]
+
+    def outputs(self) -> list[Path]:
+        return [self.run / "product"]
+
+
+@dataclass
+class ToyResult:
+    figures: dict = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, folder: Path) -> ToyResult:
+        return cls({**read_json(folder / "result.json")["figures"], "loaded": 1})
+
+
+class Toy:
+    """A stage whose behaviour a test sets."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.body = lambda params, progress: None
+
+    def run(self, params, progress):
+        self.calls += 1
+        self.body(params, progress)
+        write_json(params.run / "product", {"steps": params.steps})
+        return ToyResult({"tau": 1.5, "loss": float("nan")})
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    made = Toy()
+    monkeypatch.setattr(stage, "run_function", lambda name: made.run)
+    monkeypatch.setattr(stage, "result_class", lambda name: ToyResult)
+    return made
+
+
+@pytest.fixture
+def params(tmp_path):
+    (tmp_path / "samples.parquet").write_bytes(b"rows")
+    return ToyParams(run_dir=str(tmp_path), interactive=False)
+
+
+def changed(params, **values):
+    return ToyParams(**{**params.as_dict(), **values})
+
+
+def test_result_says_what_made_it(toy, params):
+    result = stage.execute(params)
+    record = read_json(params.folder / "result.json")
+    assert result.figures["tau"] == 1.5 and toy.calls == 1
+    assert record["figures"] == {"tau": 1.5, "loss": None} and record["parameters"] == params.as_dict()
+    assert record["schema_version"] == 1 and record["stage"] == "toy"
+    assert {"torch", "polars", "python"} <= set(record["versions"]) and record["commit"]
+    assert record["peak_memory"]["rss_gib"] > 0 and record["seconds"] >= 0
+    assert set(record["inputs"]) == {"samples.parquet", "store"} and record["inputs"]["store"] == "absent"
+
+
+def test_finished_work_is_loaded_not_redone(toy, params):
+    stage.execute(params)
+    again = stage.execute(changed(params, interactive=True))
+    assert toy.calls == 1 and again.figures["loaded"] == 1
+
+
+def test_changed_parameter_input_or_lost_output_runs_again(toy, params):
+    stage.execute(params)
+    stage.execute(changed(params, steps=4))
+    assert toy.calls == 2
+    (params.run / "samples.parquet").write_bytes(b"other rows")
+    stage.execute(changed(params, steps=4))
+    assert toy.calls == 3
+    (params.run / "store").mkdir()
+    (params.run / "store" / "manifest.jsonl").write_text("{}")
+    stage.execute(changed(params, steps=4))
+    assert toy.calls == 4
+    (params.run / "product").unlink()
+    stage.execute(changed(params, steps=4))
+    assert toy.calls == 5
+    stage.execute(changed(params, steps=4, force=True))
+    assert toy.calls == 6
+    stage.execute(changed(params, steps=4))
+    assert toy.calls == 6
+
+
+def test_a_moved_run_is_still_finished(toy, params, tmp_path):
+    stage.execute(params)
+    moved = tmp_path.with_name(tmp_path.name + "-moved")
+    os.rename(tmp_path, moved)
+    stage.execute(changed(params, run_dir=str(moved)))
+    assert toy.calls == 1
+
+
+def test_failure_is_written_and_raised_and_cleared_by_success(toy, params):
+    class TooLarge(RuntimeError):
+        details: ClassVar[dict] = {"batch": 8, "lengths": [10, 20]}
+        advice = "lower token_budget to 4096"
+
+    def fail(params, progress):
+        raise TooLarge("no room")
+
+    toy.body = fail
+    with pytest.raises(TooLarge):
+        stage.execute(params)
+    record = read_json(params.folder / "failure.json")
+    assert record["error"] == "TooLarge" and record["message"] == "no room" and record["state"] == "failed"
+    assert record["details"] == {"batch": 8, "lengths": [10, 20]} and "4096" in record["advice"]
+    assert any("fail" in frame for frame in record["where"])
+    assert not (params.folder / "result.json").exists()
+    toy.body = lambda params, progress: None
+    stage.execute(params)
+    assert not (params.folder / "failure.json").exists()
+
+
+def test_a_failed_rerun_takes_the_old_result_away(toy, params):
+    stage.execute(params)
+    toy.body = lambda params, progress: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        stage.execute(changed(params, steps=9))
+    assert not (params.folder / "result.json").exists()
+
+
+def test_secrets_reach_neither_result_nor_failure(toy, params, monkeypatch):
+    secret = "hf_" + "Ab1" * 10
+    monkeypatch.setenv("HF_TOKEN", secret)
+    monkeypatch.setenv("MY_API_KEY", "not-to-be-seen")
+
+    def fail(params, progress):
+        raise RuntimeError(f"401 for {secret} and not-to-be-seen")
+
+    toy.body = fail
+    with pytest.raises(RuntimeError):
+        stage.execute(params)
+    text = (params.folder / "failure.json").read_text()
+    assert secret not in text and "not-to-be-seen" not in text and "[hidden]" in text
+
+
+def test_a_secret_is_refused_as_a_parameter(monkeypatch):
+    with pytest.raises(InputError, match="HF_TOKEN"):
+        ToyParams(target="hf_" + "Ab1" * 10)
+
+
+def test_errors_free_what_the_frames_hold(toy, params):
+    import gc
+    import weakref
+
+    class Big:
+        pass
+
+    held = []
+
+    def fail(params, progress):
+        tensor = Big()
+        held.append(weakref.ref(tensor))
+        try:
+            raise KeyError("inner")
+        except KeyError as error:
+            raise RuntimeError("outer") from error
+
+    toy.body = fail
+    with pytest.raises(RuntimeError) as caught:
+        stage.execute(params)
+    gc.collect()
+    assert held[0]() is None and caught.value.__traceback__ is not None
+
+
+def test_sigterm_stops_at_the_next_report_and_says_so(toy, params):
+    def body(params, progress):
+        progress("work", 0, 10)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+        progress("work", 1, 10)
+        pytest.fail("went on after SIGTERM")
+
+    before = signal.getsignal(signal.SIGTERM)
+    toy.body = body
+    with pytest.raises(Stopped, match="SIGTERM"):
+        stage.execute(params)
+    assert read_json(params.folder / "failure.json")["state"] == "stopped"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_ends_a_stage_that_never_reports(tmp_path):
+    """In a process of its own: no report within the limit, so the process ends with SIGTERM's status."""
+    code = """
+import os, signal, sys, time
+from dflash_lab.workbench import stage
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
+from test_workbench_stage import ToyParams
+stage.UNSTOPPED_S = 0.3
+def run(params, progress):
+    os.kill(os.getpid(), signal.SIGTERM)
+    while True: time.sleep(0.1)
+stage.run_function = lambda name: run
+stage.execute(ToyParams(run_dir=sys.argv[2], interactive=False))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, __file__, str(tmp_path)], timeout=60, capture_output=True
+    )
+    assert done.returncode == 143 and b"no safe point" in done.stderr
+
+
+def test_two_processes_do_not_share_a_stage(toy, params):
+    with lock.stage_lock(params.folder):
+        assert lock.is_held(params.folder)
+        with pytest.raises(InputError, match=r"in use by another process \{.*pid"):
+            stage.execute(params)
+    assert not lock.is_held(params.folder)
+    stage.execute(params)
+
+
+def test_a_result_of_another_version_is_named(toy, params):
+    write_json(params.folder / "result.json", {"schema_version": 0})
+    with pytest.raises(StoreError, match=r"result.json: schema version 0.*Move the run folder"):
+        stage.execute(params)
+
+
+def test_a_torn_result_is_named(toy, params):
+    params.folder.mkdir()
+    (params.folder / "result.json").write_text('{"schema_version": 1,')
+    with pytest.raises(StoreError, match=r"result.json:1: not valid JSON"):
+        stage.execute(params)
+
+
+def test_a_file_in_the_way_of_the_run_folder_is_an_input_error(tmp_path, toy):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot write here"):
+        stage.execute(ToyParams(run_dir=str(tmp_path / "file"), interactive=False))
+
+
+def test_result_is_json_without_nan(toy, params):
+    stage.execute(params)
+    json.loads((params.folder / "result.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+
+
+def test_log_lines_reach_stderr_without_secrets(toy, params, monkeypatch, capsys):
+    import logging
+
+    monkeypatch.setenv("HF_TOKEN", "a-secret-value")
+    toy.body = lambda params, progress: logging.getLogger("dflash_lab.toy").warning("key a-secret-value used")
+    stage.execute(params)
+    lines = capsys.readouterr().err
+    assert "key [hidden] used" in lines and "toy: done in" in lines

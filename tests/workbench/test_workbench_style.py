@@ -1,0 +1,124 @@
+"""Figures: one template, safe names, thinning, and what a saved notebook gets."""
+
+from __future__ import annotations
+
+import base64
+import colorsys
+import json
+from dataclasses import dataclass
+from typing import ClassVar
+
+import IPython.display
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+
+from dflash_lab.workbench.figures import png, style
+from dflash_lab.workbench.params import StageParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowParams(StageParams):
+    stage: ClassVar[str] = "show"
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    bundles = []
+    monkeypatch.setattr(
+        IPython.display, "display", lambda *values, **options: bundles.append((values, options))
+    )
+    monkeypatch.delenv("PLOTLY_RENDERER", raising=False)
+    return bundles
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(a: str, b: str) -> float:
+    high, low = sorted((luminance(a), luminance(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_text_reads_on_the_light_and_the_dark_theme():
+    assert contrast(style.GREY, "#ffffff") > 3.5 and contrast(style.GREY, "#111111") > 3.5
+
+
+def test_palette_colours_stay_apart():
+    hues = [colorsys.rgb_to_hls(*(int(c[i : i + 2], 16) / 255 for i in (1, 3, 5))) for c in style.PALETTE[:6]]
+    pairs = [(a, b) for i, a in enumerate(hues) for b in hues[:i]]
+    assert all(abs(a[0] - b[0]) + abs(a[1] - b[1]) > 0.05 for a, b in pairs)
+
+
+def test_the_template_is_the_default():
+    assert go.Figure().layout.template.layout.colorway == style.PALETTE
+
+
+def test_headless_show_saves_data_and_never_a_widget(tmp_path, shown, monkeypatch):
+    monkeypatch.setattr(style, "to_png", lambda fig: b"picture")
+    fig = go.FigureWidget(go.Scatter(y=np.arange(5.0)), layout_title_text="Loss <b>by</b> step")
+    style.show(fig, ShowParams(run_dir=str(tmp_path), interactive=False))
+    ((values, options),) = shown
+    bundle = values[0]
+    assert options == {"raw": True}
+    assert set(bundle) == {"application/vnd.plotly.v1+json", "text/plain", "image/png"}
+    json.dumps(bundle)
+    saved = json.loads((tmp_path / "show" / "figures" / "loss-by-step.json").read_text())
+    values = saved["data"][0]["y"]
+    assert np.frombuffer(base64.b64decode(values["bdata"]), values["dtype"]).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_headless_show_without_a_browser_still_shows(tmp_path, shown, monkeypatch):
+    monkeypatch.setattr(style, "to_png", lambda fig: None)
+    style.show(go.Figure(go.Bar(y=[1])), ShowParams(run_dir=str(tmp_path), interactive=False), name="bars")
+    assert "image/png" not in shown[0][0][0] and (tmp_path / "show/figures/bars.json").exists()
+
+
+def test_interactive_show_keeps_the_widget(tmp_path, shown):
+    fig = go.FigureWidget(go.Bar(y=[1]))
+    style.show(fig, ShowParams(run_dir=str(tmp_path)), name="live")
+    assert shown[0][0][0] is fig
+
+
+def test_a_large_figure_is_told(tmp_path, shown, monkeypatch, caplog):
+    monkeypatch.setattr(style, "to_png", lambda fig: None)
+    fig = go.Figure(go.Scatter(y=np.random.default_rng(0).normal(size=200_000)))
+    style.show(fig, ShowParams(run_dir=str(tmp_path), interactive=False))
+    assert "thin it out" in caplog.text
+
+
+def test_a_wrong_browser_path_means_no_picture(monkeypatch):
+    monkeypatch.setenv("BROWSER_PATH", "/nowhere/chromium")
+    png.browser_path.cache_clear()
+    png._server.cache_clear()
+    try:
+        assert png.browser_path() == "" and png.to_png(go.Figure()) is None
+    finally:
+        png.browser_path.cache_clear()
+        png._server.cache_clear()
+
+
+@pytest.mark.skipif(not png.browser_path(), reason="no Chromium on this machine")
+def test_a_picture_is_a_png():
+    assert png.to_png(go.Figure(go.Scatter(y=[1, 2]))).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("title", "name"), [("A B", "a-b"), ("<b>x</b>/../y", "x-y"), ("", "figure"), ("é", "figure")]
+)
+def test_slugs_are_safe_names(title, name):
+    assert style.slug(title) == name
+
+
+@pytest.mark.parametrize("count", [0, 1, 10, 2000, 2001, 100_000])
+def test_thinning_keeps_both_ends(count):
+    kept = style.thin(count)
+    assert len(kept) <= 2000 and kept == sorted(set(kept))
+    assert not count or (kept[0] == 0 and kept[-1] == count - 1)
+
+
+def test_untrusted_text_is_escaped():
+    assert style.escape("<script>'\"") == "&lt;script&gt;&#x27;&quot;"
