@@ -68,13 +68,16 @@ _VISION: dict[str, Any] = {
 
 
 def tiny_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
-    """Build a byte-level tokenizer (ids 0..255 are the bytes) with <|pad|> 256, <|im_start|> 257, <|im_end|> 258 (eos)."""
+    """Build a byte tokenizer: 256 ids for the bytes (not in byte order), <|pad|> 256, <|im_start|> 257, <|im_end|> 258 (eos)."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(
-        [AddedToken(text, special=True, normalized=False) for text in ("<|pad|>", "<|im_start|>", "<|im_end|>")]
+        [
+            AddedToken(text, special=True, normalized=False)
+            for text in ("<|pad|>", "<|im_start|>", "<|im_end|>")
+        ]
     )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, bos_token="<|pad|>", eos_token="<|im_end|>", pad_token="<|pad|>"

@@ -1,0 +1,69 @@
+"""Which model, tokenizer and template made a state: hashes cheap enough to compute at every start.
+
+A weight file is identified by its name, size and safetensors header (names, shapes, offsets), not by its 54 GB of content;
+`full=True` reads everything.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from dflash_lab import files
+from dflash_lab.target.checkpoint import Checkpoint
+from dflash_lab.target.sources import Source, source_tokenizer, whole_config
+
+# Fields that say where or with what a config was read, not what the model computes.
+_VOLATILE = ("transformers_version", "_name_or_path", "dtype", "use_cache", "_commit_hash", "torch_dtype")
+
+
+def _hash(value: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, default=str).encode())
+
+
+def header_hash(path: Path) -> str:
+    """Hash a safetensors file's name, size and header."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length)
+    return _hash([path.name, path.stat().st_size, xxhash.xxh3_128_hexdigest(header)])
+
+
+def identify(source: Source, *, seed: int = 0, full: bool = False) -> dict[str, Any]:
+    """Return the identity of a target: name, config hash, weights hash, revision, tokenizer and template hash.
+
+    full: hash the content of the weight files as well (reads all of them). For ``random:`` targets the weights are
+    named by their seed; tokenizer and template are empty.
+    """
+    config = whole_config(source)
+    fields = {k: v for k, v in config.to_dict().items() if k not in _VOLATILE}
+    identity: dict[str, Any] = {
+        "name": source.name,
+        "config": _hash(fields),
+        "revision": getattr(config, "_commit_hash", None) or "",
+    }
+    if source.checkpoint is None:
+        return {**identity, "weights": f"random, seed {seed}", "tokenizer": "", "template": ""}
+    weights = Checkpoint(source.checkpoint).files()
+    identity["weights"] = _hash([header_hash(path) for path in weights])
+    if full:
+        identity["weights_content"] = _hash([files.checksum(path) for path in weights])
+    tokenizer = source_tokenizer(source)
+    return {**identity, "tokenizer": tokenizer_hash(tokenizer), "template": template_hash(tokenizer)}
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Hash what a tokenizer does: its whole definition if it is a fast one, else its vocabulary and special tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    definition = (
+        backend.to_str() if backend is not None else [tokenizer.get_vocab(), tokenizer.special_tokens_map]
+    )
+    return _hash(definition)
+
+
+def template_hash(tokenizer: Any) -> str:
+    """Hash a tokenizer's chat template; empty if it has none."""
+    return _hash(tokenizer.chat_template) if tokenizer.chat_template else ""

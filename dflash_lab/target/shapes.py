@@ -1,0 +1,108 @@
+"""`random:` targets: the right shape with random weights, for memory and speed work before anyone downloads 54 GB.
+
+Weights are made on the device, in the dtype, one module after another, so a 27B target needs its own 54 GB and no fp32
+copy. Each module is seeded by (seed, its name): the same rows come out whatever else is built, so a head made alone equals
+the head of the whole target.
+"""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from dflash_lab.errors import InputError, UnsupportedTarget, near
+
+
+def _folder() -> Path:
+    """Return params/targets of the checkout, or where an installed wheel puts it."""
+    checkout = Path(__file__).resolve().parents[2] / "params" / "targets"
+    return (
+        checkout
+        if checkout.is_dir()
+        else Path(sysconfig.get_path("data")) / "share" / "dflash-lab" / "targets"
+    )
+
+
+def shape_names() -> list[str]:
+    """Return the names that ``random:<name>`` understands."""
+    return sorted(path.stem for path in _folder().glob("*.json"))
+
+
+def shape_config(shape: str) -> PretrainedConfig:
+    """Return the config (wrapper included) of a named shape, a config.json or a folder that holds one."""
+    path = _folder() / f"{shape}.json"
+    if "/" in shape or "\\" in shape or not path.is_file():
+        path = Path(shape).expanduser()
+        path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        names = shape_names()
+        raise InputError(
+            f"random:{shape}: neither a named shape nor a config.json{near(shape, names)}. Named shapes: {', '.join(names)}."
+        )
+    try:
+        fields: dict[str, Any] = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{error.lineno}: not valid JSON ({error.msg}).") from error
+    model_type = fields.pop("model_type", None)
+    if model_type is None:
+        raise InputError(f"{path}: no model_type in it; a Hugging Face config.json has one.")
+    try:
+        return AutoConfig.for_model(model_type, **fields)
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def randomise(model: PreTrainedModel, *, seed: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Give a model on the meta device its random weights, in place, as its class initialises them."""
+    strict = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    for name, module in model.named_modules():
+        _check_buffers(name, module)
+        fill_module(module, model, seed=seed, name=name, device=device, dtype=dtype, fp32_names=strict)
+
+
+def fill_module(
+    module: nn.Module,
+    model: PreTrainedModel,
+    *,
+    seed: int,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    fp32_names: set[str] = frozenset(),  # type: ignore[assignment]
+) -> None:
+    """Allocate and initialise the tensors that `module` itself holds, seeded by (seed, name).
+
+    The class's own initialiser draws from the global generators, so their state is put back afterwards.
+    """
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    if not own:
+        return
+    for key, tensor in own:
+        keep = not tensor.is_floating_point() or key in dict(module.named_buffers(recurse=False))
+        fp32 = any(part in f"{name}.{key}" for part in fp32_names)
+        kind = tensor.dtype if keep else torch.float32 if fp32 else dtype
+        fresh = torch.empty(tensor.shape, dtype=kind, device=device)
+        if isinstance(tensor, nn.Parameter):
+            module._parameters[key] = nn.Parameter(fresh, requires_grad=False)
+        else:
+            module._buffers[key] = fresh
+    devices = list(range(torch.cuda.device_count())) if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        torch.manual_seed(xxhash.xxh3_64_intdigest(f"{seed}/{name}".encode()) >> 1)
+        model._init_weights(module)
+
+
+def _check_buffers(name: str, module: nn.Module) -> None:
+    buffers = [key for key, _ in module.named_buffers(recurse=False)]
+    if buffers and "RotaryEmbedding" not in type(module).__name__:
+        raise UnsupportedTarget(
+            f"random: {type(module).__name__} ({name}) computes the buffers {buffers} when it is built, which a model made on "
+            "the meta device lacks. Save a checkpoint of it and give the folder as target."
+        )
