@@ -1,0 +1,238 @@
+"""Conversations in the forms people have them: OpenAI `messages`, ShareGPT `conversations`, Alpaca
+instructions.
+
+A form is registered by name with the keys it needs (`@form("alpaca", needs=("instruction", "output"))`) and
+turns a record into a list of messages. A record no form knows, or a turn that would lose content (an image,
+a tool call), is named by file and line and left out; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_lab.data.problems import BadRecord, Problem
+from dflash_lab.data.records import MAX_RECORD_BYTES, read_records
+from dflash_lab.errors import near
+
+Message = dict[str, str]  # {"role": system | user | assistant | tool, "content": text}
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """`id` is `file:line`; `source` is the record's own `source` field, or the file's name."""
+
+    id: str
+    messages: list[Message]
+    source: str
+
+
+@dataclass(frozen=True)
+class Form:
+    """How one kind of record becomes messages; `needs` are the keys that tell it from the others."""
+
+    name: str
+    needs: tuple[str, ...]
+    convert: Callable[[dict[str, Any]], list[Message]]
+
+
+FORMS: dict[str, Form] = {}
+
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+
+
+def form(name: str, *, needs: tuple[str, ...]) -> Callable[[Callable], Callable]:
+    """Register a converter of records that have the keys `needs`; forms are tried in the order of
+    registration.
+    """
+
+    def register(convert: Callable[[dict[str, Any]], list[Message]]) -> Callable:
+        FORMS[name] = Form(name, needs, convert)
+        return convert
+
+    return register
+
+
+def read_conversations(
+    source: str | Path, *, need_answer: bool = True, max_record_bytes: int = MAX_RECORD_BYTES
+) -> tuple[Iterator[Conversation], list[Problem]]:
+    """Return an iterator of conversations and the list that fills with problems while it is consumed.
+
+    `source`: a file, a folder, or a Hugging Face data set id (see `read_records`). With `need_answer`
+    false, conversations without an assistant turn are kept too: prompts, whose answers are generated later.
+    Raises `InputError` when there is nothing to read.
+    """
+    problems: list[Problem] = []
+    records = read_records(source, problems, max_record_bytes=max_record_bytes)
+    return _conversations(records, problems, need_answer), problems
+
+
+def _conversations(
+    records: Iterator[tuple[str, int, Any]], problems: list[Problem], need_answer: bool
+) -> Iterator[Conversation]:
+    for file, line, record in records:
+        try:
+            messages = to_messages(record)
+            if need_answer and not any(message["role"] == "assistant" for message in messages):
+                raise BadRecord(
+                    "no answer", "no assistant turn. Turn regeneration on to have the target answer it."
+                )
+        except BadRecord as error:
+            problems.append(error.at(file, line))
+            continue
+        origin = record.get("source")
+        origin = origin if isinstance(origin, str) and origin else file
+        yield Conversation(f"{file}:{line}", messages, origin[:200])
+
+
+def to_messages(record: Any) -> list[Message]:
+    """Convert one record by the first form whose keys it has; `BadRecord` says why it cannot be used."""
+    if not isinstance(record, Mapping):
+        raise BadRecord("unknown form", f"the record is {_kind(record)}, not an object")
+    present = {key for key, value in record.items() if value is not None}
+    for candidate in FORMS.values():
+        if present.issuperset(candidate.needs):
+            messages = candidate.convert(dict(record))
+            _check(messages, record)
+            return messages
+    known = [key for candidate in FORMS.values() for key in candidate.needs]
+    keys = ", ".join(sorted(map(str, present))[:8]) or "none"
+    hint = next((match for key in present if (match := near(str(key), known))), "")
+    needs = "; ".join(" + ".join(candidate.needs) for candidate in FORMS.values())
+    raise BadRecord("unknown form", f"no known form: keys are {keys[:200]}{hint}. Needed: {needs}.")
+
+
+def _check(messages: list[Message], record: Mapping) -> None:
+    if not messages:
+        raise BadRecord("no turns", "the conversation has no turns")
+    if record.get("tools"):
+        raise BadRecord(
+            "tools", "the record declares tools, which are not rendered. Remove the field to train without."
+        )
+    if not any(message["role"] == "user" for message in messages):
+        raise BadRecord("no question", "no user turn")
+
+
+@form("messages", needs=("messages",))
+def from_messages(record: dict[str, Any]) -> list[Message]:
+    """OpenAI: {"messages": [{"role", "content"}]}; content is text or a list of text parts."""
+    return _turns(record["messages"], "messages")
+
+
+@form("sharegpt", needs=("conversations",))
+def from_sharegpt(record: dict[str, Any]) -> list[Message]:
+    """ShareGPT: {"conversations": [{"from", "value"}]}, with an optional "system" text."""
+    turns = _turns(record["conversations"], "conversations")
+    system = _optional_text(record, "system")
+    return [{"role": "system", "content": system}, *turns] if system else turns
+
+
+@form("alpaca", needs=("instruction", "output"))
+def from_alpaca(record: dict[str, Any]) -> list[Message]:
+    """Alpaca: {"instruction", "input", "output"}, with optional "system" and "history" (pairs of earlier
+    turns).
+    """
+    messages: list[Message] = []
+    if system := _optional_text(record, "system"):
+        messages.append({"role": "system", "content": system})
+    history = record.get("history") or []
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in history
+    ):
+        raise BadRecord("wrong type", "history is not a list of [question, answer] pairs")
+    for question, answer in history:
+        messages.append({"role": "user", "content": _text(question, "history")})
+        messages.append({"role": "assistant", "content": _text(answer, "history")})
+    question = _text(record["instruction"], "instruction")
+    if extra := _optional_text(record, "input"):
+        question = f"{question}\n\n{extra}"
+    messages.append({"role": "user", "content": question})
+    messages.append({"role": "assistant", "content": _text(record["output"], "output")})
+    return messages
+
+
+def _turns(value: Any, name: str) -> list[Message]:
+    if not isinstance(value, list):
+        raise BadRecord("wrong type", f"{name} is {_kind(value)}, not a list of turns")
+    return [_turn(turn, f"{name}[{number}]") for number, turn in enumerate(value)]
+
+
+def _turn(turn: Any, place: str) -> Message:
+    if not isinstance(turn, Mapping):
+        raise BadRecord("wrong type", f"{place} is {_kind(turn)}, not an object")
+    role = _either(turn, "role", "from", place)
+    if not isinstance(role, str) or role.lower() not in _ROLES:
+        raise BadRecord(
+            "unknown role", f"{place}: role {str(role)[:40]!r} is not one of {', '.join(sorted(_ROLES))}"
+        )
+    if turn.get("tool_calls") or turn.get("function_call"):
+        raise BadRecord("tools", f"{place} is a tool call, which is not rendered")
+    content = _either(turn, "content", "value", place)
+    if isinstance(content, list):
+        content = "".join(_part(part, f"{place}.content[{number}]") for number, part in enumerate(content))
+    role = _ROLES[role.lower()]
+    content = _text(content, place)
+    if role == "assistant" and not content.strip():
+        raise BadRecord("empty turn", f"{place}: the assistant says nothing")
+    return {"role": role, "content": content}
+
+
+def _either(turn: Mapping, first: str, second: str, place: str) -> Any:
+    for key in (first, second):
+        if turn.get(key) is not None:
+            return turn[key]
+    raise BadRecord("missing field", f"{place} has neither {first!r} nor {second!r}")
+
+
+def _part(part: Any, place: str) -> str:
+    if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    kind = part.get("type", "no type") if isinstance(part, Mapping) else _kind(part)
+    raise BadRecord("not text", f"{place} is {str(kind)[:40]}: only text parts can be used")
+
+
+def _optional_text(record: dict[str, Any], name: str) -> str:
+    return _text(record[name], name) if record.get(name) is not None else ""
+
+
+def _text(value: Any, place: str) -> str:
+    if not isinstance(value, str):
+        raise BadRecord("wrong type", f"{place} is {_kind(value)}, not text")
+    if "\0" in value:
+        raise BadRecord("NUL", f"{place} holds a NUL character at {value.index(chr(0))}")
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise BadRecord(
+                "encoding", f"{place} holds half a surrogate pair at {error.start}: not text"
+            ) from None
+    return value
+
+
+def _kind(value: Any) -> str:
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "text",
+        bool: "true/false",
+        int: "a number",
+        float: "a number",
+    }
+    return "null" if value is None else names.get(type(value), type(value).__name__)

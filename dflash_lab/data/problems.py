@@ -1,0 +1,34 @@
+"""What is wrong with the input, by file and line: every record that is not stored has one of these, none is
+dropped unsaid.
+
+The invariant that `prepare` checks is ``records in == stored + duplicates + sum(problem.records)``. A
+problem that costs no record (a truncated but stored sample, a file of an unknown kind) has ``records=0``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`reason` says what is wrong and what to do; `kind` is the short name it is counted under."""
+
+    file: str
+    line: int  # 1-based line or row; 0 = the file as a whole
+    reason: str
+    kind: str = "malformed"
+    records: int = 1  # records lost by it
+
+
+class BadRecord(ValueError):
+    """One record cannot be used; it becomes a `Problem` and reading goes on."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+        self.reason = reason
+
+    def at(self, file: str, line: int) -> Problem:
+        """Return the problem this record is, with its place."""
+        return Problem(file, line, self.reason, self.kind)

@@ -1,0 +1,238 @@
+"""Tokenised samples on disk: one Parquet row a sample, exact duplicates once, the held-out split decided by
+content.
+
+A sample is its tokens and its mask: the hash of the two is its identity for duplicates, for resuming an
+extraction and for the split, so that a sample falls on the same side in every run and in every merge. Rows
+are written in batches of bounded size and joined by a streaming pass: memory holds the hashes (about 100
+bytes a sample), never the tokens.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import xxhash
+
+from dflash_lab import files
+from dflash_lab.errors import InputError, StoreError
+
+SCHEMA: dict[str, Any] = {
+    "id": pl.String,
+    "input_ids": pl.List(pl.Int32),
+    "loss_mask": pl.List(pl.UInt8),
+    "length": pl.Int32,
+    "response_start": pl.Int32,
+    "source": pl.String,
+    "content_hash": pl.String,
+    "split": pl.String,
+}
+FORMAT = 1
+_ROW_GROUP = 8192
+_BATCH_TOKENS = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One tokenised conversation: `input_ids` [L], `loss_mask` [L] with 1 on what the target is to have
+    said.
+    """
+
+    id: str
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    source: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "input_ids", np.ascontiguousarray(self.input_ids, dtype="<i4"))
+        object.__setattr__(self, "loss_mask", np.ascontiguousarray(self.loss_mask, dtype=np.uint8))
+        if self.input_ids.ndim != 1 or self.input_ids.shape != self.loss_mask.shape:
+            raise ValueError(
+                f"sample {self.id}: a mask of {self.loss_mask.shape} for {self.input_ids.shape} tokens"
+            )
+        if self.loss_mask.size and self.loss_mask.max() > 1:
+            raise ValueError(
+                f"sample {self.id}: the loss mask holds {self.loss_mask.max()}, not only 0 and 1"
+            )
+
+
+@dataclass
+class WriteReport:
+    """What `write_samples` did; ``given == stored + duplicates``."""
+
+    given: int = 0
+    stored: int = 0
+    duplicates: int = 0
+    heldout: int = 0
+    tokens: int = 0
+    answer_tokens: int = 0
+    longest: int = 0
+    duplicate_ids: list[str] = field(default_factory=list)  # the first thousand
+
+
+def content_hash(input_ids: Any, loss_mask: Any) -> str:
+    """Return the xxh3-128 (hex) of the little-endian int32 ids followed by the uint8 mask."""
+    digest = xxhash.xxh3_128(np.ascontiguousarray(input_ids, dtype="<i4").tobytes())
+    digest.update(np.ascontiguousarray(loss_mask, dtype=np.uint8).tobytes())
+    return digest.hexdigest()
+
+
+def is_heldout(hash_hex: str, fraction: float) -> bool:
+    """Return whether the sample with this content hash is held out; a larger fraction only adds samples."""
+    return int(hash_hex[:16], 16) < fraction * 2**64
+
+
+def write_samples(
+    path: Path | str, samples: Iterable[Sample], *, heldout_fraction: float, provenance: Mapping[str, Any]
+) -> WriteReport:
+    """Write `samples` to `path` (Parquet) and what made them to the `.json` beside it; both atomic.
+
+    `provenance` must be plain JSON; the report's counts and the file's checksum are added to it. Raises
+    `InputError` if the fraction is not in [0, 1).
+    """
+    path = Path(path)
+    if not 0 <= heldout_fraction < 1:
+        raise InputError(f"heldout_fraction={heldout_fraction}: give a share from 0 up to, but not, 1.")
+    report = WriteReport()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        parts: list[Path] = []
+        for rows in _batches(samples, heldout_fraction, report):
+            parts.append(Path(folder) / f"{len(parts):06d}.parquet")
+            pl.DataFrame(rows, schema=SCHEMA).write_parquet(parts[-1], row_group_size=_ROW_GROUP)
+        joined = pl.scan_parquet(parts, glob=False) if parts else pl.LazyFrame(schema=SCHEMA)
+        with files.atomic_path(path) as temporary:
+            joined.sink_parquet(temporary, row_group_size=_ROW_GROUP, maintain_order=True)
+    counts = {name: value for name, value in vars(report).items() if name != "duplicate_ids"}
+    made = {"format": FORMAT, "heldout_fraction": heldout_fraction, "counts": counts}
+    files.write_json(provenance_path(path), {**made, "checksum": files.checksum(path), **provenance})
+    return report
+
+
+def _batches(samples: Iterable[Sample], fraction: float, report: WriteReport) -> Iterator[dict[str, list]]:
+    seen: set[bytes] = set()
+    rows: dict[str, list] = {name: [] for name in SCHEMA}
+    tokens = 0
+    for sample in samples:
+        report.given += 1
+        name = content_hash(sample.input_ids, sample.loss_mask)
+        key = bytes.fromhex(name)
+        if key in seen:
+            report.duplicates += 1
+            if len(report.duplicate_ids) < 1000:
+                report.duplicate_ids.append(sample.id)
+            continue
+        seen.add(key)
+        length = len(sample.input_ids)
+        answered = int(sample.loss_mask.sum())
+        heldout = is_heldout(name, fraction)
+        report.stored += 1
+        report.heldout += heldout
+        report.tokens += length
+        report.answer_tokens += answered
+        report.longest = max(report.longest, length)
+        first = int(sample.loss_mask.argmax()) if answered else length
+        split = "heldout" if heldout else "train"
+        values = (sample.id, sample.input_ids, sample.loss_mask, length, first, sample.source, name, split)
+        for column, value in zip(rows.values(), values, strict=True):
+            column.append(value)
+        tokens += length
+        if tokens >= _BATCH_TOKENS or len(rows["id"]) >= _ROW_GROUP:
+            yield rows
+            rows, tokens = {name: [] for name in SCHEMA}, 0
+    if rows["id"]:
+        yield rows
+
+
+def provenance_path(path: Path | str) -> Path:
+    """Return where the provenance of a samples file lies: `samples.parquet` -> `samples.json`."""
+    return Path(path).with_suffix(".json")
+
+
+def read_provenance(path: Path | str) -> dict[str, Any]:
+    """Return what made a samples file; `StoreError` if that is missing or of a version this code does not
+    know.
+    """
+    beside = provenance_path(path)
+    if not beside.is_file():
+        raise StoreError(f"{beside} is missing: it says what made {path}. Run prepare again.")
+    made = files.read_json(beside)
+    if not isinstance(made, dict) or made.get("format") != FORMAT:
+        found = made.get("format") if isinstance(made, dict) else None
+        raise StoreError(f"{beside}: format {found!r}, this version reads {FORMAT}. Run prepare again.")
+    return made
+
+
+def scan_samples(path: Path | str) -> pl.LazyFrame:
+    """Open a samples file lazily and check its columns; only the columns selected are read."""
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: no such samples file. Run prepare first, or give another path.")
+    try:
+        frame = pl.scan_parquet(path, glob=False)
+        found = frame.collect_schema()
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        first = str(error).splitlines()[0]
+        raise StoreError(f"{path}: not a readable Parquet file ({first}). Run prepare again.") from error
+    wrong = [
+        f"{name} is {found.get(name, 'missing')}, not {kind}"
+        for name, kind in SCHEMA.items()
+        if found.get(name) != kind
+    ]
+    if wrong:
+        raise StoreError(f"{path}: not a samples file: {'; '.join(wrong)}. Make it with prepare.")
+    return frame
+
+
+def read_lengths(path: Path | str) -> np.ndarray:
+    """Return the token count of every sample in file order, [N] i32, reading that column only."""
+    return scan_samples(path).select("length").collect().to_series().to_numpy()
+
+
+def read_samples(path: Path | str, rows: Iterable[int] | None = None) -> pl.DataFrame:
+    """Return all samples, or those at `rows` (file order positions) in that order."""
+    frame = scan_samples(path)
+    if rows is None:
+        return frame.collect(engine="in-memory")
+    wanted = pl.DataFrame({"row": np.asarray(list(rows), dtype=np.uint32)}).with_row_index("order")
+    found = frame.with_row_index("row").join(wanted.lazy(), on="row").collect().sort("order")
+    if found.height != wanted.height:
+        lacking = sorted(set(wanted["row"]) - set(found["row"]))[:5]
+        raise InputError(f"{path}: rows {lacking} are not in the file.")
+    return found.select(list(SCHEMA))
+
+
+def merge_samples(
+    inputs: Iterable[Path | str], output: Path | str, *, heldout_fraction: float
+) -> WriteReport:
+    """Join samples files made with one tokenizer and template; a sample that is in several is stored once.
+
+    Raises `InputError` if they were made by different tokenizers or templates.
+    """
+    paths = [Path(item) for item in inputs]
+    made = [read_provenance(item) for item in paths]
+    same = ("tokenizer_hash", "template_hash", "thinking")
+    for path, one in zip(paths, made, strict=True):
+        differs = [name for name in same if one.get(name) != made[0].get(name)]
+        if differs:
+            raise InputError(
+                f"{path} and {paths[0]} differ in {', '.join(differs)}: their tokens cannot be mixed."
+            )
+    samples = (
+        Sample(row["id"], np.asarray(row["input_ids"]), np.asarray(row["loss_mask"]), row["source"])
+        for path in paths
+        for batch in scan_samples(path).collect_batches(chunk_size=1024, maintain_order=True)
+        for row in batch.iter_rows(named=True)
+    )
+    kept = {name: made[0].get(name) for name in same} if made else {}
+    return write_samples(
+        output,
+        samples,
+        heldout_fraction=heldout_fraction,
+        provenance={**kept, "merged": [str(path) for path in paths]},
+    )

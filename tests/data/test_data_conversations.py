@@ -1,0 +1,424 @@
+"""Readers: the three forms from every container, and every way a file can be wrong, named by file and
+line."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_lab.data.conversations import FORMS, form, read_conversations
+from dflash_lab.data.records import CONTAINERS, container
+from dflash_lab.errors import InputError
+
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+MESSAGES = {"messages": TURNS}
+SHAREGPT = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}
+ALPACA = {"instruction": "Hi", "input": "", "output": "Hello."}
+GOOD = json.dumps(MESSAGES).encode()
+
+
+def read(path, **options):
+    conversations, problems = read_conversations(path, **options)
+    return list(conversations), problems
+
+
+def write(folder: Path, name: str, data: bytes) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("record", [MESSAGES, SHAREGPT, ALPACA], ids=["messages", "sharegpt", "alpaca"])
+@pytest.mark.parametrize("kind", ["jsonl", "json-list", "json-object", "json-lines", "parquet"])
+def test_every_form_from_every_container(tmp_path, record, kind):
+    count = 1 if kind == "json-object" else 3
+    if kind == "parquet":
+        path = tmp_path / "d.parquet"
+        pl.DataFrame([record] * count).write_parquet(path)
+    else:
+        text = {
+            "jsonl": "\n".join([json.dumps(record)] * count),
+            "json-list": json.dumps([record] * count, indent=1),
+            "json-object": json.dumps(record, indent=2),
+            "json-lines": "\n".join([json.dumps(record)] * count),
+        }[kind]
+        path = write(tmp_path, "d.jsonl" if kind == "jsonl" else "d.json", text.encode())
+    found, problems = read(path)
+    assert not problems
+    assert [c.messages for c in found] == [TURNS] * count
+    assert len({c.id for c in found}) == count
+    assert {c.source for c in found} == {path.name}
+
+
+def test_alpaca_joins_input_and_keeps_system_and_history(tmp_path):
+    record = {**ALPACA, "input": "there", "system": "Be brief", "history": [["a", "b"]]}
+    (found,), problems = read(write(tmp_path, "d.jsonl", json.dumps(record).encode()))
+    assert not problems
+    assert [(m["role"], m["content"]) for m in found.messages] == [
+        ("system", "Be brief"),
+        ("user", "a"),
+        ("assistant", "b"),
+        ("user", "Hi\n\nthere"),
+        ("assistant", "Hello."),
+    ]
+
+
+def test_text_parts_are_joined_and_pictures_are_named(tmp_path):
+    parts = {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}
+    picture = {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}
+    lines = [{"messages": [parts, TURNS[1]]}, {"messages": [picture, TURNS[1]]}]
+    found, problems = read(write(tmp_path, "d.jsonl", "\n".join(map(json.dumps, lines)).encode()))
+    assert [c.messages for c in found] == [TURNS]
+    assert [(p.line, p.kind) for p in problems] == [(2, "not text")]
+    assert "image_url" in problems[0].reason
+
+
+BAD_LINES = {
+    "truncated": GOOD[:-5],
+    "truncated in text": GOOD[:35],
+    "malformed": b"{'messages': []}",
+    "extra": GOOD + b" x",
+    "empty": b"",
+    "blank": b"   ",
+    "not an object": b"[1, 2]",
+    "a number": b"17",
+    "null": b"null",
+    "no form": b'{"text": "hello"}',
+    "near form": b'{"mesages": []}',
+    "no turns": b'{"messages": []}',
+    "wrong list": b'{"messages": "hello"}',
+    "wrong turn": b'{"messages": ["hello"]}',
+    "wrong role": b'{"messages": [{"role": "alien", "content": "x"}]}',
+    "role a list": b'{"messages": [{"role": ["user"], "content": "x"}]}',
+    "no role": b'{"messages": [{"content": "x"}]}',
+    "no content": b'{"messages": [{"role": "user"}]}',
+    "content a number": b'{"messages": [{"role": "user", "content": 3}]}',
+    "no user": b'{"messages": [{"role": "assistant", "content": "x"}]}',
+    "no answer": b'{"messages": [{"role": "user", "content": "x"}]}',
+    "empty answer": GOOD.replace(b"Hello.", b" "),
+    "tool call": GOOD.replace(b'"content": "Hello."', b'"tool_calls": [{"id": 1}]'),
+    "tools": GOOD[:-1] + b', "tools": [{"name": "f"}]}',
+    "duplicate key": b'{"messages": [], ' + GOOD[1:],
+    "NUL byte": GOOD.replace(b"Hi", b"H\0i"),
+    "NUL escape": GOOD.replace(b"Hi", b"H\\u0000i"),
+    "only NUL": b"\0" * 100,
+    "lone surrogate": GOOD.replace(b"Hi", b"\\ud800"),
+    "latin-1": GOOD.replace(b"Hi", "naïve".encode("latin-1")),
+    "NaN": b'{"messages": NaN}',
+    "huge integer": b'{"messages": 1' + b"0" * 5000 + b"}",
+    "deep": b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "too large": GOOD.replace(b"Hi", b"H" * 300_000),
+    "alpaca number": b'{"instruction": 1, "output": "x"}',
+    "alpaca history": b'{"instruction": "a", "output": "x", "history": ["y"]}',
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_a_bad_record_costs_itself_only(tmp_path, name, suffix):
+    bad = BAD_LINES[name]
+    lines, position = [GOOD, bad, GOOD], 2
+    if suffix == ".json":
+        if name.startswith(("truncated", "only NUL")):
+            pytest.skip("what is cut off inside a list cannot be told from what follows: tested apart")
+        if name == "malformed":
+            bad = b"{messages: []}"
+        data = b"[" + b",\n".join([GOOD, bad, GOOD]) + b"]\n"
+    else:
+        data = b"\n".join(lines) + b"\n"
+    found, problems = read(write(tmp_path, "d" + suffix, data), max_record_bytes=250_000)
+    assert [c.messages for c in found] == [TURNS, TURNS]
+    assert [(p.file, p.records) for p in problems] == [("d" + suffix, 1)]
+    assert problems[0].line == position or (
+        suffix == ".json" and bad.strip() == b"" and problems[0].line in (2, 3)
+    )
+    assert problems[0].reason and problems[0].kind
+    assert len(problems[0].reason) < 600
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("truncated", "truncated"),
+        ("empty", "empty"),
+        ("duplicate key", "duplicate key"),
+        ("latin-1", "encoding"),
+        ("lone surrogate", "encoding"),
+        ("NUL escape", "NUL"),
+        ("too large", "too large"),
+        ("no answer", "no answer"),
+        ("tool call", "tools"),
+    ],
+)
+def test_kinds_of_problem(tmp_path, name, kind):
+    _, (problem,) = read(write(tmp_path, "d.jsonl", BAD_LINES[name] + b"\n"), max_record_bytes=250_000)
+    assert problem.kind == kind
+
+
+def test_unknown_keys_get_the_near_match(tmp_path):
+    _, (problem,) = read(write(tmp_path, "d.jsonl", BAD_LINES["near form"]))
+    assert "did you mean 'messages'" in problem.reason
+
+
+@pytest.mark.parametrize("cut", range(1, 40))
+def test_a_list_that_is_cut_off_says_so(tmp_path, cut):
+    whole = json.dumps([MESSAGES, MESSAGES], indent=1).encode()
+    found, problems = read(write(tmp_path, "d.json", whole[:-cut]))
+    assert 1 <= len(found) <= 2
+    assert len(problems) == 1 and problems[0].kind == "truncated"
+
+
+def test_json_lines_of_elements_are_right(tmp_path):
+    text = '[\n{"a": "x\\"],[{\\\\"},\n\n' + json.dumps(MESSAGES) + ",\n  7\n]"
+    found, problems = read(write(tmp_path, "d.json", text.encode()))
+    assert [c.id for c in found] == ["d.json:4"]
+    assert [p.line for p in problems] == [2, 5]
+
+
+def test_prompts_without_an_answer_are_kept_for_regeneration(tmp_path):
+    path = write(tmp_path, "d.jsonl", BAD_LINES["no answer"])
+    assert len(read(path, need_answer=False)[0]) == 1
+    assert [p.kind for p in read(path)[1]] == ["no answer"]
+
+
+def test_byte_order_marks(tmp_path):
+    assert len(read(write(tmp_path, "a.jsonl", b"\xef\xbb\xbf" + GOOD))[0]) == 1
+    assert len(read(write(tmp_path, "a.json", b"\xef\xbb\xbf[" + GOOD + b"]"))[0]) == 1
+    for encoding in ("utf-16", "utf-16-le", "utf-16-be"):
+        mark = {"utf-16-le": b"\xff\xfe", "utf-16-be": b"\xfe\xff"}.get(encoding, b"")
+        found, problems = read(write(tmp_path, "b.jsonl", mark + GOOD.decode().encode(encoding)))
+        assert not found and len(problems) == 1 and "UTF-16" in problems[0].reason
+
+
+def test_folder_reads_every_known_file_in_order_and_names_the_rest(tmp_path):
+    write(tmp_path, "b/two.json", b"[" + GOOD + b"]")
+    write(tmp_path, "a.jsonl", GOOD + b"\n")
+    write(tmp_path, "notes.txt", b"x")
+    write(tmp_path, ".git/x.jsonl", b"x")
+    write(tmp_path, "empty.jsonl", b"")
+    pl.DataFrame([MESSAGES]).write_parquet(tmp_path / "c.parquet")
+    found, problems = read(tmp_path)
+    assert [c.id for c in found] == ["a.jsonl:1", "b/two.json:1", "c.parquet:1"]
+    assert {(p.file, p.kind, p.records) for p in problems} == {
+        ("notes.txt", "not data", 0),
+        ("empty.jsonl", "empty file", 0),
+    }
+
+
+@pytest.mark.parametrize("make", ["missing.jsonl", "missing", "folder", "unknown.txt"])
+def test_nothing_to_read_is_an_input_error_with_a_remedy(tmp_path, make):
+    path = tmp_path / make
+    if make == "folder":
+        path.mkdir()
+    if make == "unknown.txt":
+        path.write_text("x")
+    with pytest.raises(InputError, match=r"\.jsonl") as caught:
+        read_conversations(path)
+    assert make in str(caught.value)
+
+
+def test_an_unreadable_file_is_named_and_the_others_are_read(tmp_path, monkeypatch):
+    write(tmp_path, "a.jsonl", GOOD)
+    write(tmp_path, "b.jsonl", GOOD)
+    real = open
+
+    def refuse(path, *args, **kwargs):
+        if str(path).endswith("a.jsonl"):
+            raise PermissionError(13, "Permission denied")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr("builtins.open", refuse)
+    found, problems = read(tmp_path)
+    assert [c.id for c in found] == ["b.jsonl:1"]
+    assert [(p.file, p.kind) for p in problems] == [("a.jsonl", "unreadable")]
+    assert "Permission denied" in problems[0].reason
+
+
+def test_parquet_with_wrong_types_names_each_row(tmp_path):
+    path = tmp_path / "d.parquet"
+    pl.DataFrame({"messages": [1, 2, None]}).write_parquet(path)
+    found, problems = read(path)
+    assert not found
+    assert [(p.line, p.kind) for p in problems] == [(1, "wrong type"), (2, "wrong type"), (3, "unknown form")]
+    pl.DataFrame({"instruction": [b"\xff"], "output": ["x"]}).write_parquet(path)
+    assert read(path)[1][0].reason == "instruction is bytes, not text"
+
+
+def test_parquet_of_zero_rows_and_parquet_that_is_none(tmp_path):
+    pl.DataFrame(schema={"messages": pl.String}).write_parquet(tmp_path / "a.parquet")
+    write(tmp_path, "b.parquet", b"PAR1 no")
+    write(tmp_path, "c.parquet", b"")
+    found, problems = read(tmp_path)
+    assert not found
+    assert [(p.file, p.kind) for p in problems] == [
+        ("a.parquet", "empty file"),
+        ("b.parquet", "unreadable"),
+        ("c.parquet", "unreadable"),
+    ]
+
+
+def test_parquet_optional_columns_may_be_null(tmp_path):
+    rows = [{**ALPACA, "input": None, "system": None}, {**ALPACA, "input": "x", "system": "s"}]
+    pl.DataFrame(rows).write_parquet(tmp_path / "d.parquet")
+    found, problems = read(tmp_path / "d.parquet")
+    assert not problems and [len(c.messages) for c in found] == [2, 3]
+
+
+def test_forms_and_containers_are_added_by_registering(tmp_path, monkeypatch):
+    monkeypatch.setattr("dflash_lab.data.conversations.FORMS", dict(FORMS))
+    monkeypatch.setattr("dflash_lab.data.records.CONTAINERS", dict(CONTAINERS))
+
+    @form("question", needs=("question", "answer"))
+    def from_question(record):
+        return [
+            {"role": "user", "content": record["question"]},
+            {"role": "assistant", "content": record["answer"]},
+        ]
+
+    @container(".tsv")
+    def read_tsv(path, limit):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            yield number, dict(zip(("question", "answer"), line.split("\t"), strict=True))
+
+    found, problems = read(write(tmp_path, "d.tsv", b"Hi\tHello.\n"))
+    assert not problems and found[0].messages == TURNS
+
+
+def test_hub_data_sets_stream_and_the_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match=r"dflash-lab\[hub\]"):
+        read_conversations("owner/name")
+    asked = []
+
+    def load_dataset(name, config, *, split, streaming):
+        asked.append((name, config, split, streaming))
+        return [SHAREGPT, {"x": 1}]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    found, problems = read("owner/name:config@train[:10]")
+    assert asked == [("owner/name", "config", "train[:10]", True)]
+    assert [c.id for c in found] == ["owner/name:config@train[:10]:1"] and problems[0].line == 2
+    read("owner/name")
+    assert asked[-1] == ("owner/name", None, "train", True)
+
+
+def test_jsonl_of_one_huge_line_is_read_in_bounded_memory(tmp_path):
+    import tracemalloc
+
+    path = tmp_path / "d.jsonl"
+    with open(path, "wb") as file:
+        file.write(GOOD + b"\n")
+        for _ in range(64):
+            file.write(b"x" * (1 << 20))
+        file.write(b"\n" + GOOD)
+    tracemalloc.start()
+    found, problems = read(path, max_record_bytes=1 << 20)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(found) == 2 and [(p.line, p.kind) for p in problems] == [(2, "too large")]
+    assert peak < 8 << 20
+
+
+def test_a_long_json_list_is_read_in_bounded_memory(tmp_path):
+    import tracemalloc
+
+    path = tmp_path / "d.json"
+    one = json.dumps({"messages": [{**TURNS[0], "content": "x" * 10_000}, TURNS[1]]})
+    path.write_text("[" + ",".join([one] * 2000) + "]")  # 20 MB
+    conversations, problems = read_conversations(path)
+    tracemalloc.start()
+    count = sum(1 for _ in conversations)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == 2000 and not problems
+    assert peak < 10 << 20
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["messages", "conversations", "role", "content", "from", "value", "x"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(json_values, min_size=1, max_size=6), st.booleans())
+def test_any_json_is_accounted_for(tmp_path_factory, values, as_list):
+    folder = tmp_path_factory.mktemp("any")
+    if as_list:
+        path = write(folder, "d.json", json.dumps([values], indent=1)[1:-1].encode())
+    else:
+        path = write(folder, "d.jsonl", "\n".join(map(json.dumps, values)).encode())
+    found, problems = read(path)
+    assert len(found) + sum(p.records for p in problems) == len(values)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.binary(max_size=60) | st.sampled_from([GOOD, GOOD[:40], b"", b"\0", b"\xff\xfe"]), max_size=8)
+)
+def test_any_bytes_as_lines_are_accounted_for(tmp_path_factory, pieces):
+    data = b"\n".join(piece.replace(b"\n", b" ") for piece in pieces)
+    path = write(tmp_path_factory.mktemp("any"), "d.jsonl", data)
+    found, problems = read(path)
+    whole = any(p.line == 0 for p in problems)
+    lines = data.count(b"\n") + (not data.endswith(b"\n") and bool(data))
+    assert whole or len(found) + sum(p.records for p in problems) == lines
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.binary(max_size=30) | st.sampled_from([GOOD, b"[", b"]", b'"', b",", b"\\", b"{", b"}"]),
+        max_size=12,
+    )
+)
+def test_any_bytes_as_json_never_crash_and_name_a_line_of_the_file(tmp_path_factory, pieces):
+    data = b"".join(pieces)
+    found, problems = read(write(tmp_path_factory.mktemp("any"), "d.json", data))
+    assert found or problems
+    assert all(0 <= p.line <= data.count(b"\n") + 1 for p in problems)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.integers(0, 255), st.booleans())
+def test_damaged_parquet_is_named(tmp_path_factory, position, value, cut):
+    folder = tmp_path_factory.mktemp("any")
+    path = folder / "d.parquet"
+    pl.DataFrame([MESSAGES] * 50).write_parquet(path)
+    data = bytearray(path.read_bytes())
+    position %= len(data)
+    data = data[:position] if cut else data[:position] + bytes([value]) + data[position + 1 :]
+    path.write_bytes(data)
+    found, problems = read(path)
+    assert len(found) == 50 or problems
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 9), json_values)
+def test_splitting_does_not_depend_on_where_chunks_end(size, value):
+    from dflash_lab.data.strict_json import parse, split_values
+
+    data = json.dumps([value, {"a": '\\"[', "b": [1, {}]}, value], indent=1).encode()
+    chunks = [data[start : start + size] for start in range(0, len(data), size)]
+    assert list(split_values(chunks, 10_000)) == list(split_values([data], 10_000))
+    assert [parse(piece) for _, piece in split_values(chunks, 10_000)] == [
+        value,
+        {"a": '\\"[', "b": [1, {}]},
+        value,
+    ]

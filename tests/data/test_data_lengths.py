@@ -1,0 +1,134 @@
+"""Length statistics: exact against numpy on the plain list, one column read, linear and small at ten
+million."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_lab.data.lengths import (
+    by_source,
+    ecdf,
+    histogram,
+    length_counts,
+    percentiles,
+    synthetic_lengths,
+    tail,
+)
+from dflash_lab.data.samples import Sample, write_samples
+from dflash_lab.errors import InputError, StoreError
+
+REAL = Path(__file__).parent / "lengths_public_chat.parquet"
+
+
+def counts_of(lengths, sources=None):
+    table = {"length": lengths, "source": sources or ["all"] * len(lengths)}
+    frame = pl.DataFrame(table, schema={"length": pl.Int64, "source": pl.String})
+    return (
+        frame.group_by("source", "length")
+        .agg(pl.len().cast(pl.Int64).alias("count"))
+        .sort("source", "length")
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 2000), st.sampled_from("ab")), min_size=1, max_size=200))
+def test_all_figures_equal_the_plain_count(pairs):
+    lengths = np.array([length for length, _ in pairs])
+    counts = counts_of(lengths.tolist(), [source for _, source in pairs])
+    found = percentiles(counts, (1, 50, 99, 100))["length"].to_list()
+    assert found == np.percentile(lengths, (1, 50, 99, 100), method="inverted_cdf").tolist()
+    table = ecdf(counts)
+    assert table["samples_share"][-1] == pytest.approx(1) and table["tokens_share"][-1] == pytest.approx(1)
+    for length, share, tokens in table.select("length", "samples_share", "tokens_share").iter_rows():
+        assert share == pytest.approx((lengths <= length).mean())
+        assert tokens == pytest.approx(lengths[lengths <= length].sum() / lengths.sum())
+    bars = histogram(counts, 13)
+    assert bars["samples"].sum() == len(lengths) and bars["tokens"].sum() == lengths.sum()
+    for low, high, samples, tokens in bars.iter_rows():
+        inside = lengths[(lengths >= low) & (lengths < high)]
+        assert (samples, tokens) == (len(inside), inside.sum())
+    for limit, samples, samples_pct, tokens_pct, cut_pct in tail(counts, (100, 1000)).iter_rows():
+        over = lengths[lengths > limit]
+        assert samples == len(over) and samples_pct == pytest.approx(100 * len(over) / len(lengths))
+        assert tokens_pct == pytest.approx(100 * over.sum() / lengths.sum())
+        assert cut_pct == pytest.approx(100 * (over - limit).sum() / lengths.sum())
+    sources = by_source(counts)
+    assert sources["samples"].sum() == len(lengths) and sources["tokens"].sum() == lengths.sum()
+    for row in sources.iter_rows(named=True):
+        mine = np.array([length for length, source in pairs if source == row["source"]])
+        assert (row["samples"], row["longest"]) == (len(mine), mine.max())
+        assert row["mean"] == pytest.approx(mine.mean())
+        assert row["median"] == np.percentile(mine, 50, method="inverted_cdf")
+
+
+def test_no_samples_gives_empty_tables(tmp_path):
+    write_samples(tmp_path / "s.parquet", [], heldout_fraction=0, provenance={})
+    counts = length_counts(tmp_path / "s.parquet")
+    assert [table(counts).height for table in (ecdf, percentiles, histogram, by_source)] == [0, 0, 0, 0]
+    assert tail(counts, (5,)).row(0)[1:] == (0, 0, 0, 0)
+
+
+def test_real_lengths():
+    counts = length_counts(REAL)
+    assert counts["count"].sum() == 31_189
+    sources = by_source(counts)
+    assert sources["source"].to_list() == ["conversation", "exchange"]
+    assert {name: round(mean) for name, mean in sources.select("source", "mean").iter_rows()} == {
+        "conversation": 1774,
+        "exchange": 590,
+    }
+    assert percentiles(counts, (100,))["length"].to_list() == [230_971]
+
+
+def test_token_lists_are_not_read(tmp_path):
+    """Damage every page of the token columns: the statistics must not notice."""
+    path = tmp_path / "s.parquet"
+    generator = np.random.default_rng(0)
+    samples = (
+        Sample(str(i), generator.integers(0, 1 << 30, 500), np.ones(500, np.uint8), "x") for i in range(200)
+    )
+    write_samples(path, samples, heldout_fraction=0, provenance={})
+    data = bytearray(path.read_bytes())
+    data[200_000:300_000] = bytes(100_000)  # 400 kB of random ids come first in the file
+    path.write_bytes(data)
+    assert length_counts(path).rows() == [("x", 500, 200)]
+    with pytest.raises(pl.exceptions.PolarsError):
+        pl.read_parquet(path)
+
+
+@pytest.mark.parametrize(
+    ("frame", "error", "word"),
+    [
+        (pl.DataFrame({"len": [1]}), InputError, "missing"),
+        (pl.DataFrame({"length": ["x"]}), InputError, "String"),
+        (pl.DataFrame({"length": [1.5]}), InputError, "Float64"),
+        (pl.DataFrame({"length": [1, None]}), InputError, "null"),
+        (pl.DataFrame({"length": [0]}), InputError, "below 1"),
+        (None, StoreError, "cannot be read"),
+    ],
+)
+def test_wrong_files_are_named(tmp_path, frame, error, word):
+    path = tmp_path / "d.parquet"
+    path.write_bytes(b"nothing") if frame is None else frame.write_parquet(path)
+    with pytest.raises(error, match=word):
+        length_counts(path)
+    with pytest.raises(InputError, match="no such file"):
+        length_counts(tmp_path / "other.parquet")
+
+
+def test_synthetic_lengths_have_the_mean_the_cut_and_the_tail():
+    real = pl.read_parquet(REAL)["length"].to_numpy()
+    lengths = synthetic_lengths(real, 200_000, mean=335, longest=4096, seed=1)
+    assert abs(lengths.mean() - 335) < 4
+    assert lengths.min() >= 1 and lengths.max() == 4096
+    assert np.median(lengths) < 0.8 * lengths.mean()  # heavy tail
+    assert np.array_equal(lengths, synthetic_lengths(real, 200_000, mean=335, longest=4096, seed=1))
+    for mean, longest in ((0, 10), (10, 10), (11, 10)):
+        with pytest.raises(InputError):
+            synthetic_lengths(real, 5, mean=mean, longest=longest)

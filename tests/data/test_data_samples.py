@@ -1,0 +1,175 @@
+"""Samples on disk: the schema, identity by content, duplicates, the held-out split, merging, and damaged
+files."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import numpy as np
+import polars as pl
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_lab.data.samples import (
+    SCHEMA,
+    Sample,
+    content_hash,
+    is_heldout,
+    merge_samples,
+    read_lengths,
+    read_provenance,
+    read_samples,
+    scan_samples,
+    write_samples,
+)
+from dflash_lab.errors import InputError, StoreError
+
+MADE = {"tokenizer_hash": "t", "template_hash": "c", "thinking": False}
+
+
+def sample(name, ids, mask=None, source="s"):
+    return Sample(
+        name, np.array(ids), np.array(mask if mask is not None else [0] + [1] * (len(ids) - 1)), source
+    )
+
+
+def test_schema_is_the_documented_one(tmp_path):
+    report = write_samples(
+        tmp_path / "s.parquet", [sample("f:1", [5, 6, 7])], heldout_fraction=0, provenance=MADE
+    )
+    frame = pl.read_parquet(tmp_path / "s.parquet")
+    assert dict(frame.schema) == SCHEMA
+    row = frame.row(0, named=True)
+    assert row["input_ids"] == [5, 6, 7] and row["loss_mask"] == [0, 1, 1]
+    assert (row["length"], row["response_start"], row["split"]) == (3, 1, "train")
+    assert (report.given, report.stored, report.tokens, report.answer_tokens) == (1, 1, 3, 2)
+
+
+def test_content_hash_is_the_documented_one():
+    raw = struct.pack("<3i", 5, -1, 1 << 30) + bytes([0, 1, 1])
+    assert content_hash([5, -1, 1 << 30], [0, 1, 1]) == xxhash.xxh3_128_hexdigest(raw)
+    assert content_hash([5, 6], [0, 1]) != content_hash([5, 6], [1, 1])
+
+
+def test_no_answer_starts_past_the_end(tmp_path):
+    write_samples(tmp_path / "s.parquet", [sample("a", [1, 2], [0, 0])], heldout_fraction=0, provenance=MADE)
+    assert read_samples(tmp_path / "s.parquet")["response_start"].to_list() == [2]
+
+
+def test_samples_refuse_a_mask_that_does_not_fit():
+    with pytest.raises(ValueError, match="mask"):
+        sample("a", [1, 2], [1])
+    with pytest.raises(ValueError, match="not only 0 and 1"):
+        sample("a", [1, 2], [0, 2])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=40), st.floats(0, 0.99))
+def test_duplicates_are_stored_once_and_counted(tmp_path_factory, rows, fraction):
+    path = tmp_path_factory.mktemp("s") / "s.parquet"
+    samples = [sample(f"f:{number}", ids) for number, ids in enumerate(rows)]
+    report = write_samples(path, samples, heldout_fraction=fraction, provenance=MADE)
+    frame = read_samples(path)
+    distinct = list(dict.fromkeys(map(tuple, rows)))
+    assert [tuple(ids) for ids in frame["input_ids"]] == distinct  # first of each, in order
+    assert report.given == len(rows) == report.stored + report.duplicates
+    assert frame.height == report.stored == frame["content_hash"].n_unique()
+    assert report.heldout == (frame["split"] == "heldout").sum()
+    assert read_lengths(path).tolist() == [len(ids) for ids in distinct]
+
+
+def test_heldout_share_is_near_the_fraction_and_grows_by_adding():
+    hashes = [content_hash([number], [1]) for number in range(4000)]
+    small = {name for name in hashes if is_heldout(name, 0.1)}
+    large = {name for name in hashes if is_heldout(name, 0.2)}
+    assert small < large
+    assert 300 < len(small) < 500 and 680 < len(large) < 920
+    assert not any(is_heldout(name, 0.0) for name in hashes)
+
+
+def test_many_row_batches_keep_order(tmp_path, monkeypatch):
+    monkeypatch.setattr("dflash_lab.data.samples._BATCH_TOKENS", 10)
+    rows = [[number, number] for number in range(101)]
+    write_samples(
+        tmp_path / "s.parquet",
+        (sample(str(i), ids) for i, ids in enumerate(rows)),
+        heldout_fraction=0.1,
+        provenance=MADE,
+    )
+    assert read_samples(tmp_path / "s.parquet")["input_ids"].to_list() == rows
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["s.json", "s.parquet"]
+
+
+def test_rows_are_read_in_the_order_asked(tmp_path):
+    path = tmp_path / "s.parquet"
+    write_samples(path, (sample(str(i), [i, i]) for i in range(50)), heldout_fraction=0, provenance=MADE)
+    assert read_samples(path, [40, 3, 17])["id"].to_list() == ["40", "3", "17"]
+    with pytest.raises(InputError, match="50"):
+        read_samples(path, [1, 50])
+
+
+def test_provenance_lies_beside_and_versions_are_checked(tmp_path):
+    path = tmp_path / "samples.parquet"
+    write_samples(path, [sample("a", [1, 2])], heldout_fraction=0.25, provenance={**MADE, "x": 1})
+    made = read_provenance(path)
+    assert made["x"] == 1 and made["heldout_fraction"] == 0.25 and made["counts"]["stored"] == 1
+    beside = tmp_path / "samples.json"
+    beside.write_text(json.dumps({**made, "format": 99}))
+    with pytest.raises(StoreError, match="format 99"):
+        read_provenance(path)
+    beside.write_text("[]")
+    with pytest.raises(StoreError, match="format None"):
+        read_provenance(path)
+    beside.unlink()
+    with pytest.raises(StoreError, match="missing"):
+        read_provenance(path)
+
+
+def test_merging_stores_shared_samples_once(tmp_path):
+    first, second, out = (tmp_path / f"{name}.parquet" for name in ("a", "b", "out"))
+    write_samples(first, [sample("a:1", [1, 2]), sample("a:2", [3, 4])], heldout_fraction=0, provenance=MADE)
+    write_samples(second, [sample("b:1", [3, 4]), sample("b:2", [5, 6])], heldout_fraction=0, provenance=MADE)
+    report = merge_samples([first, second], out, heldout_fraction=0.5)
+    assert (report.given, report.stored, report.duplicates) == (4, 3, 1)
+    assert read_samples(out)["id"].to_list() == ["a:1", "a:2", "b:2"]
+    assert report.duplicate_ids == ["b:1"]
+    write_samples(
+        second, [sample("b:1", [3, 4])], heldout_fraction=0, provenance={**MADE, "template_hash": "other"}
+    )
+    with pytest.raises(InputError, match="template_hash"):
+        merge_samples([first, second], out, heldout_fraction=0)
+
+
+def test_wrong_files_are_named(tmp_path):
+    with pytest.raises(InputError, match="Run prepare first"):
+        scan_samples(tmp_path / "none.parquet")
+    (tmp_path / "bad.parquet").write_bytes(b"not parquet")
+    with pytest.raises(StoreError, match=r"bad\.parquet"):
+        scan_samples(tmp_path / "bad.parquet")
+    pl.DataFrame({"input_ids": [[1]], "length": ["x"]}).write_parquet(tmp_path / "other.parquet")
+    with pytest.raises(StoreError, match="loss_mask is missing"):
+        scan_samples(tmp_path / "other.parquet")
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.0, float("nan")])
+def test_fraction_is_checked(tmp_path, fraction):
+    with pytest.raises(InputError, match="heldout_fraction"):
+        write_samples(tmp_path / "s.parquet", [], heldout_fraction=fraction, provenance={})
+
+
+def test_a_failure_leaves_the_old_file_whole(tmp_path):
+    path = tmp_path / "s.parquet"
+    write_samples(path, [sample("a", [1, 2])], heldout_fraction=0, provenance=MADE)
+    before = path.read_bytes()
+
+    def failing():
+        yield sample("b", [3, 4])
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        write_samples(path, failing(), heldout_fraction=0, provenance=MADE)
+    assert path.read_bytes() == before
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["s.json", "s.parquet"]
