@@ -1,0 +1,97 @@
+"""The regions of one buffer: every tap, the final state, scales and health flags of a batch lie in one run of
+bytes.
+
+So a batch leaves the device in ONE copy. The same regions, by the same names, are the tensors of a part on
+disk.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash_lab.extraction.codecs import Codec
+
+_ALIGN = 64
+FLAGS = "flags"
+
+
+@dataclass(frozen=True)
+class Region:
+    """`rows` x `width` values of one dtype, a row a token."""
+
+    name: str
+    dtype: torch.dtype
+    width: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is stored for a token: a state of `hidden` values a tap, optionally the final state, in
+    a codec.
+    """
+
+    tap_ids: tuple[int, ...]
+    hidden: int
+    has_final: bool
+    codec: Codec
+
+    @property
+    def taps(self) -> int:
+        """Number of taps, K."""
+        return len(self.tap_ids)
+
+    @property
+    def states(self) -> int:
+        """States a token: the taps and the final one."""
+        return self.taps + self.has_final
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """The token regions in storage order."""
+        found = [Region("taps", self.codec.dtype, self.taps * self.hidden)]
+        if self.codec.scaled:
+            found.append(Region("taps_scale", torch.float32, self.taps))
+        if self.has_final:
+            found.append(Region("final", self.codec.dtype, self.hidden))
+            if self.codec.scaled:
+                found.append(Region("final_scale", torch.float32, 1))
+        return tuple(found)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a token's states take on disk (its id, mask and share of the offsets add about 6)."""
+        return sum(region.row_bytes for region in self.regions)
+
+    def buffer_bytes(self, tokens: int, samples: int) -> int:
+        """Bytes of the buffer of a batch of `tokens` valid tokens in `samples` samples."""
+        return sum(_up(tokens * region.row_bytes) for region in self.regions) + _up(samples * self.states)
+
+    def views(self, buffer: Tensor, tokens: int, samples: int) -> dict[str, Tensor]:
+        """Cut a uint8 `buffer` into its regions [tokens, width] and the flags [samples, states] (uint8)."""
+        found, at = {}, 0
+        for region in self.regions:
+            size = tokens * region.row_bytes
+            found[region.name] = buffer[at : at + size].view(region.dtype).view(tokens, region.width)
+            at += _up(size)
+        found[FLAGS] = buffer[at : at + samples * self.states].view(samples, self.states)
+        return found
+
+    def write_state(self, views: dict[str, Tensor], index: int, states: Tensor) -> None:
+        """Encode state number `index` ([T, H]; taps in order, then the final one) into its columns."""
+        name, column = ("taps", index) if index < self.taps else ("final", 0)
+        codes = views[name][:, column * self.hidden : (column + 1) * self.hidden]
+        scale = views[f"{name}_scale"][:, column] if self.codec.scaled else None
+        self.codec.encode(states, codes, scale)
+
+
+def _up(size: int) -> int:
+    return math.ceil(size / _ALIGN) * _ALIGN

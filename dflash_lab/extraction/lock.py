@@ -1,0 +1,66 @@
+"""One writer a shard: an flock on `<shard>/lock`, which the kernel drops when its holder dies, however it
+dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from dflash_lab.errors import InputError
+from dflash_lab.extraction.manifest import shard_folders
+
+_LOCK_FILE = "lock"
+
+
+@contextlib.contextmanager
+def store_lock(store: Path) -> Iterator[None]:
+    """Hold a store for the moment it takes to compare or write its identity; waits for its turn."""
+    with open(store / _LOCK_FILE, "a+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def shard_lock(folder: Path) -> Iterator[None]:
+    """Hold a shard for writing; `InputError` naming the holder when another process has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / _LOCK_FILE, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"{folder} is being written by {_holder(folder)}. Wait for it or stop it; to work "
+                f"beside it give another shard."
+            ) from None
+        file.seek(0)
+        file.truncate()
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def refuse_other_counts(store: Path, num_shards: int) -> None:
+    """`InputError` when a live process writes this store with another shard count: their samples would
+    overlap.
+    """
+    for folder in shard_folders(store):
+        if int(folder.name.rsplit("-", 1)[1]) == num_shards or not (folder / _LOCK_FILE).exists():
+            continue
+        with open(folder / _LOCK_FILE, "a+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(
+                    f"{folder} is being written by {_holder(folder)} with another shard count than "
+                    f"num_shards={num_shards}; "
+                    f"the two would store the same samples. Stop it first, or use its count."
+                ) from None
+
+
+def _holder(folder: Path) -> str:
+    return (folder / _LOCK_FILE).read_text(encoding="utf-8").strip() or "another process"

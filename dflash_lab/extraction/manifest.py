@@ -1,0 +1,191 @@
+"""The manifest of a shard: one JSON object a line, appended and synced; what it does not name does not exist.
+
+Lines: `run` (who wrote, with what), `selftest`, `part` (a sealed file), `discard` (a part found damaged and
+given up), `quarantine` (a sample that could not be stored, and why), `end` (the account of a finished run).
+A crash can tear the last line only; the reader ignores it and the next writer cuts it off.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_lab import files
+from dflash_lab.errors import InputError, StoreError
+
+SCHEMA = 1
+STORE_FILE = "store.json"
+MANIFEST_FILE = "manifest.jsonl"
+_SHARD = re.compile(r"shard-(\d{5})-of-(\d{5})$")
+_PART = re.compile(r"part-(\d{6})\.safetensors$")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A sealed part as its manifest line describes it. `checksum` is the xxh3-128 of the file's bytes."""
+
+    shard: str
+    file: str
+    bytes: int
+    checksum: str
+    samples: int
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        """Path relative to the store."""
+        return f"{self.shard}/{self.file}"
+
+
+def shard_name(shard: int, num_shards: int) -> str:
+    """Return the folder name of a shard; `InputError` when it lies outside the count."""
+    if num_shards < 1 or not 0 <= shard < num_shards:
+        raise InputError(
+            f"shard={shard}, num_shards={num_shards}: shards count from 0 to num_shards - 1, so this must be "
+            f"between 0 and {max(num_shards, 1) - 1}."
+        )
+    return f"shard-{shard:05d}-of-{num_shards:05d}"
+
+
+def shard_folders(store: Path) -> list[Path]:
+    """Every shard folder of a store, whatever the count of shards it was written with, by name."""
+    return (
+        sorted(path for path in store.iterdir() if path.is_dir() and _SHARD.match(path.name))
+        if store.is_dir()
+        else []
+    )
+
+
+def read_lines(folder: Path) -> list[dict[str, Any]]:
+    """Read a shard's manifest; a torn last line is ignored, a broken line elsewhere is a `StoreError`."""
+    path = folder / MANIFEST_FILE
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    whole, values = lines[:-1], []  # what follows the last newline was never finished
+    for number, line in enumerate(whole, 1):
+        try:
+            value = json.loads(line)
+            if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
+                raise ValueError("no object with a kind")
+        except ValueError as error:
+            raise StoreError(
+                f"{path}:{number}: not a manifest line ({error}). The parts beside it cannot be "
+                f"trusted; move the folder "
+                f"{folder.name} away and extract again: only its samples are redone."
+            ) from error
+        values.append(value)
+    return values
+
+
+def cut_torn_line(folder: Path) -> None:
+    """Drop an unfinished last line, so that the next append starts on a line of its own. Needs the shard's
+    lock.
+    """
+    path = folder / MANIFEST_FILE
+    if not path.exists():
+        return
+    with open(path, "rb+") as file:
+        data = file.read()
+        if data and not data.endswith(b"\n"):
+            file.truncate(data.rfind(b"\n") + 1)
+
+
+def append(folder: Path, kind: str, **fields: Any) -> None:
+    """Append one synced line."""
+    files.append_line(folder / MANIFEST_FILE, {"kind": kind, **fields})
+
+
+def sealed_parts(folder: Path) -> list[Part]:
+    """The parts that a shard's manifest vouches for: named by a `part` line and by no later
+    `discard` line.
+    """
+    parts: dict[str, Part] = {}
+    for line in read_lines(folder):
+        if line["kind"] == "part":
+            name = line["file"]
+            if not _PART.match(name):
+                raise StoreError(
+                    f"{folder / MANIFEST_FILE}: {name!r} is no part's name: the manifest cannot be trusted."
+                )
+            parts[name] = Part(
+                folder.name,
+                name,
+                int(line["bytes"]),
+                line["checksum"],
+                int(line["samples"]),
+                int(line["tokens"]),
+            )
+        elif line["kind"] == "discard":
+            parts.pop(line["file"], None)
+    return list(parts.values())
+
+
+def next_part_index(folder: Path) -> int:
+    """One above every part index ever named in the manifest: a name is never used twice."""
+    named = (_PART.match(line["file"]) for line in read_lines(folder) if line["kind"] == "part")
+    return max((int(match.group(1)) for match in named if match), default=-1) + 1
+
+
+def part_name(index: int) -> str:
+    """File name of a shard's part."""
+    return f"part-{index:06d}.safetensors"
+
+
+def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Name every field in which two identities differ, one sentence each, nested fields dotted."""
+    found = []
+    for key in sorted({*stored, *wanted}):
+        old, new = stored.get(key), wanted.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append(f"{prefix}{key}: the store has {old!r}, this run {new!r}")
+    return found
+
+
+def open_identity(store: Path, identity: Mapping[str, Any]) -> None:
+    """Write `store.json`, or hold an existing one against `identity`; a difference is a `StoreError` that
+    names it.
+    """
+    path = store / STORE_FILE
+    identity = json.loads(json.dumps(identity))  # as JSON will give it back: tuples become lists
+    if not path.exists():
+        if any(read_lines(folder) for folder in shard_folders(store)):
+            raise StoreError(
+                f"{path} is missing beside existing shards: nobody can tell what they hold. Use a new "
+                f"store folder."
+            )
+        files.write_json(path, identity)
+        return
+    if found := differences(_nameless(files.read_json(path)), _nameless(identity)):
+        raise StoreError(
+            f"{store} was made by another setup and nothing was appended:\n  "
+            + "\n  ".join(found)
+            + "\nGive the setup the store was made with, or another store folder."
+        )
+
+
+def _nameless(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the target's name: equal weights may lie in another folder by now."""
+    return {**identity, "target": {k: v for k, v in identity.get("target", {}).items() if k != "name"}}
+
+
+def read_identity(store: Path) -> dict[str, Any]:
+    """Read `store.json`; `InputError` when the folder is no store, `StoreError` for another schema."""
+    path = store / STORE_FILE
+    if not path.exists():
+        raise InputError(
+            f"{store} is no feature store: it has no {STORE_FILE}. Run the extract stage first, or "
+            f"give its store folder."
+        )
+    identity = files.read_json(path)
+    if identity.get("schema") != SCHEMA:
+        raise StoreError(
+            f"{path}: schema {identity.get('schema')!r}, but this version reads {SCHEMA}. Extract again."
+        )
+    return identity

@@ -1,0 +1,136 @@
+"""Is an error a lack of memory? One classifier for every form it takes, and what to do before trying again.
+
+Three answers, three actions. `memory`: try again with fewer rows. `dead`: the device context is lost, every
+later call fails while the process looks alive, so seal what is on the host and leave with an error. `other`:
+not ours to retry. An exception keeps its frames, and the frames keep their tensors: classify inside `except`,
+keep only the strings, and retry *after* the block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from dflash_lab.errors import LabError
+
+# Anchored at the start of a line of the library's own message: text of a user that quotes such words is no
+# lack of memory.
+_MEMORY = re.compile(
+    r"^(?:"
+    r"CUDA out of memory\."
+    r"|HIP out of memory\."
+    r"|MPS backend out of memory"
+    r"|(?:CUDA|HIP) error: out of memory"  # outside the caching allocator: pinned host memory, the context
+    r"|(?:CUDA|HIP) error: (?:CUBLAS|HIPBLAS)_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)"
+    r"|cuDNN error: CUDNN_STATUS_ALLOC_FAILED"
+    r"|Triton Error \[(?:CUDA|HIP)\]: (?:out of memory|invalid argument)"  # the latter: a grid above 65,535
+    r"|(?:\[enforce fail at [^\]]*\] )?.{0,40}DefaultCPUAllocator: (?:can't allocate|not enough) memory"
+    r"|.{0,200}Cuda failure (?:\d+ )?'out of memory'"  # NCCL
+    r")",
+    re.MULTILINE,
+)
+_DEAD = re.compile(
+    r"^(?:.{0,80}(?:CUDA|HIP) error: |Triton Error \[(?:CUDA|HIP)\]: |.{0,200}Cuda failure (?:\d+ )?')"
+    r"(?:an illegal memory access|device-side assert|unspecified launch failure|misaligned address"
+    r"|an illegal instruction|uncorrectable ECC|hardware stack error|the launch timed out"
+    r"|invalid program counter|operation not supported on global/shared address space)",
+    re.MULTILINE,
+)
+_UNRELATED = (OSError, KeyboardInterrupt, SystemExit, AssertionError)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong, in strings alone: holding this holds no frame and no tensor."""
+
+    kind: Literal["memory", "dead", "other"]
+    message: str
+
+
+class DeviceLost(LabError, RuntimeError):
+    """The device context is dead: nothing in this process can use it again. What was sealed stays; run again
+    to go on.
+    """
+
+
+def classify(error: BaseException) -> Failure:
+    """Sort `error` into memory, dead or other, looking through ``raise ... from`` and implicit contexts.
+
+    An `OSError` (a full disk) stays what it is even when it was raised while an out-of-memory was being
+    handled.
+    """
+    message = f"{type(error).__name__}: {_first_line(error)}"
+    chain = list(_chain(error))
+    if any(isinstance(link, RuntimeError) and _DEAD.search(str(link)) for link in chain):
+        return Failure("dead", message)
+    if isinstance(error, _UNRELATED) and getattr(error, "errno", None) != errno.ENOMEM:
+        return Failure("other", message)
+    return Failure("memory" if any(_is_memory(link) for link in chain) else "other", message)
+
+
+def _is_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and _MEMORY.search(str(error)) is not None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:400] if text else "(no message)"
+
+
+def release(device: torch.device | str = "cpu") -> None:
+    """Free what a failed attempt left: the interpreter's and notebook's last error, garbage cycles, cached
+    blocks.
+
+    Call it after the `except` block. Slow (tens of ms): once a failure, never once a batch.
+    """
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        if hasattr(sys, name):
+            setattr(sys, name, None)
+    _forget_notebook_error()
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def alive(device: torch.device | str) -> Failure | None:
+    """Return None when `device` still answers, else why it does not."""
+    if torch.device(device).type != "cuda":
+        return None
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        return Failure("dead", classify(error).message)
+    return None
+
+
+def _forget_notebook_error() -> None:
+    """IPython keeps the last traceback in two more places; both hold every frame's tensors."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    if shell is None:
+        return
+    with contextlib.suppress(AttributeError):  # other front ends than IPython's have no such attributes
+        shell.InteractiveTB.tb = None
+    if result := getattr(shell, "last_execution_result", None):
+        result.error_in_exec = result.error_before_exec = None
