@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import polars as pl
 
 from dflash_lab.errors import InputError
 
@@ -189,50 +188,3 @@ def predicted_cost(lengths: np.ndarray, *, chunk: int = 1, attention_per_token: 
     """
     tokens = round_up(np.asarray(lengths, dtype=np.int64), chunk).astype(np.float64)
     return tokens * (1 + attention_per_token * tokens)
-
-
-def policy_waste(
-    lengths: np.ndarray,
-    *,
-    token_budget: int = 32768,
-    max_batch: int = 512,
-    fixed_batch: int = 32,
-    seed: int = 0,
-) -> pl.DataFrame:
-    """Compare batching policies: one row each with `policy`, `waste_pct`, `batches`, `largest_batch`,
-    `padded_tokens`.
-
-    The fixed policies pad `fixed_batch` samples of a shuffled order; `group_by_length` sorts inside shuffled
-    groups of 50 batches, as the Hugging Face trainer does; the last three are `plan_batches`.
-    """
-    lengths = _checked(lengths)
-    shuffled = lengths[np.random.default_rng(seed).permutation(len(lengths))]
-    plans = {
-        f"shuffled, {fixed_batch} a batch": _fixed(shuffled, fixed_batch),
-        f"group_by_length, {fixed_batch} a batch": _fixed(
-            _by_groups(shuffled, 50 * fixed_batch), fixed_batch
-        ),
-    }
-    for name, window in (("sort in 8,192 windows", 8192), ("sort in 32,768 windows", 32768), ("sort all", 0)):
-        plans[name] = plan_batches(lengths, token_budget=token_budget, max_batch=max_batch, window=window)
-    return pl.DataFrame(
-        {
-            "policy": list(plans),
-            "waste_pct": [plan.waste_pct for plan in plans.values()],
-            "batches": [len(plan) for plan in plans.values()],
-            "largest_batch": [int(plan.sizes.max(initial=0)) for plan in plans.values()],
-            "padded_tokens": [plan.padded_tokens for plan in plans.values()],
-        }
-    )
-
-
-def _by_groups(lengths: np.ndarray, group: int) -> np.ndarray:
-    return lengths[np.lexsort((-lengths, np.arange(len(lengths)) // group))]
-
-
-def _fixed(lengths: np.ndarray, batch: int) -> Plan:
-    """Cut `lengths` as they stand into batches of `batch` rows."""
-    number = np.arange(len(lengths)) // batch
-    order = np.lexsort((-lengths, number)).astype(np.int64)  # longest first inside a batch, as a Plan has it
-    offsets = np.append(np.arange(0, len(lengths), batch), len(lengths)).astype(np.int64)
-    return Plan(order, offsets, lengths, batch * int(lengths.max(initial=1)), 1)

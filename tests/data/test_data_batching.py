@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_lab.data.batching import balance_shards, plan_batches, policy_waste, predicted_cost, round_up
+from dflash_lab.data.batching import balance_shards, plan_batches, predicted_cost, round_up
 from dflash_lab.data.lengths import synthetic_lengths
 from dflash_lab.errors import InputError
 
@@ -89,21 +89,6 @@ def test_padding_and_time_on_913_000_lengths():
     assert wide.waste_pct <= 1 and narrow.waste_pct <= 3
     assert seconds <= 5
     assert np.array_equal(np.sort(wide.order), np.arange(913_000))
-
-
-def test_policies_are_worse_the_less_they_sort():
-    real = pl.read_parquet(REAL)["length"].to_numpy()
-    table = policy_waste(synthetic_lengths(real, 100_000, mean=335, longest=4096))
-    wastes = table["waste_pct"].to_list()
-    assert wastes == sorted(wastes, reverse=True)
-    assert wastes[0] > 50 and 5 < wastes[1] < 20 and wastes[-1] < 0.5
-    assert table["batches"][0] == 3125
-
-
-def test_fixed_policy_is_counted_by_hand():
-    table = policy_waste(np.array([1, 2, 3, 4]), fixed_batch=4, token_budget=8, max_batch=8)
-    assert table["padded_tokens"][0] == 16 and table["waste_pct"][0] == pytest.approx(37.5)
-    assert policy_waste(np.array([], np.int32))["batches"].to_list() == [0] * 5
 
 
 @settings(max_examples=100, deadline=None)
