@@ -1,0 +1,74 @@
+"""Lossless sampled verification: accept a draft token with probability min(1, p/q), else draw from the
+normalised (p - q)+.
+
+The tokens that come out are distributed exactly as if the target had been sampled alone, whatever the drafter
+proposes (Leviathan et al. 2023; Chen et al. 2023). Greedy decoding is the limit p = one-hot and is done by
+comparison, not here.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dflash_lab.errors import InputError
+
+
+def probabilities(
+    logits: torch.Tensor, temperature: float, top_p: float = 1.0, top_k: int = 0
+) -> torch.Tensor:
+    """Return fp32 sampling probabilities [..., V] of `logits` [..., V]; `top_k` 0 and `top_p` 1 switch the
+    filters off.
+
+    Top-k comes before top-p; the smallest set whose mass reaches `top_p` is kept (its first token always is).
+    """
+    if temperature <= 0 or not 0 < top_p <= 1 or top_k < 0:
+        raise InputError(
+            f"sampling needs temperature > 0, top_p in (0, 1], top_k >= 0, not {temperature}, {top_p}, {top_k}."
+        )
+    scores = logits.float() / temperature
+    if 0 < top_k < scores.shape[-1]:
+        values, tokens = scores.topk(top_k, dim=-1)
+        scores = torch.full_like(scores, -torch.inf).scatter(-1, tokens, values)
+    chances = torch.softmax(scores, dim=-1)
+    if top_p < 1:
+        ordered, tokens = chances.sort(dim=-1, descending=True)
+        ordered = torch.where(ordered.cumsum(-1) - ordered < top_p, ordered, 0.0)
+        chances = torch.zeros_like(chances).scatter(-1, tokens, ordered)
+        chances = chances / chances.sum(-1, keepdim=True)
+    return chances
+
+
+def draw(chances: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    """Draw one token for each row of `chances` [..., V]; returns [...]."""
+    flat = chances.reshape(-1, chances.shape[-1])
+    return torch.multinomial(flat, 1, generator=generator).view(chances.shape[:-1])
+
+
+def verify_sampled(
+    drafts: torch.Tensor,
+    draft_chances: torch.Tensor,
+    target_chances: torch.Tensor,
+    generator: torch.Generator | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accept a prefix of `drafts` [N, L], drawn from `draft_chances` [N, L, V], against `target_chances` [N,
+    L+1, V].
+
+    Returns the count of accepted drafts [N] and the next token [N]: drawn from the residual (p - q)+ at the
+    first rejection, or from the target's last row when all were accepted.
+    """
+    rows, length = drafts.shape
+    p = target_chances[:, :length].gather(-1, drafts[..., None])[..., 0]
+    q = draft_chances.gather(-1, drafts[..., None])[..., 0]
+    uniform = torch.rand(rows, length, generator=generator, device=drafts.device, dtype=q.dtype)
+    accepted = (uniform * q < p).int().cumprod(-1).sum(-1).long()
+    every = torch.arange(rows, device=drafts.device)
+    wanted = target_chances[every, accepted]
+    padded = torch.cat(
+        [draft_chances, torch.zeros_like(draft_chances[:, :1])], dim=1
+    )  # full acceptance: q = 0
+    residual = (wanted - padded[every, accepted]).clamp_min(0)
+    mass = residual.sum(-1, keepdim=True)
+    # Zero mass means p == q up to rounding, where a rejection has probability ~0; p itself is then the right
+    # draw.
+    residual = torch.where(mass > 0, residual / mass.clamp_min(torch.finfo(mass.dtype).tiny), wanted)
+    return accepted, draw(residual, generator)

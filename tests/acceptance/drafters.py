@@ -1,0 +1,79 @@
+"""Drafters for tests: random weights, and proposers that know the answer and lie at a given rate."""
+
+from __future__ import annotations
+
+import torch
+
+from dflash_lab.acceptance.proposals import Draft
+from dflash_lab.drafter.config import DrafterConfig
+from dflash_lab.drafter.model import Drafter
+
+
+def random_drafter(target, block_size=6, seed=0, **extra) -> Drafter:
+    """A two-layer drafter with random weights for a tiny target; `extra` overrides config fields."""
+    fields = {"num_layers": 2, "tap_ids": (1, 4), "mask_token_id": 280, "initializer_range": 0.3} | extra
+    config = DrafterConfig.from_target(target.config, block_size=block_size, **fields)
+    return Drafter(config).initialize(torch.Generator().manual_seed(seed)).eval()
+
+
+def second_drafter(target, **extra) -> Drafter:
+    """A random DFlash 2 drafter whose selector matters (codebooks as large as the logits)."""
+    second = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 6}
+    drafter = random_drafter(target, **second, **extra)
+    for codebook in (
+        drafter.candidate_selector.predecessor_codebook,
+        drafter.candidate_selector.successor_codebook,
+    ):
+        codebook.data.mul_(50)
+    return drafter
+
+
+class OracleProposer:
+    """Stands in for `Proposer`: proposes `answer` (prompt and continuation ids), each token wrong with chance
+    `lie`.
+
+    A lie puts the true token second, so that trees can still find it.
+    """
+
+    answer: tuple[int, ...] = ()
+    lie = 0.0
+    seed = 0
+
+    def __init__(self, drafter, head) -> None:
+        self.drafter, self.head, self.length = drafter, head, 0
+        self.generator = torch.Generator().manual_seed(self.seed)
+
+    def extend(self, taps) -> None:
+        self.length += len(taps)
+
+    def draft(self, anchor, block_size) -> Draft:
+        assert int(anchor) == self.answer[self.length]
+        logits = torch.randn(block_size - 1, self.head.weight.shape[0], generator=self.generator)
+        for slot in range(block_size - 1):
+            place = self.length + 1 + slot
+            truth = self.answer[place] if place < len(self.answer) else 0
+            lies = torch.rand(1, generator=self.generator).item() < self.lie
+            logits[slot, truth] = 10.0
+            logits[slot, (truth + 1) % len(logits[slot])] = 11.0 if lies else 5.0
+        return Draft(
+            self.drafter, anchor, torch.zeros(block_size - 1, self.drafter.config.hidden_size), logits
+        )
+
+
+def oracle(answer, lie=0.0, seed=0) -> type[OracleProposer]:
+    """Return a proposer class that knows `answer`; put it in place of `decode.Proposer`."""
+    return type("Oracle", (OracleProposer,), {"answer": tuple(answer), "lie": lie, "seed": seed})
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor, bound: float = 2e-5) -> bool:
+    """Relative L2 error below `bound`."""
+    return float((ours - theirs).norm() / theirs.norm()) < bound
+
+
+def same_law(ours: list, theirs: list) -> bool:
+    """Two-sample chi-square within four standard deviations (sqrt(2 f)) of its mean, the degrees of freedom
+    f."""
+    keys = set(ours) | set(theirs)
+    statistic = sum((ours.count(k) - theirs.count(k)) ** 2 / (ours.count(k) + theirs.count(k)) for k in keys)
+    freedom = max(1, len(keys) - 1)
+    return statistic < freedom + 4 * (2 * freedom) ** 0.5

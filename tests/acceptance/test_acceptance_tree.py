@@ -1,0 +1,167 @@
+"""The heap tree against brute force, DDTree's published algorithm, and the vectorised ranks."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_lab.acceptance.tree import build_tree, chain_tree, marginal_edges, tree_from_logits
+from dflash_lab.acceptance.tree_rank import NEVER, path_ranks
+from dflash_lab.errors import InputError
+
+
+def _paths(tree):
+    """Return each node's path of tokens."""
+    paths = [()]
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist()):
+        paths.append((*paths[parent], token))
+    return paths[1:]
+
+
+def _brute_force(log_probs: torch.Tensor, budget: int):
+    """All prefixes of all depths, sorted by probability."""
+    table = log_probs.double().numpy()
+    scored = [
+        (sum(table[d, t] for d, t in enumerate(path)), path)
+        for depth in range(1, len(table) + 1)
+        for path in itertools.product(range(table.shape[1]), repeat=depth)
+    ]
+    return {path for _, path in sorted(scored, reverse=True)[:budget]}
+
+
+def _ddtree_nodes(logits: np.ndarray, budget: int):
+    """DDTree's builder as its paper and code describe it: incremental weights, heap keyed by (-weight,
+    ranks)."""
+    depth, vocab = logits.shape
+    width = min(budget, vocab)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :width]
+    best = np.take_along_axis(logits, order, 1)
+    shift = logits.max(1, keepdims=True)
+    best = best - (np.log(np.exp(logits - shift).sum(1, keepdims=True)) + shift)
+    heap, nodes = [(-best[0, 0], (0,), 0, best[0, 0])], []
+    while heap and len(nodes) < budget:
+        _, ranks, parent, weight = heapq.heappop(heap)
+        level, rank = len(ranks), ranks[-1]
+        nodes.append((int(order[level - 1, rank]), parent, level))
+        if rank + 1 < width:
+            other = weight - best[level - 1, rank] + best[level - 1, rank + 1]
+            heapq.heappush(heap, (-other, (*ranks[:-1], rank + 1), parent, other))
+        if level < depth:
+            below = weight + best[level, 0]
+            heapq.heappush(heap, (-below, (*ranks, 0), len(nodes), below))
+    return nodes
+
+
+def test_tree_equals_brute_force_and_is_prefix_closed():
+    generator = torch.Generator().manual_seed(0)
+    for depth, vocab in [(1, 5), (2, 6), (3, 5), (4, 4)]:
+        logits = 2 * torch.randn(depth, vocab, generator=generator)
+        log_probs = torch.log_softmax(logits, -1)
+        for budget in (1, 2, 7, 20):
+            tree = tree_from_logits(logits, budget)
+            paths = _paths(tree)
+            assert set(paths) == _brute_force(log_probs, budget)
+            assert len(set(paths)) == len(paths)
+            assert (np.diff(tree.log_probs) <= 1e-12).all()
+            assert all(parent < node for node, parent in enumerate(tree.parents, start=1))
+
+
+def test_budgets_are_nested_and_cut_by_head():
+    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
+    large = tree_from_logits(logits, 200)
+    for budget in (0, 1, 16, 199):
+        small, cut = tree_from_logits(logits, budget), large.head(budget)
+        assert small.tokens.tolist() == cut.tokens.tolist()
+        assert small.parents.tolist() == cut.parents.tolist()
+
+
+@pytest.mark.parametrize("budget", [16, 64, 256, 1024])
+def test_nodes_equal_the_published_builder_on_random_marginals(budget):
+    generator = torch.Generator().manual_seed(budget)
+    logits = 3 * torch.randn(15, 2000, generator=generator)
+    tree = tree_from_logits(logits, budget)
+    ours = list(zip(tree.tokens.tolist(), tree.parents.tolist(), tree.depths.tolist()))
+    assert ours == _ddtree_nodes(logits.double().numpy(), budget)
+
+
+def test_exact_ties_follow_the_ranks():
+    log_probs = torch.log(torch.full((3, 2), 0.5))
+    tree = build_tree(marginal_edges(log_probs, 8), root=0, depth=3, budget=14)
+    assert tree.depths.tolist() == sorted(tree.depths.tolist())
+    assert _paths(tree)[:6] == [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_conditional_edges_are_walked_with_the_token_before():
+    follow = {7: ([1, 2], [-0.1, -3.0]), 1: ([5, 6], [-0.2, -0.3]), 2: ([9, 8], [-0.01, -5.0])}
+    tree = build_tree(lambda depth, token: follow[token], root=7, depth=2, budget=5)
+    assert _paths(tree) == [(1,), (1, 5), (1, 6), (2,), (2, 9)]
+
+
+def test_visibility_walk_and_leaf_paths():
+    logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
+    tree = tree_from_logits(logits, 25)
+    paths = [(), *_paths(tree)]
+    seen = tree.visibility()
+    for row, column in itertools.product(range(len(paths)), repeat=2):
+        assert seen[row, column] == (paths[row][: len(paths[column])] == paths[column])
+    deepest = max(paths, key=len)
+    choices = [deepest[len(p)] if deepest[: len(p)] == p and len(p) < len(deepest) else 99 for p in paths]
+    accepted, bonus = tree.walk(choices)
+    assert [paths[i] for i in accepted] == [deepest[:n] for n in range(len(deepest) + 1)]
+    assert bonus == 99
+    covered = {node for path in tree.leaf_paths() for node in path}
+    assert covered == set(range(1, 26))
+
+
+def test_a_chain_is_a_tree_without_branches():
+    tree = chain_tree([4, 2, 9])
+    assert tree.visibility().tolist() == np.tril(np.ones((4, 4), bool)).tolist()
+    assert tree.walk([4, 2, 1, 0]) == ([0, 1, 2], 1)
+    assert len(tree_from_logits(torch.randn(3, 5), 0)) == 0
+    with pytest.raises(InputError, match="-1"):
+        tree_from_logits(torch.randn(3, 5), -1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([0.0, 0.5]), st.integers(1, 5), st.integers(1, 9))
+def test_vectorised_ranks_equal_the_heap_with_and_without_ties(seed, grid, depth, vocab):
+    generator = torch.Generator().manual_seed(seed)
+    scores = 2 * torch.randn(3, depth, vocab, generator=generator)
+    # Rounded scores tie exactly, as bf16 logits do; they are left unnormalised so that their sums tie exactly
+    # too.
+    scores = -(scores.abs() / grid).round() * grid if grid else torch.log_softmax(scores, -1)
+    labels = torch.randint(-1, vocab, (3, depth), generator=generator)
+    space = sum(vocab**d for d in range(1, depth + 1))
+    budget = min(space, 60)
+    ranks = path_ranks(scores, labels, budget)
+    for anchor in range(3):
+        tree = build_tree(marginal_edges(scores[anchor], budget), root=0, depth=depth, budget=budget)
+        place = {path: node for node, path in enumerate(_paths(tree), start=1)}
+        edge = tree.log_probs[-1]
+        for length in range(1, depth + 1):
+            wanted = place.get(tuple(labels[anchor, :length].tolist()), NEVER)
+            if grid and wanted != NEVER and tree.log_probs[wanted - 1] == edge:
+                continue  # a tie across the budget itself may be cut differently (documented)
+            got = int(ranks[anchor, length - 1])
+            if grid and wanted == NEVER and got != NEVER:
+                assert got >= budget - int((tree.log_probs == edge).sum())
+                continue
+            assert got == wanted
+
+
+def test_512_nodes_are_built_in_two_milliseconds():
+    log_probs = torch.log_softmax(2 * torch.randn(15, 4096, generator=torch.Generator().manual_seed(3)), -1)
+    edges = marginal_edges(log_probs, 512)
+    timings = []
+    for _ in range(20):
+        start = time.perf_counter()
+        build_tree(edges, root=0, depth=15, budget=512)
+        timings.append(time.perf_counter() - start)
+    assert min(timings) < 2e-3
