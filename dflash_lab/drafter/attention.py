@@ -13,7 +13,7 @@ indices; every mask below is that interval plus the own block.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -60,10 +60,11 @@ class BlockLayout:
             low = torch.maximum(low, self.anchors[:, None] + self._slots - window + 1)
         return low, self.anchors
 
-    def to(self, device: torch.device | str) -> BlockLayout:
-        """Copy the index tensors to `device` (asynchronously from pinned memory)."""
-        moved = (t.to(device, non_blocking=True) for t in (self.anchors, self.starts, self.positions))
-        return BlockLayout(*moved, self.segments, self.block_size)
+    def map(self, change: Callable[[Tensor], Tensor]) -> BlockLayout:
+        """Apply `change`, such as a copy to a device, to the index tensors."""
+        return replace(
+            self, anchors=change(self.anchors), starts=change(self.starts), positions=change(self.positions)
+        )
 
     @property
     def _slots(self) -> Tensor:
@@ -126,13 +127,9 @@ def dense_mask(layout: BlockLayout, mask: LayerMask, segment: Segment) -> Tensor
     blocks = segment.block_stop - segment.block_start
     p = torch.arange(segment.context_start, segment.context_stop, device=device)
     context = (p >= low[..., None]) & (p < high[:, None, None])  # [n, B, S_d]
-    own = (
-        torch.eye(blocks, dtype=torch.bool, device=device)[:, None, :, None]
-        & block_mask(size, mask, device)[None, :, None]
-    )
-    return torch.cat(
-        [context, own.expand(blocks, size, blocks, size).reshape(blocks, size, -1)], dim=-1
-    ).flatten(0, 1)
+    same = torch.eye(blocks, dtype=torch.bool, device=device)[:, None, :, None]
+    own = (same & block_mask(size, mask, device)[None, :, None]).reshape(blocks, size, blocks * size)
+    return torch.cat([context, own], dim=-1).flatten(0, 1)
 
 
 def dense_attend(layout: BlockLayout) -> Attend:

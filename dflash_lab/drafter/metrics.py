@@ -1,0 +1,136 @@
+"""What training and held-out rows say about a drafter, as sums that add over rows, steps and processes.
+
+All come from the row statistics of the loss, so nothing is projected twice. Definitions: `streak` is the mean over
+blocks of accepted drafts + 1, the +1 being the token that every verify round adds, hence the unit of tau. It ends at
+the response's end, which biases it low there; decoding starts each block after a miss, which biases tau below it.
+`top_k_streak` is the same if the label only had to be among the k best: what a tree or a selector could reach.
+`agreement` is how often the target's own argmax is the data token: the ceiling that the data sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+TOP_K = (1, 2, 4, 8, 16)
+BINS = 15  # of confidence, for calibration
+
+
+class RowStats(Protocol):
+    """Statistics of slots [A, B] that the loss leaves; `kl` and `target_argmax` are None without target states."""
+
+    live: Tensor
+    label: Tensor
+    ce: Tensor
+    entropy: Tensor
+    p_max: Tensor
+    argmax: Tensor
+    rank: Tensor
+    kl: Tensor | None
+    target_argmax: Tensor | None
+
+
+class Tally:
+    """Running sums on one device; `add` never waits for it, `report` does."""
+
+    def __init__(self, block_size: int, device: torch.device | str) -> None:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
+        self.sums: dict[str, Tensor] = {
+            "slots": zeros(block_size),  # counted slots by position
+            "correct": zeros(block_size),
+            "reached": zeros(block_size),  # counted slots whose predecessors are all correct
+            "accepted": zeros(block_size),  # ... and that are correct themselves
+            "blocks": zeros(),
+            "top_k": zeros(len(TOP_K)),
+            "ce": zeros(),
+            "kl": zeros(),
+            "entropy": zeros(),
+            "agree": zeros(),
+            "judged": zeros(),  # slots with a target argmax
+            "bin_count": zeros(BINS),
+            "bin_confidence": zeros(BINS),
+            "bin_correct": zeros(BINS),
+            "loss": zeros(),
+            "denominator": zeros(),
+        }
+
+    @torch.no_grad()
+    def add(self, stats: RowStats, loss: Tensor, denominator: Tensor) -> None:
+        """Add one row's statistics; `loss` is unnormalised, `denominator` what it is divided by."""
+        mask, labels, sums = stats.live, stats.label, self.sums
+        correct = (stats.argmax == labels) & mask
+        run = correct[:, 1:].long().cumprod(1)  # [A, B-1]
+        before = torch.cat([torch.ones_like(run[:, :1]), run[:, :-1]], 1).bool()
+        sums["slots"] += mask.sum(0)
+        sums["correct"] += correct.sum(0)
+        sums["reached"][1:] += (before & mask[:, 1:]).sum(0)
+        sums["accepted"][1:] += run.sum(0)
+        sums["blocks"] += mask.any(1).sum()
+        for i, k in enumerate(TOP_K):
+            sums["top_k"][i] += ((stats.rank < k) & mask)[:, 1:].long().cumprod(1).sum()
+        sums["ce"] += torch.where(mask, stats.ce, 0).sum(dtype=torch.float64)
+        sums["entropy"] += torch.where(mask, stats.entropy, 0).sum(dtype=torch.float64)
+        if stats.kl is not None:
+            sums["kl"] += torch.where(mask, stats.kl, 0).sum(dtype=torch.float64)
+        if stats.target_argmax is not None:
+            sums["agree"] += ((stats.target_argmax == labels) & mask).sum()
+            sums["judged"] += mask.sum()
+        confidence = stats.p_max[mask].double()
+        where = (confidence * BINS).long().clamp(0, BINS - 1)
+        sums["bin_count"].index_add_(0, where, torch.ones_like(confidence))
+        sums["bin_confidence"].index_add_(0, where, confidence)
+        sums["bin_correct"].index_add_(0, where, correct[mask].double())
+        sums["loss"] += loss.double()
+        sums["denominator"] += denominator
+
+    def reduced(self, total: Callable[[Tensor], Tensor]) -> Tally:
+        """A copy with `total` (a sum over processes) applied to all sums at once."""
+        flat = total(torch.cat([value.flatten() for value in self.sums.values()]))
+        parts = flat.split([value.numel() for value in self.sums.values()])
+        copy = Tally(len(self.sums["slots"]), flat.device)
+        copy.load({n: p.view(v.shape) for (n, v), p in zip(self.sums.items(), parts, strict=True)})
+        return copy
+
+    def load(self, sums: dict[str, Tensor]) -> None:
+        """Take over sums that `self.sums` gave."""
+        for name, value in self.sums.items():
+            value.copy_(sums[name])
+
+    def report(self) -> dict[str, Any]:
+        """Headline numbers and per-position lists (slots 1 .. B-1). A ratio without data is None."""
+        sums = {name: tensor.cpu() for name, tensor in self.sums.items()}
+        slots = float(sums["slots"].sum())
+        bins = sums["bin_count"]
+        gap = (sums["bin_confidence"] - sums["bin_correct"]).abs().sum()
+        streak = _ratio(sums["accepted"].sum(), sums["blocks"])
+        report: dict[str, Any] = {
+            "loss": _ratio(sums["loss"], sums["denominator"]),
+            "ce": _ratio(sums["ce"], slots),
+            "kl": _ratio(sums["kl"], sums["judged"]),
+            "entropy": _ratio(sums["entropy"], slots),
+            "accuracy": _ratio(sums["correct"].sum(), slots),
+            "streak": None if streak is None else 1 + streak,
+            "agreement": _ratio(sums["agree"], sums["judged"]),
+            "ece": _ratio(gap, bins.sum()),
+            "blocks": int(sums["blocks"]),
+            "slots": int(slots),
+            "position_accuracy": _ratios(sums["correct"][1:], sums["slots"][1:]),
+            "conditional_accuracy": _ratios(sums["accepted"][1:], sums["reached"][1:]),
+        }
+        for i, k in enumerate(TOP_K[1:], start=1):
+            hits = _ratio(sums["top_k"][i], sums["blocks"])
+            report[f"top{k}_streak"] = None if hits is None else 1 + hits
+        return report
+
+
+def _ratio(above: Tensor | float, below: Tensor | float) -> float | None:
+    return float(above) / float(below) if float(below) > 0 else None
+
+
+def _ratios(above: Tensor, below: Tensor) -> list[float | None]:
+    return [_ratio(a, b) for a, b in zip(above, below, strict=True)]

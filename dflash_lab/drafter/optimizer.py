@@ -1,0 +1,130 @@
+"""AdamW and Muon with fp32 master weights, one parameter at a time.
+
+A bf16 parameter cannot take a step of 1e-4 of itself (it has 8 bits), so each keeps an fp32 master that the update
+moves and the parameter is rounded from. Gradients stay in the parameter's type: 2 (weight) + 2 (gradient) + 4
+(master) + 8 (moments) = 16 bytes a parameter. Walking parameter by parameter bounds temporaries by the largest one.
+
+Muon orthogonalises the momentum of matrices inside layers (Newton-Schulz) and gives it the size of an AdamW step;
+`fc`, norms and DFlash 2's codebooks and base kernels always take AdamW.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dflash_lab.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Peak rates and constants. `kind` is `adamw` for everything or `muon` for the layers' matrices."""
+
+    kind: str = "adamw"
+    lr: float = 6e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    muon_lr: float = 1e-3
+    muon_momentum: float = 0.95
+    muon_weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("adamw", "muon"):
+            raise InputError(f"optimizer = {self.kind!r}: choose 'adamw' or 'muon'.")
+
+
+class Optimizer:
+    """Holds masters and moments by parameter name; `step` reads `.grad` and never changes it."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
+        self.config = config
+        self.parameters = dict(named)
+        self.steps = 0
+        self.state: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in self.parameters.items():
+            kinds = ("momentum",) if self.takes_muon(name) else ("exp_avg", "exp_avg_sq")
+            state = {kind: torch.zeros_like(parameter, dtype=torch.float32) for kind in kinds}
+            if parameter.dtype != torch.float32:
+                state["master"] = parameter.detach().float().clone()
+            self.state[name] = state
+
+    def takes_muon(self, name: str) -> bool:
+        """Whether parameter `name` is a matrix that Muon updates."""
+        inside = name.startswith("layers.") and not name.endswith("base_kernel")
+        return self.config.kind == "muon" and inside and self.parameters[name].ndim == 2
+
+    @torch.no_grad()
+    def step(self, factor: float, grad_scale: Tensor | float = 1.0) -> None:
+        """Move every parameter; `factor` multiplies the peak rates, `grad_scale` the gradients (clipping, 1/D)."""
+        self.steps += 1
+        config = self.config
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                continue
+            state = self.state[name]
+            master = state.get("master", parameter.data)
+            grad = parameter.grad.float() * grad_scale
+            if self.takes_muon(name):
+                master.mul_(1 - factor * config.muon_lr * config.muon_weight_decay)
+                update = muon_direction(grad, state["momentum"], config.muon_momentum)
+                master.add_(update, alpha=-factor * config.muon_lr)
+            else:
+                master.mul_(1 - factor * config.lr * config.weight_decay)
+                update = adam_direction(grad, state, self.steps, config)
+                master.add_(update, alpha=-factor * config.lr)
+            if "master" in state:
+                parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All state as flat tensors, `<kind>.<parameter>`."""
+        return {f"{kind}.{name}": t for name, state in self.state.items() for kind, t in state.items()}
+
+    def load(self, tensors: dict[str, Tensor], steps: int) -> None:
+        """Put back what `tensors()` gave; `InputError` if the setup differs."""
+        mine = self.tensors()
+        if set(mine) != set(tensors):
+            odd = sorted(set(mine) ^ set(tensors))
+            raise InputError(f"optimizer state does not fit this drafter and optimizer: {odd[:3]} ...")
+        for name, tensor in mine.items():
+            tensor.copy_(tensors[name])
+        self.steps = steps
+
+
+def adam_direction(grad: Tensor, state: dict[str, Tensor], step: int, config: OptimizerConfig) -> Tensor:
+    """Bias-corrected m / (sqrt(v) + eps); updates the moments in place."""
+    beta1, beta2 = config.betas
+    first, second = state["exp_avg"], state["exp_avg_sq"]
+    first.lerp_(grad, 1 - beta1)
+    second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    scale = second.sqrt().div_(math.sqrt(1 - beta2**step)).add_(config.eps)
+    return first.div(1 - beta1**step).div_(scale)
+
+
+def muon_direction(grad: Tensor, momentum: Tensor, beta: float) -> Tensor:
+    """Orthogonalised Nesterov momentum, scaled so that its rms is about 0.2 as AdamW's is (0.2 sqrt(max(m, n)))."""
+    momentum.lerp_(grad, 1 - beta)
+    ahead = grad.lerp(momentum, beta)
+    return orthogonalized(ahead) * (0.2 * math.sqrt(max(grad.shape)))
+
+
+def orthogonalized(matrix: Tensor, iterations: int = 5) -> Tensor:
+    """Approximate U V^T of `matrix` [m, n] by quintic Newton-Schulz steps (coefficients of K. Jordan's Muon)."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x.to(torch.bfloat16 if matrix.is_cuda else torch.float32)
+    x = x / (x.norm() + 1e-7)
+    for _ in range(iterations):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.T if tall else x).to(matrix.dtype)

@@ -1,0 +1,255 @@
+"""Samples into packed rows: several documents side by side up to a budget of context tokens, with drawn anchors.
+
+A source answers `row(epoch, index)` from its parameters alone (no hidden state), so a run resumes at any row, and a
+prefetch thread may work ahead. An item is read with `items[i]`: a feature store on disk and a live target look alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dflash_lab.data.items import FeatureItem
+from dflash_lab.drafter.anchors import draw_anchors, seeded, slot_labels, valid_anchors
+from dflash_lab.drafter.attention import BlockLayout, Segment, row_layout
+from dflash_lab.drafter.config import DrafterConfig
+from dflash_lab.errors import InputError
+
+T = TypeVar("T")
+
+
+class Items(Protocol):
+    """What rows are made of: a sequence of samples with known lengths; which are held out is known beforehand."""
+
+    @property
+    def lengths(self) -> np.ndarray: ...  # [n] tokens
+
+    @property
+    def heldout(self) -> np.ndarray: ...  # [n] bool
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> FeatureItem: ...
+
+
+@dataclass(frozen=True)
+class Row:
+    """One packed row: S context tokens, A blocks of B slots. Padding, if any, stands at the end and counts nowhere."""
+
+    input_ids: Tensor  # [S]
+    taps: Tensor  # [S, K*H]
+    final: Tensor | None  # [S, H] before the target's final norm
+    layout: BlockLayout
+    block_ids: Tensor  # [A, B] anchor token, then masks
+    labels: Tensor  # [A, B] data tokens at a + k
+    slot_mask: Tensor  # [A, B] bool, slots that count
+    target_rows: Tensor  # [A, B] row index of the target state that predicts the slot, a + k - 1
+    hashes: tuple[str, ...]
+    tokens: int  # without padding
+    blocks: int  # without padding
+
+    def to(self, device: torch.device | str) -> Row:
+        """Copy what the model reads to `device`; labels and masks stay, for the loss selects its rows on the host."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> Row:
+        """The same in pinned host memory, from where copies to a GPU overlap with its work."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Row:
+        return dataclasses.replace(
+            self,
+            taps=change(self.taps),
+            final=None if self.final is None else change(self.final),
+            block_ids=change(self.block_ids),
+            layout=self.layout.map(change),
+        )
+
+
+def plan_rows(lengths: Sequence[int], context_tokens: int, generator: torch.Generator) -> list[list[int]]:
+    """Pack shuffled samples into rows of at most `context_tokens`; every sample stands in exactly one row.
+
+    Within windows of 256 samples the longest go first, each into the fullest open row that takes it; the rows are
+    shuffled at the end. A sample above the budget fills a row alone (and is cut to it).
+    """
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    rows: list[list[int]] = []
+    for start in range(0, len(order), 256):
+        window = sorted(order[start : start + 256], key=lambda i: (-int(lengths[i]), i))
+        room: list[int] = []
+        opened: list[list[int]] = []
+        for index in window:
+            need = min(int(lengths[index]), context_tokens)
+            fits = [(space - need, row) for row, space in enumerate(room) if space >= need]
+            if fits:
+                row = min(fits)[1]
+                opened[row].append(index)
+                room[row] -= need
+            else:
+                opened.append([index])
+                room.append(context_tokens - need)
+        rows += opened
+    return [rows[i] for i in torch.randperm(len(rows), generator=generator).tolist()]
+
+
+class PackedRows:
+    """Rows of a collection of items; the plan is drawn anew each epoch from the seed."""
+
+    def __init__(
+        self,
+        items: Items,
+        indices: Sequence[int],
+        config: DrafterConfig,
+        *,
+        context_tokens: int,
+        anchors: int,
+        seed: int,
+        pad: bool = False,
+    ) -> None:
+        """`indices` of the items to use; `anchors` blocks a row; `pad` gives every row one shape (compiled kernels)."""
+        if len(indices) == 0:
+            raise InputError(
+                "no samples to train on: the collection, or this side of its held-out split, is empty."
+            )
+        if anchors < 1 or context_tokens < 2:
+            raise InputError(
+                f"anchors = {anchors}, context_tokens = {context_tokens}: need at least 1 and 2."
+            )
+        self.items, self.config, self.indices = items, config, [int(i) for i in indices]
+        self.context_tokens, self.anchors, self.seed, self.pad = context_tokens, anchors, seed, pad
+        self.lengths = [int(items.lengths[i]) for i in self.indices]
+        self.cut = sum(length > context_tokens for length in self.lengths)  # samples longer than a row
+        self._plan = lru_cache(maxsize=2)(self._draw_plan)
+
+    def _draw_plan(self, epoch: int) -> list[list[int]]:
+        return plan_rows(self.lengths, self.context_tokens, seeded("rows", self.seed, epoch))
+
+    def count(self, epoch: int) -> int:
+        """Rows in an epoch."""
+        return len(self._plan(epoch))
+
+    def row(self, epoch: int, index: int) -> Row:
+        """Read and pack row `index` of `epoch`."""
+        items = [self.items[self.indices[i]] for i in self._plan(epoch)[index]]
+        generator = seeded("anchors", self.seed, epoch, index)
+        row = pack(items, self.config, self.context_tokens, self.anchors, generator)
+        return padded(row, self.context_tokens, self.anchors, self.config) if self.pad else row
+
+    def stream(self, epoch: int, index: int) -> Iterator[tuple[int, int, Row]]:
+        """Rows from (epoch, index) on, without end."""
+        while True:
+            for i in range(index, self.count(epoch)):
+                yield epoch, i, self.row(epoch, i)
+            epoch, index = epoch + 1, 0
+
+
+def pack(
+    items: Sequence[FeatureItem],
+    config: DrafterConfig,
+    context_tokens: int,
+    anchors: int,
+    generator: torch.Generator,
+) -> Row:
+    """Put documents side by side and draw their anchors."""
+    cut = [min(len(item), context_tokens) for item in items]
+    ids = [item.input_ids[:n].long() for item, n in zip(items, cut, strict=True)]
+    masks = [item.loss_mask[:n] for item, n in zip(items, cut, strict=True)]
+    drawn = draw_anchors([valid_anchors(mask) for mask in masks], anchors, generator)
+    size = config.block_size
+    labels, counted = zip(
+        *(slot_labels(i, m, a, size) for i, m, a in zip(ids, masks, drawn, strict=True)), strict=True
+    )
+    layout = row_layout([a.tolist() for a in drawn], cut, size)
+    tokens = torch.cat(ids)
+    block_ids = torch.full((layout.anchors.shape[0], size), config.mask_token_id)
+    block_ids[:, 0] = tokens[layout.anchors]
+    finals = [item.final[:n] for item, n in zip(items, cut, strict=True) if item.final is not None]
+    return Row(
+        input_ids=tokens,
+        taps=torch.cat([item.taps[:n] for item, n in zip(items, cut, strict=True)]),
+        final=torch.cat(finals) if len(finals) == len(items) else None,
+        layout=layout,
+        block_ids=block_ids,
+        labels=torch.cat(labels),
+        slot_mask=torch.cat(counted),
+        target_rows=(layout.anchors[:, None] + torch.arange(size) - 1).clamp(0, len(tokens) - 1),
+        hashes=tuple(item.hash for item in items),
+        tokens=len(tokens),
+        blocks=len(block_ids),
+    )
+
+
+def padded(row: Row, context_tokens: int, anchors: int, config: DrafterConfig) -> Row:
+    """Pad to [context_tokens] and [anchors]: padded blocks see only themselves and no slot of theirs counts."""
+    more, blocks = context_tokens - row.tokens, anchors - row.blocks
+
+    def grow(tensor: Tensor, count: int, value: int = 0) -> Tensor:
+        return torch.cat([tensor, tensor.new_full((count, *tensor.shape[1:]), value)])
+
+    layout = row.layout
+    segments = layout.segments
+    if blocks:
+        segments = (*segments, Segment(0, 0, row.blocks, anchors))
+    return dataclasses.replace(
+        row,
+        input_ids=grow(row.input_ids, more),
+        taps=grow(row.taps, more),
+        final=None if row.final is None else grow(row.final, more),
+        layout=BlockLayout(
+            grow(layout.anchors, blocks),
+            grow(layout.starts, blocks),
+            grow(layout.positions, more),
+            segments,
+            layout.block_size,
+        ),
+        block_ids=grow(row.block_ids, blocks, config.mask_token_id),
+        labels=grow(row.labels, blocks),
+        slot_mask=grow(row.slot_mask, blocks),
+        target_rows=grow(row.target_rows, blocks),
+    )
+
+
+def prefetch(source: Iterable[T], depth: int = 2) -> Iterator[T]:
+    """Run `source` in a thread, at most `depth` ahead. Its exceptions are raised here; closing ends the thread."""
+    ready: queue.Queue = queue.Queue(maxsize=depth)
+    stop = threading.Event()
+
+    def put(entry: tuple[str, object]) -> None:
+        while not stop.is_set():
+            try:
+                return ready.put(entry, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            for value in source:
+                if stop.is_set():
+                    return
+                put(("value", value))
+            put(("end", None))
+        except BaseException as error:
+            put(("error", error))
+
+    thread = threading.Thread(target=work, name="row-prefetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            kind, value = ready.get()
+            if kind == "error":
+                raise value  # type: ignore[misc]
+            if kind == "end":
+                return
+            yield value  # type: ignore[misc]
+    finally:
+        stop.set()
+        thread.join()

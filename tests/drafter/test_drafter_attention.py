@@ -1,0 +1,125 @@
+"""One visibility rule, computed three ways: by brute force, as dense masks, and as flex_attention's mask_mod."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.tiny_drafters import relative_error
+
+from dflash_lab.drafter.attention import (
+    dense_attend,
+    dense_mask,
+    flex_attend,
+    make_attend,
+    mask_mod,
+    row_layout,
+)
+from dflash_lab.drafter.config import LayerMask
+from dflash_lab.errors import InputError
+
+MASKS = [LayerMask(causal, window) for causal in (False, True) for window in (None, 1, 3, 50)]
+
+
+@st.composite
+def layouts(draw):
+    size = draw(st.integers(2, 5))
+    lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
+    anchors = [sorted(draw(st.sets(st.integers(0, n - 1), max_size=3))) for n in lengths]
+    return lengths, anchors, size
+
+
+def brute_force(lengths, anchors, size, mask):
+    """[A*B, S + A*B] straight from the definition."""
+    blocks = [(d, a) for d, found in enumerate(anchors) for a in found]
+    keys = [("context", d, p) for d, n in enumerate(lengths) for p in range(n)]
+    keys += [("block", i, k) for i in range(len(blocks)) for k in range(size)]
+    seen = torch.zeros(len(blocks) * size, len(keys), dtype=torch.bool)
+    for i, (document, anchor) in enumerate(blocks):
+        for k in range(size):
+            t = anchor + k
+            for column, (kind, owner, place) in enumerate(keys):
+                if kind == "context":
+                    visible = owner == document and place < anchor
+                    p = place
+                else:
+                    visible = owner == i and not (mask.causal and place > k)
+                    p = anchor + place
+                if mask.window is not None:
+                    visible = visible and abs(t - p) < mask.window
+                seen[i * size + k, column] = visible
+    return seen
+
+
+@settings(max_examples=40, deadline=None)
+@given(layouts(), st.sampled_from(MASKS))
+def test_masks_follow_the_definition(shape, mask):
+    lengths, anchors, size = shape
+    layout = row_layout(anchors, lengths, size)
+    wanted = brute_force(lengths, anchors, size, mask)
+    rows, columns = wanted.shape
+    if rows == 0:
+        return
+    q, k = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    assert torch.equal(mask_mod(layout, mask)(torch.tensor(0), torch.tensor(0), q, k), wanted)
+    context = sum(lengths)
+    for segment in layout.segments:
+        blocks = slice(segment.block_start * size, segment.block_stop * size)
+        part = torch.cat(
+            [
+                wanted[blocks, segment.context_start : segment.context_stop],
+                wanted[blocks, context + blocks.start : context + blocks.stop],
+            ],
+            1,
+        )
+        assert torch.equal(dense_mask(layout, mask, segment), part)
+
+
+def tensors(blocks, size, context, seed=0, dtype=torch.float32, device="cpu"):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(blocks, size, 4, 16), (blocks, size, 2, 16), (blocks, size, 2, 16), (context, 2, 16), (context, 2, 16)]
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("mask", [LayerMask(False, None), LayerMask(True, 3)])
+def test_flex_equals_dense_on_cpu(mask):
+    layout = row_layout([[1, 4], [], [0, 7, 8]], [6, 5, 9], 4)
+    inputs = tensors(5, 4, 20)
+    with torch.no_grad():
+        dense = dense_attend(layout)(*inputs, mask)
+        flex = flex_attend(layout, compiled=False)(*inputs, mask)
+    assert relative_error(flex, dense) < 1e-6
+
+
+def test_dense_equals_attention_written_out():
+    layout = row_layout([[2, 5]], [8], 3)
+    mask = LayerMask(True, 4)
+    q, kb, vb, kc, vc = tensors(2, 3, 8)
+    seen = brute_force([8], [[2, 5]], 3, mask)
+    k = torch.cat([kc, kb.flatten(0, 1)]).repeat_interleave(2, 1)
+    v = torch.cat([vc, vb.flatten(0, 1)]).repeat_interleave(2, 1)
+    scores = torch.einsum("qhd,khd->hqk", q.flatten(0, 1), k) / 16**0.5
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    wanted = torch.einsum("hqk,khd->qhd", weights, v).unflatten(0, (2, 3))
+    assert relative_error(dense_attend(layout)(q, kb, vb, kc, vc, mask), wanted) < 1e-6
+
+
+def test_unknown_path_is_refused():
+    with pytest.raises(InputError, match="'flex'"):
+        make_attend(row_layout([[1]], [3], 2), "flash")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", [LayerMask(False, None), LayerMask(True, 60)])
+def test_flex_equals_dense_on_cuda_with_gradients(mask, dtype):
+    layout = row_layout([[1, 40, 90], [2, 150]], [128, 256], 16).map(lambda t: t.cuda())
+    results = []
+    for attend in (dense_attend(layout), flex_attend(layout)):
+        inputs = [t.requires_grad_() for t in tensors(5, 16, 384, dtype=dtype, device="cuda")]
+        out = attend(*inputs, mask)
+        out.float().square().sum().backward()
+        results.append([out, *(t.grad for t in inputs)])
+    for dense, flex in zip(*results, strict=True):
+        assert relative_error(flex, dense) < (1e-5 if dtype == torch.float32 else 2e-2)

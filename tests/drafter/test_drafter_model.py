@@ -1,0 +1,220 @@
+"""The drafter itself: what a block may see, that training equals decoding, names, positions, DFlash 2's additions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.tiny_drafters import HIDDEN, SECOND, TAPS, VOCAB, relative_error, tiny_config, tiny_drafter
+
+from dflash_lab.drafter.attention import row_layout
+from dflash_lab.drafter.cache import DraftCache
+from dflash_lab.drafter.config import FULL, SLIDING
+from dflash_lab.drafter.model import Drafter, rotate
+from dflash_lab.errors import InputError
+
+LENGTHS, ANCHORS = [17, 21], [[1, 3, 12], [2, 5, 20]]
+
+VARIANTS = {
+    "mixed": {},
+    "full": dict(layer_types=(FULL,) * 3),
+    "window-1": dict(layer_types=(SLIDING,) * 3, sliding_window=1),
+    "bidirectional-window": dict(is_causal=False, sliding_window=3),
+    "causal-everywhere": dict(is_causal=True),
+    "second": SECOND,
+    "scaled": dict(input_embedding_scale=3.0),
+}
+
+
+def case(config, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randn(VOCAB, HIDDEN, generator=generator)
+    taps = torch.randn(sum(LENGTHS), len(TAPS) * HIDDEN, generator=generator)
+    blocks = sum(map(len, ANCHORS))
+    ids = torch.full((blocks, config.block_size), config.mask_token_id)
+    ids[:, 0] = torch.randint(0, VOCAB, (blocks,), generator=generator)
+    return table[ids], taps, row_layout(ANCHORS, LENGTHS, config.block_size)
+
+
+def places():
+    offsets = [0, LENGTHS[0]]
+    return [(offsets[d], a) for d, anchors in enumerate(ANCHORS) for a in anchors]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_training_row_equals_independent_decoding_calls(variant):
+    config = tiny_config(**VARIANTS[variant])
+    drafter = tiny_drafter(config)
+    embeddings, taps, layout = case(config)
+    with torch.no_grad():
+        hidden = drafter(embeddings, taps, layout)
+    for block, (offset, anchor) in enumerate(places()):
+        cache = DraftCache(drafter, capacity_tokens=2)
+        cache.extend(taps[offset : offset + anchor])
+        assert relative_error(cache.block(embeddings[block]), hidden[block]) < 1e-5
+
+
+@pytest.mark.parametrize("variant", ["mixed", "bidirectional-window", "second"])
+def test_nothing_at_or_behind_the_anchor_and_no_other_document_is_seen(variant):
+    config = tiny_config(**VARIANTS[variant])
+    drafter = tiny_drafter(config)
+    embeddings, taps, layout = case(config)
+    with torch.no_grad():
+        hidden = drafter(embeddings, taps, layout)
+        for block, (offset, anchor) in enumerate(places()):
+            changed = taps.clone()
+            changed[offset + anchor :] += 5.0
+            changed[:offset] -= 5.0
+            assert torch.equal(drafter(embeddings, changed, layout)[block], hidden[block])
+            changed = taps.clone()
+            changed[offset + anchor - 1] += 5.0
+            assert relative_error(drafter(embeddings, changed, layout)[block], hidden[block]) > 1e-3
+
+
+def test_other_blocks_do_not_matter_and_permuting_blocks_permutes_outputs():
+    config = tiny_config()
+    drafter = tiny_drafter(config)
+    embeddings, taps, layout = case(config)
+    with torch.no_grad():
+        hidden = drafter(embeddings, taps, layout)
+        changed = embeddings.clone()
+        changed[1] += 3.0
+        moved = drafter(changed, taps, layout)
+    assert torch.equal(moved[[0, 2, 3, 4, 5]], hidden[[0, 2, 3, 4, 5]])
+    assert relative_error(moved[1], hidden[1]) > 1e-2
+    twice = row_layout([[3, 3, 12], []], LENGTHS, config.block_size)  # the same anchor twice, with two anchors' tokens
+    order = torch.tensor([1, 0, 2])
+    with torch.no_grad():
+        straight = drafter(embeddings[:3], taps, twice)
+        swapped = drafter(embeddings[:3][order], taps, twice)
+    assert torch.allclose(swapped, straight[order], rtol=1e-5, atol=1e-6)
+
+
+def test_sliding_layers_are_causal_inside_the_block_and_full_layers_are_not():
+    embeddings, taps, layout = case(tiny_config())
+    for layer_types, moves in (((SLIDING,) * 3, False), ((FULL,) * 3, True)):
+        drafter = tiny_drafter(tiny_config(layer_types=layer_types))
+        changed = embeddings.clone()
+        changed[:, -1] += 3.0
+        with torch.no_grad():
+            difference = relative_error(drafter(changed, taps, layout)[:, 1], drafter(embeddings, taps, layout)[:, 1])
+        assert (difference > 1e-3) == moves
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 9])
+def test_window_edge_is_t_minus_p_below_w(window):
+    config = tiny_config(num_layers=1, layer_types=(SLIDING,), sliding_window=window)
+    drafter = tiny_drafter(config)
+    anchor, slot = 12, 2
+    embeddings, taps, _ = case(config)
+    layout = row_layout([[anchor], []], LENGTHS, config.block_size)
+    with torch.no_grad():
+        before = drafter(embeddings[:1], taps, layout)[0, slot]
+        for p in range(anchor):
+            changed = taps.clone()
+            changed[p] += 5.0
+            seen = not torch.equal(drafter(embeddings[:1], changed, layout)[0, slot], before)
+            assert seen == (anchor + slot - p < window)
+
+
+def test_decoding_cache_grows_crops_and_equals_a_full_recompute():
+    config = tiny_config()
+    drafter = tiny_drafter(config)
+    embeddings, taps, _ = case(config)
+    cache = DraftCache(drafter, capacity_tokens=2)
+    cache.extend(taps[:3])
+    cache.block(embeddings[0])
+    cache.extend(taps[3:4])
+    cache.extend(taps[20:25])  # to be taken back
+    cache.crop(4)
+    cache.extend(taps[4:11])
+    whole = DraftCache(drafter)
+    whole.extend(taps[:11])
+    assert cache.length == whole.length == 11
+    assert relative_error(cache.block(embeddings[1]), whole.block(embeddings[1])) < 1e-5
+    with pytest.raises(InputError, match="holds 11"):
+        cache.crop(12)
+
+
+def test_names_and_count_are_the_released_ones():
+    config = tiny_config(num_layers=5)
+    names = set(Drafter(config).state_dict())
+    assert len(names) == 58
+    assert {"fc.weight", "hidden_norm.weight", "norm.weight"} < names
+    assert {f"layers.4.self_attn.{n}.weight" for n in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")} < names
+    second = set(Drafter(tiny_config(num_layers=1, **SECOND)).state_dict()) - names
+    assert second == {
+        "candidate_selector.predecessor_codebook",
+        "candidate_selector.successor_codebook",
+        "candidate_selector.hidden_projection.weight",
+        *(f"layers.0.{c}_conv.{n}" for c in ("attention", "mlp") for n in ("base_kernel", "kernel_projection.weight")),
+    }
+
+
+def test_second_starts_as_the_first():
+    generator = torch.Generator().manual_seed(0)
+    second = Drafter(tiny_config(**SECOND)).initialize(generator)
+    first = Drafter(tiny_config())
+    first.load_state_dict(second.state_dict(), strict=False)
+    embeddings, taps, layout = case(first.config)
+    with torch.no_grad():
+        assert torch.equal(second(embeddings, taps, layout), first(embeddings, taps, layout))
+
+
+def test_selector_walks_left_to_right_over_its_candidates():
+    drafter = tiny_drafter(tiny_config(**SECOND))
+    selector = drafter.candidate_selector
+    generator = torch.Generator().manual_seed(5)
+    hidden, logits = torch.randn(2, 3, HIDDEN, generator=generator), torch.randn(2, 3, VOCAB, generator=generator)
+    anchor = torch.tensor([5, 9])
+    with torch.no_grad():
+        tokens, candidates, scores = selector.select(hidden, logits, anchor)
+    for block in range(2):
+        previous = int(anchor[block])
+        for slot in range(3):
+            allowed = logits[block, slot].topk(4).indices
+            query = selector.predecessor_codebook[previous] * selector.hidden_projection(hidden[block, slot])
+            wanted = logits[block, slot, allowed] + selector.successor_codebook[allowed] @ query
+            assert set(candidates[block, slot].tolist()) == set(allowed.tolist())
+            assert torch.allclose(scores[block, slot], wanted, atol=1e-5)
+            previous = int(allowed[wanted.argmax()])
+            assert int(tokens[block, slot]) == previous
+
+
+def test_rotation_is_relative():
+    drafter = tiny_drafter()
+    generator = torch.Generator().manual_seed(6)
+    q, k = torch.randn(2, 16, generator=generator), torch.randn(2, 16, generator=generator)
+
+    def score(i, j):
+        angles = drafter.angles(torch.tensor([i, j]), torch.float32)
+        left, right = rotate(q[:1], (angles[0][0], angles[1][0])), rotate(k[:1], (angles[0][1], angles[1][1]))
+        return float((left * right).sum())
+
+    assert score(5, 2) == pytest.approx(score(105, 102), abs=1e-4)
+    assert abs(score(5, 2) - score(5, 4)) > 1e-3
+
+
+def test_gradient_checkpointing_changes_nothing():
+    gradients = []
+    for recompute in (False, True):
+        drafter = tiny_drafter().train()
+        drafter.gradient_checkpointing = recompute
+        embeddings, taps, layout = case(drafter.config)
+        drafter(embeddings, taps, layout).square().sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in drafter.parameters()]))
+    assert torch.equal(*gradients)
+
+
+def test_logits_are_scaled_then_capped():
+    drafter = tiny_drafter(tiny_config(output_multiplier=2.0, final_logit_softcapping=5.0))
+    hidden, head = torch.randn(3, HIDDEN), torch.randn(VOCAB, HIDDEN)
+    assert torch.allclose(drafter.logits(hidden, head), 5 * torch.tanh(2 * (hidden @ head.T) / 5), atol=1e-5)
+
+
+def test_layout_refuses_unsorted_anchors():
+    with pytest.raises(InputError, match="sorted"):
+        row_layout([[3, 1]], [9], 4)
+    with pytest.raises(InputError, match=r"0\.\.8"):
+        row_layout([[9]], [9], 4)
+
+
