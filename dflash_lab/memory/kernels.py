@@ -1,0 +1,97 @@
+"""Stand-ins for kernels that cannot run on fake tensors: they allocate what the kernel allocates and
+compute nothing.
+
+Two departures of a fake run from a real one are undone here. Transformers takes fake tensors for tracing
+and then builds a causal mask that an eager run without padding never has (and attention loses its fused
+path with it). And the gated delta rule of flash-linear-attention is a chain of Triton kernels; a fake run
+without it would count the torch fallback, whose chunk tensors are twice as large. The shapes below are
+those its forward makes (fla-core 0.6): normed queries and keys, the solved [64, 64] blocks, w and u, one
+[K, V] state a chunk in the input's dtype, new values, output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+from collections.abc import Iterator
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+
+from dflash_lab.errors import InputError
+from dflash_lab.memory.shapes import CHUNK
+
+Kernels = Literal["fla", "torch"]
+_RULE = "torch_chunk_gated_delta_rule"
+_MODULES = {
+    "qwen3_5_text": "transformers.models.qwen3_5.modeling_qwen3_5",
+    "qwen3_5_moe_text": "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe",
+    "qwen3_next": "transformers.models.qwen3_next.modeling_qwen3_next",
+}
+
+
+def fla_gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    **_unused: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Allocate as flash-linear-attention's forward does. query, key: [B, L, Hk, K]; value: [B, L, Hv, V];
+    g, beta: [B, L, Hv].
+    """
+    query, key, value, g, beta = (x.contiguous() for x in (query, key, value, g, beta))
+    batch, length, _heads, key_dim = key.shape
+    heads, value_dim = value.shape[-2:]
+    query_normed, key_normed = torch.empty_like(query), torch.empty_like(key)
+    norms = [torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) for x in (query, key)]
+    decay = torch.empty_like(g, dtype=torch.float32)
+    solved = key.new_empty(batch, length, heads, CHUNK)
+    w = key.new_empty(batch, length, heads, key_dim)
+    u = torch.empty_like(value)
+    states = key.new_empty(batch, -(-length // CHUNK), heads, key_dim, value_dim)
+    final = None
+    if output_final_state:
+        final = torch.empty(batch, heads, key_dim, value_dim, dtype=torch.float32, device=key.device)
+    new_values = torch.empty_like(u)
+    output = torch.empty_like(new_values)
+    # Everything above lives until the forward returns; the output and the final state outlive it.
+    del query_normed, key_normed, norms, decay, solved, w, states
+    return output, final
+
+
+@contextlib.contextmanager
+def kernels_of(model_type: str, kernels: Kernels) -> Iterator[None]:
+    """Let models of `model_type` run on fake tensors as if `kernels` were used (``"fla"`` or ``"torch"``)."""
+    if kernels not in ("fla", "torch"):
+        raise InputError(f"kernels {kernels!r} is none of 'fla', 'torch'.")
+    masking = importlib.import_module("transformers.masking_utils")
+    with contextlib.ExitStack() as stack:
+        # Positions are 0..L-1 in every row here, for which a run on real tensors returns None.
+        stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", lambda *_, **__: None))
+        if model_type in _MODULES:
+            module = importlib.import_module(_MODULES[model_type])
+            rule, conv = getattr(module, _RULE), module.causal_conv1d_fn
+            chosen = fla_gated_delta_rule if kernels == "fla" else getattr(rule, "__wrapped__", rule)
+            stack.enter_context(mock.patch.object(module, _RULE, chosen))
+            stack.enter_context(
+                mock.patch.object(module, "causal_conv1d_fn", getattr(conv, "__wrapped__", conv))
+            )
+        yield
+
+
+@functools.cache
+def repeats_keys(model_type: str) -> bool:
+    """Tell whether the installed transformers copies queries and keys to every value head before the delta
+    rule.
+    """
+    module = importlib.import_module(_MODULES[model_type])
+    layers = [value for name, value in vars(module).items() if name.endswith("GatedDeltaNet")]
+    return any("repeat_interleave" in inspect.getsource(layer.forward) for layer in layers)

@@ -1,0 +1,96 @@
+"""What is to be predicted: one frozen description of an extraction batch and one of a training step.
+
+The same descriptions go to the analytic account, the fake-tensor count, the measurement and the advice
+(which changes one field at a time and asks again), so the four can only differ in how they count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dflash_lab.errors import InputError
+from dflash_lab.memory.kernels import Kernels
+from dflash_lab.memory.shapes import dtype_bytes
+
+Capture = Literal["hooks", "output_hidden_states"]
+LossPath = Literal["naive", "loop", "concat", "checkpoint", "fused"]
+LOSS_PATHS: tuple[LossPath, ...] = ("naive", "loop", "concat", "checkpoint", "fused")
+Placement = Literal["cached", "same device", "other device"]
+PLACEMENTS: tuple[Placement, ...] = ("cached", "same device", "other device")
+Checkpointing = Literal["none", "layers", "mlp", "head"]
+Optimizer = Literal["adamw", "adamw8bit", "cpu-offload"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractionSetup:
+    """One batch through the target. `batch` x `length` tokens, padding included."""
+
+    batch: int
+    length: int
+    tap_ids: tuple[int, ...]
+    dtype: str = "bfloat16"
+    capture: Capture = "hooks"
+    store_final: bool = False  # also the last layer's output before the final norm
+    logits: bool = False  # all positions' logits
+    use_cache: bool = False
+    mask: bool = False  # an attention mask with a pad in it
+    stop_early: bool = True  # layers after the last one needed are not even loaded
+    packed: bool = True  # taps are concatenated on the device into [T, K*H] before the one copy to the host
+    kernels: Kernels = "fla"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tap_ids", tuple(sorted(int(tap) for tap in self.tap_ids)))
+        for name in ("batch", "length"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)}: at least 1.")
+        if not self.tap_ids and not self.store_final:
+            raise InputError("Nothing to extract: tap_ids is empty and store_final is false.")
+        dtype_bytes(self.dtype)
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length
+
+    def last_layer(self, num_layers: int) -> int:
+        """Return the 0-based index of the last layer that runs."""
+        if any(tap < 0 or tap >= num_layers for tap in self.tap_ids):
+            raise InputError(f"tap ids {list(self.tap_ids)}: this target has layers 0 to {num_layers - 1}.")
+        whole = not self.stop_early or self.store_final or self.logits or self.capture != "hooks"
+        return num_layers - 1 if whole else self.tap_ids[-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """One optimizer step of the drafter on one device: `anchors` blocks, `context` target positions."""
+
+    anchors: int
+    context: int
+    block_size: int
+    dtype: str = "bfloat16"
+    masters: bool = True  # fp32 copies of the weights that the optimizer steps
+    soft_targets: bool = True  # KL to the target's logits: the target side of the loss
+    loss: LossPath = "fused"
+    chunk: int = 1024  # rows of logits at a time
+    checkpointing: Checkpointing = "none"
+    optimizer: Optimizer = "adamw"
+    placement: Placement = (
+        "cached"  # where the target is: not at all (feature store), here, or on another device
+    )
+    target_logits_elsewhere: bool = False  # the target side of the loss is made on a second device
+    vocabulary_shards: int = 1  # the head's rows are split over this many devices
+    data_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("anchors", "context", "block_size", "chunk", "vocabulary_shards", "data_parallel"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)}: at least 1.")
+        for name, known in (("loss", LOSS_PATHS), ("placement", PLACEMENTS)):
+            if getattr(self, name) not in known:
+                raise InputError(f"{name}={getattr(self, name)!r} is none of {', '.join(known)}.")
+        dtype_bytes(self.dtype)
+
+    @property
+    def rows(self) -> int:
+        """Drafted positions: every slot of every block."""
+        return self.anchors * self.block_size

@@ -1,0 +1,243 @@
+"""The numbers of a target that memory depends on, read from its configuration alone.
+
+Only structures whose layers are understood are accepted; any other model type is refused by name, because
+an estimate made from a guessed structure looks exactly like a good one. The parameter counts here are
+compared in the tests with the parameters of the real modules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_lab.errors import InputError, UnsupportedTarget
+
+GIB = 2**30
+MIB = 2**20
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+CHUNK = 64  # tokens: the gated delta rule pads every row to a multiple of this
+
+_DENSE = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+_MOE = ("qwen3_moe", "mixtral")
+_HYBRID = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+KNOWN_TYPES = (*_DENSE, *_MOE, *_HYBRID)
+_QK_NORM = ("qwen3", "qwen3_moe", *_HYBRID)
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta net dimensions: `key_heads` x `key_dim` and `value_heads` x `value_dim`, conv kernel in
+    tokens.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+    split_projections: bool  # Qwen3.5: qkv, z, b, a apart; Qwen3-Next: qkvz and ba
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.keys + self.values
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Routed experts: `count` of width `intermediate`, `active` a token; `shared` is the shared expert's
+    width (0: none).
+    """
+
+    count: int
+    active: int
+    intermediate: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """A decoder-only target: widths in elements, one entry of `layer_types` and of `sparse` a layer."""
+
+    model_type: str
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    layer_types: tuple[str, ...]
+    sparse: tuple[bool, ...]
+    tied: bool
+    bias: bool  # q, k and v projections
+    output_bias: bool
+    qk_norm: bool
+    gated_attention: bool  # the query projection also makes an output gate
+    rotary_dim: int
+    delta: DeltaNet | None
+    experts: Experts | None
+
+    @property
+    def layers(self) -> int:
+        return len(self.layer_types)
+
+    def mixer_parameters(self, kind: str) -> int:
+        """Count the parameters of one layer's attention or gated delta net."""
+        if kind == LINEAR:
+            delta = _need_delta(self)
+            projections = self.hidden * (delta.conv_channels + delta.values + 2 * delta.value_heads)
+            conv = delta.conv_channels * delta.conv_kernel
+            return projections + conv + 2 * delta.value_heads + delta.value_dim + delta.values * self.hidden
+        q = self.heads * self.head_dim * (2 if self.gated_attention else 1)
+        kv = self.kv_heads * self.head_dim
+        total = self.hidden * (q + 2 * kv) + self.heads * self.head_dim * self.hidden
+        total += (q + 2 * kv) * self.bias + self.hidden * self.output_bias
+        return total + 2 * self.head_dim * self.qk_norm
+
+    def feed_forward_parameters(self, sparse: bool) -> int:
+        """Count the parameters of one layer's MLP, or of its router, experts and shared expert."""
+        if not sparse:
+            return 3 * self.hidden * self.intermediate
+        experts = _need_experts(self)
+        total = experts.count * (3 * self.hidden * experts.intermediate + self.hidden)
+        return total + (3 * self.hidden * experts.shared + self.hidden if experts.shared else 0)
+
+    def layer_parameters(self, index: int) -> int:
+        """Count the parameters of decoder layer `index` (0-based), its two norms included."""
+        mixer = self.mixer_parameters(self.layer_types[index])
+        return mixer + self.feed_forward_parameters(self.sparse[index]) + 2 * self.hidden
+
+    def body_parameters(self, layers: int | None = None) -> int:
+        """Count embedding, the first `layers` decoder layers (all by default) and the final norm."""
+        count = self.layers if layers is None else layers
+        return self.vocab * self.hidden + sum(map(self.layer_parameters, range(count))) + self.hidden
+
+    def head_parameters(self) -> int:
+        """Count the output head: nothing when it is the embedding's own matrix."""
+        return 0 if self.tied else self.vocab * self.hidden
+
+    def kv_elements(self) -> int:
+        """Count the cached elements a token of one attention layer."""
+        return 2 * self.kv_heads * self.head_dim
+
+    def flops_per_token(self, layers: int | None = None) -> float:
+        """Return matmul FLOP a token of the first `layers` layers: 2 x the weights a token meets (no
+        attention scores).
+        """
+        count = self.layers if layers is None else layers
+        met = 0
+        for index in range(count):
+            met += self.mixer_parameters(self.layer_types[index])
+            if self.sparse[index]:
+                experts = _need_experts(self)
+                met += 3 * self.hidden * (experts.active * experts.intermediate + experts.shared)
+            else:
+                met += 3 * self.hidden * self.intermediate
+        return 2.0 * met
+
+
+def target_shape(config: Any) -> TargetShape:
+    """Read a `TargetShape` from a transformers config (a multimodal wrapper's text config is used).
+
+    Raises `UnsupportedTarget` for a model type, layer type or activation whose memory is not understood.
+    """
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kind = getattr(config, "model_type", type(config).__name__)
+    if kind not in KNOWN_TYPES:
+        raise UnsupportedTarget(
+            f"Memory of model type {kind!r} is not understood, and it is not guessed. Known: "
+            f"{', '.join(KNOWN_TYPES)}. Measure it instead (dflash_lab.memory.measure), or add its layers to "
+            "dflash_lab/memory/shapes.py."
+        )
+    count = int(config.num_hidden_layers)
+    types = tuple(getattr(config, "layer_types", None) or (FULL,) * count)
+    for index, layer_type in enumerate(types):
+        if layer_type not in (FULL, SLIDING, LINEAR) or (layer_type == LINEAR and kind not in _HYBRID):
+            raise UnsupportedTarget(
+                f"Layer {index} of this {kind!r} config is {layer_type!r}, which is not understood."
+            )
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    sparse = _sparse_layers(config, kind, count)
+    return TargetShape(
+        model_type=kind,
+        hidden=int(config.hidden_size),
+        intermediate=int(config.intermediate_size or 0),
+        heads=int(config.num_attention_heads),
+        kv_heads=int(config.num_key_value_heads),
+        head_dim=head_dim,
+        vocab=int(config.vocab_size),
+        layer_types=types,
+        sparse=sparse,
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        bias=kind == "qwen2" or bool(getattr(config, "attention_bias", False)),
+        output_bias=kind != "qwen2" and bool(getattr(config, "attention_bias", False)),
+        qk_norm=kind in _QK_NORM,
+        gated_attention=kind in _HYBRID,
+        rotary_dim=int(head_dim * _partial_rotary(config)),
+        delta=_delta(config, kind) if LINEAR in types else None,
+        experts=_experts(config, kind) if any(sparse) else None,
+    )
+
+
+def dtype_bytes(dtype: Any) -> int:
+    """Return bytes an element of ``"bfloat16"``, ``"float16"`` or ``"float32"`` (a torch dtype's name also
+    works).
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise InputError(f"dtype {dtype!r}: memory is known for {', '.join(DTYPE_BYTES)}.")
+    return DTYPE_BYTES[name]
+
+
+def _partial_rotary(config: Any) -> float:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    found = parameters.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+    return 1.0 if found is None else float(found)
+
+
+def _sparse_layers(config: Any, kind: str, count: int) -> tuple[bool, ...]:
+    if kind == "mixtral" or kind == "qwen3_5_moe_text":
+        return (True,) * count
+    if kind not in ("qwen3_moe", "qwen3_next") or not getattr(config, "num_experts", 0):
+        return (False,) * count
+    step = int(getattr(config, "decoder_sparse_step", 1) or 1)
+    dense = set(getattr(config, "mlp_only_layers", None) or ())
+    return tuple(index not in dense and (index + 1) % step == 0 for index in range(count))
+
+
+def _experts(config: Any, kind: str) -> Experts:
+    if kind == "mixtral":
+        return Experts(config.num_local_experts, config.num_experts_per_tok, config.intermediate_size, 0)
+    shared = int(getattr(config, "shared_expert_intermediate_size", 0) or 0)
+    return Experts(config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size, shared)
+
+
+def _delta(config: Any, kind: str) -> DeltaNet:
+    return DeltaNet(
+        key_heads=config.linear_num_key_heads,
+        value_heads=config.linear_num_value_heads,
+        key_dim=config.linear_key_head_dim,
+        value_dim=config.linear_value_head_dim,
+        conv_kernel=config.linear_conv_kernel_dim,
+        split_projections=kind != "qwen3_next",
+    )
+
+
+def _need_delta(shape: TargetShape) -> DeltaNet:
+    if shape.delta is None:
+        raise UnsupportedTarget(f"{shape.model_type!r} has a linear layer but no gated delta net dimensions.")
+    return shape.delta
+
+
+def _need_experts(shape: TargetShape) -> Experts:
+    if shape.experts is None:
+        raise UnsupportedTarget(f"{shape.model_type!r} has a sparse layer but no expert dimensions.")
+    return shape.experts
