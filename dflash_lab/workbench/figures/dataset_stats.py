@@ -1,0 +1,214 @@
+"""Figures of lengths and padding: tables in, plotly figures out."""
+
+from __future__ import annotations
+
+import math
+
+import plotly.graph_objects as go
+import polars as pl
+
+from dflash_lab.data.policies import Exploration
+from dflash_lab.workbench.figures.style import BLUE, GREEN, GREY, ORANGE, RED, SKY, escape, thin
+
+_LOG_TICKS = [2**power for power in range(0, 21, 1)]
+
+
+def fig_histogram(histogram: pl.DataFrame, *, max_length: int = 0, unit: str = "samples") -> go.Figure:
+    """Bars over logarithmic bins of length; `unit` is `samples` or `tokens` (what the bars count)."""
+    low, high = histogram["low"].to_numpy(), histogram["high"].to_numpy()
+    total = max(int(histogram[unit].sum()), 1)
+    shares = 100 * histogram[unit].to_numpy() / total
+    figure = go.Figure(
+        go.Bar(
+            x=(low * high) ** 0.5,
+            y=shares,
+            width=high - low,
+            marker_color=BLUE if unit == "samples" else ORANGE,
+            customdata=[
+                list(row) for row in zip(low.tolist(), (high - 1).tolist(), histogram[unit].to_list())
+            ],
+            hovertemplate="%{customdata[0]:,} to %{customdata[1]:,} tokens<br>"
+            f"%{{customdata[2]:,}} {unit}, %{{y:.2f}} %<extra></extra>",
+        )
+    )
+    figure.update_layout(
+        title=f"Length of samples, share of {unit}", xaxis_title="tokens a sample", yaxis_title=f"% of {unit}"
+    )
+    _log_axis(figure, low.min() if len(low) else 1, high.max() if len(high) else 1)
+    return _mark(figure, max_length)
+
+
+def fig_ecdf(ecdf: pl.DataFrame, percentiles: pl.DataFrame, *, max_length: int = 0) -> go.Figure:
+    """Share of samples and of tokens in samples at most so long; dots are percentiles."""
+    table = ecdf[thin(ecdf.height, 1000)]
+    lengths = table["length"].to_list()
+    figure = go.Figure()
+    for column, name, colour in (("samples_share", "samples", BLUE), ("tokens_share", "tokens", ORANGE)):
+        figure.add_scatter(
+            x=lengths,
+            y=(100 * table[column]).to_list(),
+            name=name,
+            mode="lines",
+            line={"color": colour, "shape": "hv"},
+            hovertemplate=f"%{{y:.1f}} % of {name}<br>are in samples up to %{{x:,}} tokens<extra></extra>",
+        )
+    dots = percentiles.filter(pl.col("percent").is_in([25.0, 50.0, 90.0, 99.0, 100.0]))
+    figure.add_scatter(
+        x=dots["length"].to_list(),
+        y=dots["percent"].to_list(),
+        name="percentiles of samples",
+        mode="markers+text",
+        marker={"color": BLUE, "size": 8},
+        text=[
+            f"p{percent:g}: {length:,} " for percent, length in dots.select("percent", "length").iter_rows()
+        ],
+        textposition=["middle left"] * (dots.height - 1) + ["bottom left"],
+        textfont={"size": 11},
+        hovertemplate="%{text} tokens<extra></extra>",
+        cliponaxis=False,
+    )
+    figure.update_layout(
+        title="What a length limit keeps",
+        xaxis_title="tokens a sample",
+        yaxis_title="% at most so long",
+        yaxis_range=[0, 103],
+    )
+    if lengths:
+        _log_axis(figure, lengths[0], lengths[-1])
+    return _mark(figure, max_length, height=0.1)
+
+
+def fig_tail(tail: pl.DataFrame) -> go.Figure:
+    """What lies beyond each limit: samples, their tokens, and the tokens that truncating would cut."""
+    limits = [f"{limit:,}" for limit in tail["limit"]]
+    figure = go.Figure()
+    for column, name, colour in (
+        ("samples_pct", "samples longer", BLUE),
+        ("tokens_pct", "tokens if dropped", ORANGE),
+        ("cut_tokens_pct", "tokens if truncated", SKY),
+    ):
+        figure.add_bar(
+            x=limits,
+            y=tail[column].to_list(),
+            name=name,
+            marker_color=colour,
+            customdata=tail["samples"].to_list(),
+            hovertemplate=f"%{{y:.2f}} % {name}<br>%{{customdata:,}} samples over %{{x}}<extra></extra>",
+        )
+    figure.update_layout(
+        title="The tail beyond a limit",
+        xaxis_title="limit, tokens",
+        yaxis_title="% of the set",
+        xaxis_type="category",
+    )
+    return figure
+
+
+def fig_sources(sources: pl.DataFrame, *, keep: int = 20) -> go.Figure:
+    """Samples, tokens and mean length by source; the largest `keep` sources, the rest as one bar."""
+    table = sources.select("source", "samples", "tokens")
+    if table.height > keep:
+        rest = table[keep:]
+        row = {
+            "source": f"{rest.height:,} more",
+            "samples": rest["samples"].sum(),
+            "tokens": rest["tokens"].sum(),
+        }
+        table = pl.concat([table[:keep], pl.DataFrame([row], schema=table.schema)])
+    table = table.reverse()  # plotly draws the first row at the bottom
+    names = [
+        escape(name if len(name) <= 40 else name[:39] + "…") for name in table["source"].fill_null("(none)")
+    ]
+    figure = go.Figure()
+    for column, colour in (("samples", BLUE), ("tokens", ORANGE)):
+        total = max(int(table[column].sum()), 1)
+        means = (table["tokens"] / table["samples"]).to_list()
+        figure.add_bar(
+            y=names,
+            x=(100 * table[column] / total).to_list(),
+            name=column,
+            orientation="h",
+            marker_color=colour,
+            customdata=[list(row) for row in zip(table[column].to_list(), means)],
+            hovertemplate=f"%{{y}}: %{{x:.1f}} %, %{{customdata[0]:,}} {column}<br>"
+            "mean %{customdata[1]:,.0f} tokens a sample<extra></extra>",
+        )
+    figure.update_layout(
+        title="Where samples and tokens come from",
+        xaxis_title="% of the set",
+        yaxis_type="category",
+        height=max(260, 140 + 34 * len(names)),
+    )
+    return figure
+
+
+def fig_policies(policies: pl.DataFrame) -> go.Figure:
+    """Padding that each batching policy would compute, in percent of all computed tokens."""
+    table = policies.reverse()
+    ours = [GREEN if "sort" in name else GREY for name in table["policy"]]
+    figure = go.Figure(
+        go.Bar(
+            y=table["policy"].to_list(),
+            x=table["waste_pct"].to_list(),
+            orientation="h",
+            marker_color=ours,
+            text=[f"{waste:.2f} %" for waste in table["waste_pct"]],
+            textposition="outside",
+            cliponaxis=False,
+            customdata=table.select("batches", "largest_batch", "padded_tokens").rows(),
+            hovertemplate="%{y}: %{x:.2f} % padding<br>"
+            "%{customdata[0]:,} batches, up to %{customdata[1]:,} samples<br>"
+            "%{customdata[2]:,} tokens computed<extra></extra>",
+        )
+    )
+    highest = max(table["waste_pct"].to_list(), default=0.0)
+    figure.update_layout(
+        title="Padding by batching policy",
+        xaxis_title="padding, % of computed tokens",
+        xaxis_range=[0, max(1.15 * highest, 1.0)],
+        height=320,
+        margin_l=210,
+    )
+    return figure
+
+
+def fig_exploration(
+    histogram: pl.DataFrame, found: Exploration, *, max_length: int, unit: str = "tokens"
+) -> go.Figure:
+    """The histogram with the limit marked and the outcome of a choice in the title."""
+    figure = fig_histogram(histogram, max_length=max_length, unit=unit)
+    figure.update_layout(title=exploration_text(found))
+    return figure
+
+
+def exploration_text(found: Exploration) -> str:
+    """Say in one line what a choice of limits gives."""
+    lost = f"{found.dropped:,} dropped" if not found.truncated else f"{found.truncated:,} truncated"
+    return (
+        f"{found.kept:,} samples ({lost}), {found.kept_tokens_pct:.1f} % of tokens · "
+        f"{found.waste_pct:.2f} % padding · {found.batches:,} batches · {found.hours:.2f} h"
+    )
+
+
+def _log_axis(figure: go.Figure, low: float, high: float) -> None:
+    ticks = [tick for tick in _LOG_TICKS if low / 2 <= tick <= 2 * high]
+    while len(ticks) > 12:
+        ticks = ticks[::2]
+    figure.update_xaxes(type="log", tickvals=ticks, ticktext=[f"{tick:,}" for tick in ticks])
+
+
+def _mark(figure: go.Figure, max_length: int, *, height: float = 1.0) -> go.Figure:
+    """Draw the length limit; on a logarithmic axis a line stands at x, but its annotation at log10(x)."""
+    if max_length:
+        figure.add_vline(x=max_length, line={"color": RED, "dash": "dash", "width": 1.5})
+        figure.add_annotation(
+            x=math.log10(max_length),
+            y=height,
+            yref="paper",
+            text=f"limit {max_length:,}",
+            font={"color": RED},
+            showarrow=False,
+            xanchor="left",
+            yanchor="top",
+        )
+    return figure

@@ -1,0 +1,168 @@
+"""How long the samples are and what batching them would waste; reads lengths only, never token lists.
+
+Everything shown is exact over all samples, but for the comparison of batching policies, which plans at most a
+million of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dflash_lab.errors import InputError
+from dflash_lab.workbench.params import StageParams, param
+from dflash_lab.workbench.progress import ProgressCallback
+
+if TYPE_CHECKING:
+    import numpy as np
+    import polars as pl
+
+PLANNED = 1_000_000  # samples that the policies are compared on
+_TABLES = ("counts", "ecdf", "percentiles", "sources", "histogram", "tail", "policies", "lengths", "summary")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetStatsParams(StageParams):
+    """What to measure, and the batching limits to compare policies at."""
+
+    stage: ClassVar[str] = "dataset_stats"
+
+    samples: str = param("", "samples file, or any Parquet with a column `length`; empty: the run's")
+    max_length: int = param(4096, "length limit to mark in the figures; 0: none", unit="tokens", low=0)
+    tail_limits: list[int] = param(
+        [512, 1024, 2048, 4096, 8192, 16384, 32768], "lengths to count beyond", unit="tokens", low=1
+    )
+    token_budget: int = param(32768, "padded tokens a batch may hold", unit="tokens", low=1)
+    max_batch: int = param(512, "samples a batch may hold", low=1)
+    fixed_batch: int = param(32, "samples a batch in the policies that count samples", low=1)
+    chunk: int = param(
+        1, "round rows up to this in the budget; 64 for gated delta nets", unit="tokens", low=1
+    )
+    tokens_per_s: float = param(9000.0, "extraction rate to predict hours from", unit="tokens/s", low=1.0)
+
+    @property
+    def samples_path(self) -> Path:
+        """The file that is measured."""
+        return Path(self.samples) if self.samples else self.run / "samples.parquet"
+
+    def inputs(self) -> list[Path]:
+        return [self.samples_path]
+
+
+@dataclass(frozen=True)
+class DatasetStatsResult:
+    """Tables behind the figures (see `data.lengths` and `data.policies` for their columns)."""
+
+    counts: pl.DataFrame
+    ecdf: pl.DataFrame
+    percentiles: pl.DataFrame
+    sources: pl.DataFrame
+    histogram: pl.DataFrame
+    tail: pl.DataFrame
+    policies: pl.DataFrame
+    lengths: pl.DataFrame  # one column `length`: the samples that policies were compared on
+    summary: pl.DataFrame  # one row: the headline figures
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The headline figures."""
+        return self.summary.row(0, named=True)
+
+    @property
+    def length_array(self) -> np.ndarray:
+        """Lengths [N] for the explorer."""
+        return self.lengths["length"].to_numpy()
+
+    @classmethod
+    def load(cls, folder: Path | str) -> DatasetStatsResult:
+        """Read a finished stage's tables."""
+        import polars as pl
+
+        return cls(**{name: pl.read_parquet(Path(folder) / f"{name}.parquet") for name in _TABLES})
+
+
+def run_dataset_stats(
+    params: DatasetStatsParams, progress: ProgressCallback | None = None
+) -> DatasetStatsResult:
+    """Measure `params.samples_path`, leave the tables in the stage's folder. `InputError` if it is empty."""
+    from dflash_lab import files
+    from dflash_lab.data import lengths as stats
+    from dflash_lab.data.policies import policy_waste
+
+    report = progress or (lambda *args, **fields: None)
+    path = params.samples_path
+    report("lengths", 0, 3)
+    counts = stats.length_counts(path)
+    if not counts.height:
+        raise InputError(
+            f"{path}: no samples in it. See problems.parquet of the prepare stage for the reasons."
+        )
+    report("lengths", 1, 3, samples=int(counts["count"].sum()))
+    lengths = _planned_lengths(path, params.seed)
+    policies = policy_waste(
+        lengths["length"].to_numpy(),
+        token_budget=params.token_budget,
+        max_batch=params.max_batch,
+        fixed_batch=params.fixed_batch,
+        chunk=params.chunk,
+        seed=params.seed,
+    )
+    report("lengths", 2, 3)
+    tables = {
+        "counts": counts,
+        "ecdf": stats.ecdf(counts),
+        "percentiles": stats.percentiles(counts),
+        "sources": stats.by_source(counts),
+        "histogram": stats.histogram(counts),
+        "tail": stats.tail(counts, sorted(set(params.tail_limits))),
+        "policies": policies,
+        "lengths": lengths,
+    }
+    tables["summary"] = _summary(tables, params)
+    for name, table in tables.items():
+        with files.atomic_path(params.folder / f"{name}.parquet") as temporary:
+            table.write_parquet(temporary)
+    report("lengths", 3, 3)
+    return DatasetStatsResult(**tables)
+
+
+def _planned_lengths(path: Path, seed: int) -> pl.DataFrame:
+    """Read lengths in file order; of more than a million, a random million in file order."""
+    import numpy as np
+    import polars as pl
+
+    lengths = pl.scan_parquet(path, glob=False).select(pl.col("length").cast(pl.Int32)).collect()
+    if lengths.height <= PLANNED:
+        return lengths
+    chosen = np.random.default_rng(seed).choice(lengths.height, PLANNED, replace=False)
+    return lengths[np.sort(chosen).tolist()]
+
+
+def _summary(tables: dict[str, pl.DataFrame], params: DatasetStatsParams) -> pl.DataFrame:
+    import polars as pl
+
+    counts, policies = tables["counts"], tables["policies"]
+    samples = int(counts["count"].sum())
+    tokens = int((counts["count"] * counts["length"]).sum())
+    at = dict(tables["percentiles"].select("percent", "length").iter_rows())
+    waste = dict(policies.select("policy", "waste_pct").iter_rows())
+    beyond = counts.filter(pl.col("length") > params.max_length) if params.max_length else counts.clear()
+    ours = waste["sort in 32,768 windows"]
+    figures: dict[str, Any] = {
+        "samples": samples,
+        "tokens": tokens,
+        "mean_tokens": tokens / samples,
+        "median_tokens": at[50],
+        "p99_tokens": at[99],
+        "longest_tokens": at[100],
+        "sources": tables["sources"].height,
+        "over_max_length_samples": int(beyond["count"].sum()),
+        "over_max_length_tokens_pct": 100 * int((beyond["count"] * beyond["length"]).sum()) / tokens,
+        "waste_shuffled_pct": waste["shuffled, fixed batch"],
+        "waste_8k_windows_pct": waste["sort in 8,192 windows"],
+        "waste_32k_windows_pct": ours,
+        "policy_samples": tables["lengths"].height,
+        "predicted_hours": tokens / (1 - ours / 100) / params.tokens_per_s / 3600,
+    }
+    return pl.DataFrame([figures])
