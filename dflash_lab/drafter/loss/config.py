@@ -1,0 +1,109 @@
+"""What the draft loss is made of: one frozen set of weights, checked when it is built.
+
+Per live row with drafter logits z, target logits s, label y and weight w:
+
+    w * [ hard * CE(z, y)  +  soft * T^2 * KL(softmax(s/T) || softmax(z/T))
+          + cap * 1[argmax z = y] * H(softmax z)  +  tv * TV(softmax s, softmax z)
+          + lk * (lam * KL + (1 - lam) * TV),   lam = exp(-lk_decay * (1 - TV)) held constant ]
+
+The third term is the confidence-aware parallel loss of LLaDA 2.0 (arXiv:2512.15745), the last one the LK hybrid of
+arXiv:2602.23881. `weighting="dpace"` multiplies the given weights of a block by D-PACE's: with s_k = (1-alpha) exp(-CE_k)
++ alpha (1 where the slot is not live) and P_k = s_1 ... s_k, slot k weighs the sum of P_j over the live j >= k. With
+alpha = 0 and the hard term alone the gradient is then exactly that of minus the expected accepted length, sum_k p_1 ... p_k.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from dflash_lab.errors import InputError, near
+
+LABEL_SOURCES = ("data", "argmax")
+WEIGHTINGS = ("given", "dpace")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """Terms and options of the draft loss; every weight is a plain factor, 0 leaves the term out.
+
+    Args:
+        hard_weight: factor of the cross-entropy with the label.
+        soft_weight: factor of T^2 KL(target || drafter), both at `temperature`.
+        temperature: T of the soft term; cross-entropy, entropy and TV are always at 1.
+        cap_weight: factor of the drafter's entropy (nats) on rows whose argmax is the label.
+        tv_weight: factor of the total variation distance, 1 - sum min(p, q).
+        lk_weight, lk_decay: factor of the LK hybrid and its decay; needs temperature 1.
+        label_source: 'data' takes the labels given; 'argmax' takes the target's argmax, found in the same pass.
+        weighting: 'given' takes the weights as they are; 'dpace' multiplies them by D-PACE's block weights.
+        dpace_alpha: floor of D-PACE's confidences, in [0, 1].
+        logit_scale: logits are multiplied by it before anything else (a model's output multiplier), both sides.
+        logit_softcap: c > 0 replaces logits by c * tanh(logit / c), both sides; 0 is off.
+    """
+
+    hard_weight: float = 1.0
+    soft_weight: float = 0.0
+    temperature: float = 1.0
+    cap_weight: float = 0.0
+    tv_weight: float = 0.0
+    lk_weight: float = 0.0
+    lk_decay: float = 3.0
+    label_source: Literal["data", "argmax"] = "data"
+    weighting: Literal["given", "dpace"] = "given"
+    dpace_alpha: float = 0.5
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "hard_weight",
+            "soft_weight",
+            "cap_weight",
+            "tv_weight",
+            "lk_weight",
+            "lk_decay",
+            "logit_softcap",
+        ):
+            _number(name, getattr(self, name), low=0.0)
+        for name in ("temperature", "logit_scale"):
+            _number(name, getattr(self, name), above=0.0)
+        _number("dpace_alpha", self.dpace_alpha, low=0.0, high=1.0)
+        for name, known in (("label_source", LABEL_SOURCES), ("weighting", WEIGHTINGS)):
+            value = getattr(self, name)
+            if value not in known:
+                raise InputError(
+                    f"LossConfig.{name} = {value!r}: choose one of {', '.join(known)}{near(str(value), known)}."
+                )
+        if not any((self.hard_weight, self.soft_weight, self.cap_weight, self.tv_weight, self.lk_weight)):
+            raise InputError(
+                "LossConfig: every term has weight 0; give at least hard_weight or soft_weight a positive value."
+            )
+        if self.lk_weight and self.temperature != 1.0:
+            raise InputError(
+                f"LossConfig.lk_weight needs temperature 1, not {self.temperature}: use soft_weight at that temperature."
+            )
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether the loss cannot be computed without the target's hidden states."""
+        return bool(self.soft_weight or self.tv_weight or self.lk_weight) or self.label_source == "argmax"
+
+    @property
+    def needs_overlap(self) -> bool:
+        """Whether a term compares p and q element by element, which takes one more pass over the logits."""
+        return bool(self.tv_weight or self.lk_weight)
+
+
+def _number(
+    name: str, value: object, *, low: float = -math.inf, above: float = -math.inf, high: float = math.inf
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InputError(f"LossConfig.{name} = {value!r}: give a finite number.")
+    if value < low or value <= above or value > high:
+        bound = (
+            f"> {above:g}"
+            if above > -math.inf
+            else f">= {low:g}" + (f" and <= {high:g}" if high < math.inf else "")
+        )
+        raise InputError(f"LossConfig.{name} = {value!r}: must be {bound}.")

@@ -1,0 +1,222 @@
+"""The draft loss as one function and one module: hard and soft targets, CAP, TV, every row's metrics, one sweep.
+
+    loss = fused_draft_loss(hidden, head, labels, weights, target_hidden=..., target_rows=..., config=config)
+    (loss.total * world_size / denominator).backward()
+
+The sum is returned without a denominator on purpose: the gradient it carries only needs one scalar at backward time, so a
+denominator all-reduced over accumulation steps and ranks may arrive late and everything stays exact. Anything divided by
+a total that depends on the model could not be computed in one pass; CAP therefore shares the same denominator.
+
+The gradient is first order: a second derivative is refused. Keep the call outside activation checkpointing, which would run
+the sweep twice, and outside compiled regions, where it is one clean graph break.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from dflash_lab.drafter.loss.backends import choose_backend, load_backend
+from dflash_lab.drafter.loss.config import LossConfig
+from dflash_lab.drafter.loss.inputs import check_tensors, plain
+from dflash_lab.drafter.loss.plan import ChunkPlan, plan_chunks
+from dflash_lab.drafter.loss.result import DraftLoss, RowStats, scatter
+from dflash_lab.drafter.loss.selection import select_rows
+from dflash_lab.drafter.loss.shard import VocabShard
+from dflash_lab.drafter.loss.sweep import Job, sweep
+from dflash_lab.drafter.loss.terms import Terms
+from dflash_lab.drafter.loss.weighting import lk_mixture
+
+_frozen_plans: dict[tuple[Any, ...], ChunkPlan] = {}
+
+
+@torch.compiler.disable
+def fused_draft_loss(
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor | None,
+    weights: Tensor,
+    *,
+    target_hidden: Tensor | None = None,
+    target_rows: Tensor | None = None,
+    config: LossConfig,
+    plan: ChunkPlan | None = None,
+    backend: str = "auto",
+    target_head: Tensor | None = None,
+    shard: VocabShard | None = None,
+) -> DraftLoss:
+    """Weighted sum of the draft loss over all live slots, its gradient computed on the way, and every slot's statistics.
+
+    Args:
+        hidden: [A, B, H] drafter states after its final norm, A blocks of B slots; any strides. bf16, fp32 or fp64.
+        head: [V, H] frozen head in the same dtype (this rank's slice of it with `shard`).
+        labels: [A, B] int: the token at position a+k for slot k; read only where the weight is not 0. None with
+            label_source='argmax'.
+        weights: [A, B] float >= 0; slots of weight 0 (slot 0, masked positions) take no part at all.
+        target_hidden: [R, H] target states AFTER the target's final norm, so that target_hidden @ head.T are its logits.
+        target_rows: [A, B] int: the row of target_hidden that predicts slot k's token, that of position a+k-1.
+        config: terms and options.
+        plan: rows a chunk holds; None measures free memory at the first call of this shape and keeps the answer.
+        backend: 'auto', 'torch', 'compile' or 'triton'.
+        target_head: the target's head beside target_hidden, on a second device if you like; None projects with `head`.
+        shard: vocabulary-parallel mode; hidden, labels, weights and target states are the same on every rank.
+
+    labels, weights and target_rows may stay on the CPU; then the call never waits for the device.
+
+    Raises:
+        InputError: a wrong shape, dtype, device or value; the message says which and where.
+    """
+    head = plain(head)
+    check_tensors(hidden, head, labels, weights, target_hidden, target_rows, target_head, config)
+    if shard is not None:
+        shard.check(head.shape[0], head.device)
+    name = choose_backend(backend, hidden.device, hidden.dtype)
+    plan = plan or _frozen_plan(hidden, head, target_hidden is not None, shard)
+    selection = select_rows(
+        None if config.label_source == "argmax" else labels,
+        weights,
+        target_rows,
+        vocab=head.shape[0] if shard is None else shard.total,
+        target_size=0 if target_hidden is None else target_hidden.shape[0],
+        chunk_rows=plan.rows,
+        device=hidden.device,
+        dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
+    )
+    job = Job(head, selection, target_hidden, target_head, config, plan, load_backend(name), shard)
+    holder: list[Terms] = []
+    total = _Sweep.apply(hidden, job, holder)
+    return _result(total, holder[0], job, hidden.shape[:2])
+
+
+class FusedDraftLoss(nn.Module):
+    """`fused_draft_loss` with its options bound: the chunk plan is measured at the first call and then kept.
+
+    Args:
+        config: terms and options.
+        plan: rows a chunk holds, or None to measure once.
+        backend: 'auto', 'torch', 'compile' or 'triton'.
+        shard: vocabulary-parallel mode.
+        plan_group: ranks that must use the same plan (all data-parallel ranks); None measures alone.
+    """
+
+    def __init__(
+        self,
+        config: LossConfig,
+        *,
+        plan: ChunkPlan | None = None,
+        backend: str = "auto",
+        shard: VocabShard | None = None,
+        plan_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.plan = plan
+        self.backend = backend
+        self.shard = shard
+        self.plan_group = plan_group
+
+    def forward(
+        self,
+        hidden: Tensor,
+        head: Tensor,
+        labels: Tensor | None,
+        weights: Tensor,
+        *,
+        target_hidden: Tensor | None = None,
+        target_rows: Tensor | None = None,
+        target_head: Tensor | None = None,
+    ) -> DraftLoss:
+        """As `fused_draft_loss`."""
+        head = plain(head)
+        if self.plan is None and hidden.ndim == 3 and head.ndim == 2:
+            self.plan = _measure(hidden, head, target_hidden is not None, self.plan_group)
+        return fused_draft_loss(
+            hidden, head, labels, weights, target_hidden=target_hidden, target_rows=target_rows, config=self.config,
+            plan=self.plan, backend=self.backend, target_head=target_head, shard=self.shard,
+        )  # fmt: skip
+
+
+class _Sweep(torch.autograd.Function):
+    """Runs the sweep in forward; backward multiplies the finished gradient by the incoming scalar, out of place."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, job: Job, holder: list[Terms]) -> Tensor:
+        want = ctx.needs_input_grad[0]
+        with torch.autocast(hidden.device.type, enabled=False):
+            grad, terms = sweep(hidden, job, want_gradient=want)
+        holder.append(terms)
+        if grad is not None:
+            ctx.save_for_backward(grad)
+        parts = [factor * value for factor, value in _weighted(terms, job.config).values() if factor]
+        return torch.stack(parts).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = ctx.saved_tensors
+        # as a 1-element tensor the scale stays float32; a 0-dimensional one would first be rounded to bfloat16
+        return torch.mul(grad, scale.view(1, 1, 1), out=torch.empty_like(grad)), None, None
+
+
+def _weighted(terms: Terms, config: LossConfig) -> dict[str, tuple[float, Tensor]]:
+    """(factor, weighted sum) of every term that can be computed, accumulated in float64."""
+
+    def total(value: Tensor) -> Tensor:
+        return (terms.weight * value).sum(dtype=torch.float64).to(terms.ce.dtype)
+
+    correct_entropy = torch.where(terms.rank == 0, terms.entropy, 0)
+    found = {"ce": (config.hard_weight, total(terms.ce)), "cap": (config.cap_weight, total(correct_entropy))}
+    if terms.kl is not None:
+        found["kl"] = (config.soft_weight, total(terms.kl * config.temperature**2))
+    if terms.tv is not None:
+        found["tv"] = (config.tv_weight, total(terms.tv))
+        if terms.kl is not None and config.lk_weight:
+            lam = lk_mixture(terms.tv, config)
+            found["lk"] = (config.lk_weight, total(lam * terms.kl + (1 - lam) * terms.tv))
+    return found
+
+
+def _result(total: Tensor, terms: Terms, job: Job, shape: torch.Size) -> DraftLoss:
+    index = (job.selection.anchor, job.selection.slot)
+
+    def place(value: Tensor | None, fill: int = 0) -> Tensor:
+        assert value is not None
+        return scatter(value, index, shape, fill)
+
+    sums = {name: value for name, (_, value) in _weighted(terms, job.config).items()}
+    sums["correct"] = (terms.rank == 0).sum()
+    rows = RowStats(
+        live=place(torch.ones_like(terms.rank, dtype=torch.bool)), weight=place(terms.weight), label=place(terms.label, -1),
+        ce=place(terms.ce), entropy=place(terms.entropy), p_max=place(terms.p_max), argmax=place(terms.argmax, -1),
+        rank=place(terms.rank, -1),
+        kl=None if terms.kl is None else place(terms.kl),
+        tv=None if terms.tv is None else place(terms.tv),
+        target_argmax=None if terms.target_argmax is None else place(terms.target_argmax, -1),
+    )  # fmt: skip
+    count = torch.tensor(job.selection.rows, device=total.device)
+    weight_sum = terms.weight.sum(dtype=torch.float64).to(terms.weight.dtype)
+    return DraftLoss(total, weight_sum, count, sums, rows)
+
+
+def _frozen_plan(hidden: Tensor, head: Tensor, soft: bool, shard: VocabShard | None) -> ChunkPlan:
+    """The plan of this shape in this process, measured at its first use."""
+    key = (hidden.device, hidden.dtype, tuple(hidden.shape), head.shape[0], soft, shard)
+    if key not in _frozen_plans:
+        _frozen_plans[key] = _measure(
+            hidden, head, soft, None if shard is None else shard.group, sharded=shard is not None
+        )
+    return _frozen_plans[key]
+
+
+def _measure(
+    hidden: Tensor, head: Tensor, soft: bool, group: dist.ProcessGroup | None, *, sharded: bool = False
+) -> ChunkPlan:
+    return plan_chunks(
+        vocab=head.shape[0], block=hidden.shape[1], dtype=hidden.dtype, device=hidden.device, soft=soft,
+        rows=hidden.shape[0] * hidden.shape[1],
+        group=dist.group.WORLD if sharded and group is None else group,
+    )  # fmt: skip

@@ -1,0 +1,79 @@
+"""From a chunk's terms to each row's coefficients: the given weights, D-PACE's block weights, the LK hybrid's mixture.
+
+This step stands between the pass that computes the terms and the pass that writes the gradient, because D-PACE needs the
+cross-entropies of a whole block and the LK hybrid the row's TV. Both are held constant (no gradient flows through them).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash_lab.drafter.loss.config import LossConfig
+from dflash_lab.drafter.loss.terms import Terms
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """What multiplies each term's gradient in each row, [n], weight included; None for a term that is off."""
+
+    hard: Tensor | None
+    soft: Tensor | None
+    cap: Tensor | None
+    tv: Tensor | None
+
+    def slice(self, start: int, end: int) -> tuple[Tensor | None, ...]:
+        values = (self.hard, self.soft, self.cap, self.tv)
+        return tuple(None if value is None else value[start:end] for value in values)
+
+
+def row_weights(
+    weight: Tensor, ce: Tensor, block_of: Tensor, slot: Tensor, block: int, config: LossConfig
+) -> Tensor:
+    """The weights [n] that the loss uses for the live rows of whole blocks.
+
+    Args:
+        weight: given weights [n].
+        ce: cross-entropies [n].
+        block_of, slot: place of each row, [n]; block_of counts blocks from 0 within these rows.
+        block: slots of a block.
+    """
+    if config.weighting == "given":
+        return weight
+    blocks = int(block_of[-1]) + 1  # block_of lives on the CPU
+    place = (block_of.to(slot.device, non_blocking=True), slot)
+    return weight * dpace_weights(ce, place, blocks, block, config.dpace_alpha)
+
+
+def dpace_weights(ce: Tensor, place: tuple[Tensor, Tensor], blocks: int, block: int, alpha: float) -> Tensor:
+    """D-PACE: w_k = sum over live j >= k of P_j, P_j = prod over i <= j of s_i, s_i = (1 - alpha) e^-CE_i + alpha.
+
+    s_i = 1 where slot i is not live. w_k is d(sum_j P_j) / d(log s_k), the marginal gain of confidence in slot k.
+    """
+    confidence = torch.ones(blocks, block, dtype=ce.dtype, device=ce.device)
+    confidence[place] = (1 - alpha) * torch.exp(-ce) + alpha
+    reached = torch.zeros_like(confidence)
+    reached[place] = confidence.cumprod(1)[place]
+    return reached.flip(1).cumsum(1).flip(1)[place]
+
+
+def lk_mixture(tv: Tensor, config: LossConfig) -> Tensor:
+    """The LK hybrid's share of KL, lam = exp(-decay * (1 - TV)), [n]."""
+    return torch.exp(-config.lk_decay * (1 - tv))
+
+
+def coefficients(terms: Terms, config: LossConfig) -> Coefficients:
+    """Coefficients of the gradient with respect to the logits before `logit_scale`."""
+    weight = terms.weight * config.logit_scale if config.logit_scale != 1.0 else terms.weight
+    hard = config.hard_weight * weight if config.hard_weight else None
+    soft = config.soft_weight * config.temperature * weight if config.soft_weight else None
+    tv = config.tv_weight * weight if config.tv_weight else None
+    cap = config.cap_weight * weight * (terms.rank == 0) if config.cap_weight else None
+    if config.lk_weight:
+        assert terms.tv is not None
+        lam = lk_mixture(terms.tv, config)
+        soft = config.lk_weight * weight * lam + (0 if soft is None else soft)
+        tv = config.lk_weight * weight * (1 - lam) + (0 if tv is None else tv)
+    return Coefficients(hard, soft, cap, tv)

@@ -1,0 +1,125 @@
+"""Value, gradient and every statistic of the fused loss against float64 autograd over full logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from loss_reference import make_case, reference, relative
+
+from dflash_lab.drafter.loss.config import LossConfig
+from dflash_lab.drafter.loss.fused import FusedDraftLoss, fused_draft_loss
+from dflash_lab.drafter.loss.plan import ChunkPlan
+
+CONFIGS = {
+    "ce": LossConfig(),
+    "kl": LossConfig(hard_weight=0, soft_weight=1),
+    "kl_hot": LossConfig(hard_weight=0, soft_weight=0.7, temperature=2),
+    "ce_kl_cap": LossConfig(hard_weight=0.85, soft_weight=0.15, cap_weight=0.3),
+    "ce_kl_cap_hot": LossConfig(hard_weight=0.85, soft_weight=0.15, cap_weight=0.3, temperature=2),
+    "tv": LossConfig(hard_weight=0, tv_weight=1),
+    "lk": LossConfig(hard_weight=0, lk_weight=1),
+    "all": LossConfig(hard_weight=0.5, soft_weight=0.2, cap_weight=0.1, tv_weight=0.3, lk_weight=0.4),
+    "dpace": LossConfig(weighting="dpace", soft_weight=0.3, cap_weight=0.2),
+    "argmax": LossConfig(label_source="argmax", soft_weight=0.3, cap_weight=0.2),
+    "softcap": LossConfig(soft_weight=0.3, cap_weight=0.2, tv_weight=0.1, logit_scale=1.5, logit_softcap=3.0),
+}
+
+
+@pytest.mark.parametrize("rows", [5, 12, 1000])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_value_gradient_and_statistics_equal_float64_autograd(name: str, rows: int) -> None:
+    case, config = make_case(), CONFIGS[name]
+    positional, target = case.arguments()
+    found = fused_draft_loss(*positional, **target, config=config, plan=ChunkPlan(rows), backend="torch")
+    found.total.backward()
+    total, grad, stats = reference(case, config)
+    live = case.weights != 0
+    assert live.any() and (~live).any() and (found.rows.rank[live] == 0).any()
+    assert torch.allclose(found.total, total, rtol=1e-12, atol=0)
+    assert relative(case.hidden.grad, grad) < 1e-10
+    assert case.hidden.grad[~live].count_nonzero() == 0
+    for field, wanted in stats.items():
+        value = getattr(found.rows, field)
+        if value is not None:
+            assert torch.allclose(value[live].double(), wanted[live].double(), rtol=1e-10, atol=1e-12), field
+    assert (found.rows.live == live).all()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_total_is_the_factors_times_the_sums(name: str) -> None:
+    case, config = make_case(seed=3), CONFIGS[name]
+    positional, target = case.arguments()
+    found = fused_draft_loss(*positional, **target, config=config)
+    factors = {
+        "ce": config.hard_weight, "kl": config.soft_weight, "cap": config.cap_weight, "tv": config.tv_weight, "lk": config.lk_weight,
+    }  # fmt: skip
+    rebuilt = sum(factor * found.sums[term] for term, factor in factors.items() if factor)
+    assert torch.allclose(found.total, torch.as_tensor(rebuilt), rtol=1e-12)
+    assert found.sums["correct"] == found.rows.correct.sum()
+    assert found.row_count == (case.weights != 0).sum()
+    assert torch.allclose(found.weight_sum, found.rows.weight.sum(), rtol=1e-12)
+
+
+def test_without_a_target_there_are_no_target_statistics() -> None:
+    case, config = make_case(), CONFIGS["ce"]
+    positional, _ = case.arguments(target=False)
+    found = fused_draft_loss(*positional, config=config, plan=ChunkPlan(8))
+    found.total.backward()
+    total, grad, _ = reference(case, config, target=False)
+    assert torch.allclose(found.total, total, rtol=1e-12)
+    assert relative(case.hidden.grad, grad) < 1e-10
+    assert found.rows.kl is None and found.rows.target_argmax is None and "kl" not in found.sums
+
+
+def test_dpace_with_alpha_zero_is_the_gradient_of_minus_the_expected_accepted_length() -> None:
+    case = make_case(hole=0.0)
+    config = LossConfig(weighting="dpace", dpace_alpha=0.0)
+    live = case.weights != 0
+    case.weights = live.double()
+    positional, _ = case.arguments(target=False)
+    fused_draft_loss(*positional, config=config, plan=ChunkPlan(8)).total.backward()
+    hidden = case.hidden.detach().clone().requires_grad_()
+    p = (hidden @ case.head.T).softmax(-1).gather(-1, case.labels[..., None])[..., 0]
+    expected_length = p[:, 1:].cumprod(1).sum()
+    (grad,) = torch.autograd.grad(-expected_length, hidden)
+    assert relative(case.hidden.grad, grad) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["ce", "ce_kl_cap_hot", "all"])
+def test_bfloat16_inputs_with_float32_logits_stay_within_two_permille(name: str) -> None:
+    case = make_case(anchors=16, block=8, vocab=1031, size=64, dtype=torch.bfloat16)
+    config = CONFIGS[name]
+    positional, target = case.arguments()
+    found = fused_draft_loss(*positional, **target, config=config, plan=ChunkPlan(40))
+    found.total.backward()
+    total, grad, stats = reference(case, config)
+    live = case.weights != 0
+    assert found.total.dtype == torch.float32 and case.hidden.grad.dtype == torch.bfloat16
+    assert relative(found.total, total) < 1e-5
+    assert relative(case.hidden.grad, grad) < 2e-3
+    assert relative(found.rows.ce[live], stats["ce"][live]) < 1e-5
+    assert (found.rows.argmax[live] == stats["argmax"][live]).all() and (
+        found.rows.rank[live] == stats["rank"][live]
+    ).all()
+
+
+def test_no_grad_computes_the_same_numbers_without_a_gradient() -> None:
+    case, config = make_case(), CONFIGS["ce_kl_cap"]
+    positional, target = case.arguments()
+    wanted = fused_draft_loss(*positional, **target, config=config)
+    with torch.no_grad():
+        found = fused_draft_loss(*positional, **target, config=config)
+    assert not found.total.requires_grad and wanted.total.requires_grad
+    assert found.total == wanted.total and (found.rows.ce == wanted.rows.ce).all()
+
+
+def test_module_keeps_its_first_plan() -> None:
+    loss = FusedDraftLoss(CONFIGS["ce_kl_cap"])
+    for seed in range(2):
+        case = make_case(seed=seed)
+        positional, target = case.arguments()
+        found = loss(*positional, **target)
+        found.total.backward()
+        assert relative(case.hidden.grad, reference(case, loss.config)[1]) < 1e-10
+        plan = loss.plan
+        assert plan is not None and loss.plan is plan
