@@ -78,7 +78,13 @@ def test_masks_follow_the_definition(shape, mask):
 
 def tensors(blocks, size, context, seed=0, dtype=torch.float32, device="cpu"):
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(blocks, size, 4, 16), (blocks, size, 2, 16), (blocks, size, 2, 16), (context, 2, 16), (context, 2, 16)]
+    shapes = [
+        (blocks, size, 4, 16),
+        (blocks, size, 2, 16),
+        (blocks, size, 2, 16),
+        (context, 2, 16),
+        (context, 2, 16),
+    ]
     return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
 

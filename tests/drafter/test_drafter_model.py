@@ -81,7 +81,9 @@ def test_other_blocks_do_not_matter_and_permuting_blocks_permutes_outputs():
         moved = drafter(changed, taps, layout)
     assert torch.equal(moved[[0, 2, 3, 4, 5]], hidden[[0, 2, 3, 4, 5]])
     assert relative_error(moved[1], hidden[1]) > 1e-2
-    twice = row_layout([[3, 3, 12], []], LENGTHS, config.block_size)  # the same anchor twice, with two anchors' tokens
+    twice = row_layout(
+        [[3, 3, 12], []], LENGTHS, config.block_size
+    )  # the same anchor twice, with two anchors' tokens
     order = torch.tensor([1, 0, 2])
     with torch.no_grad():
         straight = drafter(embeddings[:3], taps, twice)
@@ -96,7 +98,9 @@ def test_sliding_layers_are_causal_inside_the_block_and_full_layers_are_not():
         changed = embeddings.clone()
         changed[:, -1] += 3.0
         with torch.no_grad():
-            difference = relative_error(drafter(changed, taps, layout)[:, 1], drafter(embeddings, taps, layout)[:, 1])
+            difference = relative_error(
+                drafter(changed, taps, layout)[:, 1], drafter(embeddings, taps, layout)[:, 1]
+            )
         assert (difference > 1e-3) == moves
 
 
@@ -140,13 +144,19 @@ def test_names_and_count_are_the_released_ones():
     names = set(Drafter(config).state_dict())
     assert len(names) == 58
     assert {"fc.weight", "hidden_norm.weight", "norm.weight"} < names
-    assert {f"layers.4.self_attn.{n}.weight" for n in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")} < names
+    assert {
+        f"layers.4.self_attn.{n}.weight" for n in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+    } < names
     second = set(Drafter(tiny_config(num_layers=1, **SECOND)).state_dict()) - names
     assert second == {
         "candidate_selector.predecessor_codebook",
         "candidate_selector.successor_codebook",
         "candidate_selector.hidden_projection.weight",
-        *(f"layers.0.{c}_conv.{n}" for c in ("attention", "mlp") for n in ("base_kernel", "kernel_projection.weight")),
+        *(
+            f"layers.0.{c}_conv.{n}"
+            for c in ("attention", "mlp")
+            for n in ("base_kernel", "kernel_projection.weight")
+        ),
     }
 
 
@@ -164,7 +174,10 @@ def test_selector_walks_left_to_right_over_its_candidates():
     drafter = tiny_drafter(tiny_config(**SECOND))
     selector = drafter.candidate_selector
     generator = torch.Generator().manual_seed(5)
-    hidden, logits = torch.randn(2, 3, HIDDEN, generator=generator), torch.randn(2, 3, VOCAB, generator=generator)
+    hidden, logits = (
+        torch.randn(2, 3, HIDDEN, generator=generator),
+        torch.randn(2, 3, VOCAB, generator=generator),
+    )
     anchor = torch.tensor([5, 9])
     with torch.no_grad():
         tokens, candidates, scores = selector.select(hidden, logits, anchor)
@@ -216,5 +229,3 @@ def test_layout_refuses_unsorted_anchors():
         row_layout([[3, 1]], [9], 4)
     with pytest.raises(InputError, match=r"0\.\.8"):
         row_layout([[9]], [9], 4)
-
-

@@ -87,7 +87,9 @@ def tiny_items(
     items = ItemList()
     for number in range(count):
         length = int(torch.randint(low, high, (1,), generator=generator))
-        ids = (torch.arange(length) * 7 + int(torch.randint(0, VOCAB, (1,), generator=generator))) % (VOCAB - 1)
+        ids = (torch.arange(length) * 7 + int(torch.randint(0, VOCAB, (1,), generator=generator))) % (
+            VOCAB - 1
+        )
         mask = torch.ones(length, dtype=torch.uint8)
         mask[: int(torch.randint(1, 6, (1,), generator=generator))] = 0
         items.append(

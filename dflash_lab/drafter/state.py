@@ -1,0 +1,68 @@
+"""Checkpoints of a run: whole folders that appear at once, the newest few kept.
+
+`checkpoints/step-00000100/` is a drafter in the z-lab layout with `trainer/` beside its weights: `state.json` (place in
+the data, schedule, guard, best) and `state.safetensors` (masters, moments, open sums). Random streams depend on seed and
+place alone, so the place is all that a resumed run must know of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from dflash_lab import files
+from dflash_lab.drafter.checkpoint import read_tensors, save_checkpoint
+from dflash_lab.drafter.model import Drafter
+
+_NAME = re.compile(r"step-(\d{8})")
+_TENSORS = "trainer/state.safetensors"
+_STATE = "trainer/state.json"
+
+
+def save_state(
+    root: Path,
+    step: int,
+    drafter: Drafter,
+    weights: dict[str, torch.Tensor],
+    tensors: dict[str, torch.Tensor],
+    state: dict[str, Any],
+) -> Path:
+    """Write one checkpoint folder below `root`, whole or not at all."""
+    final = root / f"step-{step:08d}"
+    temporary = root / f".step-{step:08d}.tmp"
+    for stale in (temporary, final):
+        if stale.exists():
+            shutil.rmtree(stale)
+    save_checkpoint(temporary, drafter, weights)
+    with files.atomic_path(temporary / _TENSORS) as path:
+        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
+    files.write_json(temporary / _STATE, state)
+    os.replace(temporary, final)
+    files.sync_folder(root)
+    return final
+
+
+def checkpoints(root: Path) -> dict[int, Path]:
+    """Whole checkpoints below `root` by step, oldest first."""
+    found = {}
+    for path in sorted(root.iterdir()) if root.is_dir() else []:
+        if match := _NAME.fullmatch(path.name):
+            found[int(match[1])] = path
+    return found
+
+
+def load_state(folder: Path, device: torch.device | str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Read a checkpoint's training tensors and state."""
+    return read_tensors(folder / _TENSORS, device), files.read_json(folder / _STATE)
+
+
+def rotate(root: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints."""
+    for path in list(checkpoints(root).values())[:-keep]:
+        shutil.rmtree(path)

@@ -1,0 +1,232 @@
+"""The loop on tiny data: it learns, it resumes to the bit, accumulation is exact, bad steps are skipped and kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from support.tiny_drafters import ItemList, tiny_config, tiny_drafter, tiny_head, tiny_items
+
+from dflash_lab.drafter.checkpoint import load_checkpoint
+from dflash_lab.drafter.guard import Diverged
+from dflash_lab.drafter.journal import read_journal
+from dflash_lab.drafter.loss.config import LossConfig
+from dflash_lab.drafter.model import Drafter
+from dflash_lab.drafter.optimizer import OptimizerConfig
+from dflash_lab.drafter.settings import TrainSettings
+from dflash_lab.drafter.train import train
+from dflash_lab.errors import InputError
+
+LOSS = LossConfig(hard_weight=0.85, soft_weight=0.15, cap_weight=0.05)
+
+
+def settings(**changes) -> TrainSettings:
+    values = dict(
+        max_steps=9,
+        context_tokens=64,
+        anchors=12,
+        accumulate=2,
+        loss=LOSS,
+        gamma=4.0,
+        noise_std=0.02,
+        optimizer=OptimizerConfig(lr=2e-3),
+        log_every=3,
+        eval_every=4,
+        eval_rows=1,
+        checkpoint_every=4,
+    )
+    values.update(changes)
+    return TrainSettings(**values)
+
+
+def fresh(dtype=torch.float32) -> Drafter:
+    config = tiny_config(initializer_range=0.05)
+    return Drafter(config).initialize(torch.Generator().manual_seed(0)).to(dtype)
+
+
+def records(folder, kind):
+    """Records without the clock's."""
+    clock = ("seconds", "loader_share")
+    return [{k: v for k, v in r.items() if k not in clock} for r in read_journal(folder) if r["kind"] == kind]
+
+
+def test_it_learns_a_learnable_sequence(tmp_path):
+    drafter = fresh()
+    report = train(
+        tiny_items(16, heldout=4),
+        tiny_head(),
+        drafter,
+        settings(
+            max_steps=60, loss=LossConfig(), eval_every=30, optimizer=OptimizerConfig(lr=1e-2), noise_std=0.0
+        ),
+        folder=tmp_path,
+    )
+    assert report.steps == 60 and report.skipped == 0
+    assert report.last["streak"] > report.first["streak"] + 1.0
+    assert report.last["accuracy"] > 0.6 > 0.2 > report.first["accuracy"]
+    assert report.context_tokens > 0 and report.blocks > 0 and 0 <= report.loader_share <= 1
+    best = load_checkpoint(report.best)
+    last = load_checkpoint(report.last_checkpoint)
+    assert all(torch.equal(a, b) for a, b in zip(last.parameters(), drafter.parameters(), strict=True))
+    assert json.loads((report.best / "metrics.json").read_text())["step"] == report.best_step
+    assert best.config == drafter.config
+
+
+class Killed(Exception):
+    """Stands for a kill at a step."""
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("kill_at", [[3], [4], [1, 6, 8]])
+def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, kill_at, optimizer):
+    chosen = settings(optimizer=OptimizerConfig(kind=optimizer, lr=2e-3))
+    whole = fresh()
+    train(tiny_items(), tiny_head(), whole, chosen, folder=tmp_path / "whole")
+    kills = list(kill_at)
+
+    def progress(description, done, total, **facts):
+        if kills and done == kills[0]:
+            kills.pop(0)
+            raise Killed
+
+    for _ in kill_at:
+        with pytest.raises(Killed):
+            train(tiny_items(), tiny_head(), fresh(), chosen, folder=tmp_path / "cut", on_progress=progress)
+    drafter = fresh()
+    train(tiny_items(), tiny_head(), drafter, chosen, folder=tmp_path / "cut", on_progress=progress)
+    for a, b in zip(whole.parameters(), drafter.parameters(), strict=True):
+        assert torch.equal(a, b)
+    for kind in ("step", "train", "heldout"):
+        assert records(tmp_path / "cut", kind) == records(tmp_path / "whole", kind)
+    assert [r["step"] for r in records(tmp_path / "cut", "step")] == list(range(1, 10))
+
+
+def test_a_crash_between_checkpoints_loses_only_the_steps_since(tmp_path, monkeypatch):
+    whole = fresh()
+    train(tiny_items(), tiny_head(), whole, settings(), folder=tmp_path / "whole")
+    from dflash_lab.drafter.train import Trainer
+
+    original = Trainer.apply
+
+    def dies(self, *arguments):
+        if self.step == 6:  # in the middle of step 7, nothing saved since step 4
+            raise Killed
+        original(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "apply", dies)
+    with pytest.raises(Killed):
+        train(tiny_items(), tiny_head(), fresh(), settings(), folder=tmp_path / "cut")
+    monkeypatch.setattr(Trainer, "apply", original)
+    drafter = fresh()
+    train(tiny_items(), tiny_head(), drafter, settings(), folder=tmp_path / "cut")
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), drafter.parameters(), strict=True))
+    assert records(tmp_path / "cut", "step") == records(tmp_path / "whole", "step")
+
+
+def test_resume_refuses_another_setup(tmp_path):
+    train(tiny_items(), tiny_head(), fresh(), settings(max_steps=2), folder=tmp_path)
+    with pytest.raises(InputError, match=r"settings\.gamma: 4\.0 -> 7\.0"):
+        train(tiny_items(), tiny_head(), fresh(), settings(max_steps=2, gamma=7.0), folder=tmp_path)
+
+
+@pytest.mark.parametrize("weighting", ["given", "dpace"])
+@pytest.mark.parametrize("denominator", ["weights", "mask"])
+def test_accumulated_rows_equal_one_large_row(tmp_path, denominator, weighting):
+    """Two rows of one document each against both documents in one row: the same update."""
+    items = ItemList(item for item in tiny_items(2, heldout=0, low=20, high=21))
+    shared = dict(max_steps=1, denominator=denominator, noise_std=0.0, warmup=0.0, clip_norm=0.0, eval_rows=0)
+    shared |= dict(loss=dataclasses.replace(LOSS, weighting=weighting), anchors=1000)
+    for accumulate, context in ((2, 20), (1, 40)):
+        drafter = fresh()
+        chosen = settings(accumulate=accumulate, context_tokens=context, **shared)
+        train(items, tiny_head(), drafter, chosen, folder=tmp_path / f"{accumulate}")
+    losses = [records(tmp_path / name, "step")[0] for name in ("1", "2")]
+    assert losses[0]["loss"] == pytest.approx(losses[1]["loss"], rel=1e-5)
+    assert losses[0]["grad_norm"] == pytest.approx(losses[1]["grad_norm"], rel=1e-4)
+
+
+def test_rows_that_are_not_numbers_are_skipped_counted_and_saved(tmp_path):
+    items = tiny_items(12, heldout=0)
+    bad = items[5]
+    items[5] = dataclasses.replace(
+        bad, taps=bad.taps.clone().index_fill_(0, torch.tensor([0, 1]), float("nan"))
+    )
+    drafter = fresh()
+    report = train(items, tiny_head(), drafter, settings(eval_rows=0, checkpoint_every=9), folder=tmp_path)
+    skipped = [r for r in records(tmp_path, "step") if r["skipped"]]
+    assert report.skipped == len(skipped) >= 1
+    assert all("nan" in r["skipped"] and r["loss"] is None for r in skipped)
+    assert all(torch.isfinite(p).all() for p in drafter.parameters())
+    saved = sorted((tmp_path / "bad").iterdir())
+    assert len(saved) == report.skipped
+    with safe_open(saved[0], framework="pt") as file:
+        assert bad.hash in file.metadata()["hashes"].split(",")
+        assert any(torch.isnan(file.get_tensor(n)).any() for n in file.keys() if n.endswith("taps"))  # noqa: SIM118
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run(tmp_path):
+    items = ItemList(
+        dataclasses.replace(i, taps=torch.full_like(i.taps, float("inf"))) for i in tiny_items(6, heldout=0)
+    )
+    with pytest.raises(Diverged, match="3 bad steps in a row at step 3") as caught:
+        train(items, tiny_head(), fresh(), settings(max_bad_steps=3, eval_rows=0), folder=tmp_path)
+    assert caught.value.details["skipped"] == 3 and "learning rate" in caught.value.advice
+    assert len(list((tmp_path / "bad").iterdir())) == 3
+
+
+def test_bf16_drafter_keeps_fp32_masters(tmp_path):
+    """Steps far below a bf16 rounding step still add up."""
+    drafter = fresh(torch.bfloat16)
+    chosen = settings(max_steps=40, optimizer=OptimizerConfig(lr=2e-5), warmup=0.0, eval_every=40)
+    before = drafter.fc.weight.detach().clone()
+    train(tiny_items(), tiny_head(dtype=torch.bfloat16), drafter, chosen, folder=tmp_path)
+    assert drafter.fc.weight.dtype == torch.bfloat16
+    moved = (drafter.fc.weight != before).float().mean()
+    assert moved > 0.2
+    assert load_checkpoint(tmp_path / "checkpoints" / "step-00000040").fc.weight.dtype == torch.bfloat16
+
+
+def test_checkpoints_are_rotated_and_whole(tmp_path):
+    train(tiny_items(), tiny_head(), fresh(), settings(checkpoint_every=1, keep=2), folder=tmp_path)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000008", "step-00000009"]
+    assert (tmp_path / "best" / "model.safetensors").exists()
+
+
+def test_time_limit_ends_the_run_with_a_low_rate(tmp_path):
+    chosen = settings(max_steps=100_000, time_limit_s=0.5, eval_every=100_000, checkpoint_every=100_000)
+    report = train(tiny_items(), tiny_head(), fresh(), chosen, folder=tmp_path)
+    steps = records(tmp_path, "step")
+    assert 3 < report.steps < 100_000 and report.seconds >= 0.5
+    assert steps[-1]["lr"] < 0.3 * max(r["lr"] for r in steps)
+    assert report.last["step"] == report.steps
+
+
+def test_probe_metrics_are_recorded(tmp_path):
+    def probe(drafter):
+        return {"chained_tau": 1.5}
+
+    report = train(tiny_items(), tiny_head(), fresh(), settings(max_steps=1), folder=tmp_path, probe=probe)
+    assert report.last["chained_tau"] == 1.5
+    assert records(tmp_path, "heldout")[-1]["chained_tau"] == 1.5
+
+
+def test_soft_loss_without_final_states_says_what_to_do(tmp_path):
+    with pytest.raises(InputError, match="store_final"):
+        train(tiny_items(final=False), tiny_head(), fresh(), settings(), folder=tmp_path)
+
+
+def test_nothing_to_train_on_and_wrong_head_are_named(tmp_path):
+    with pytest.raises(InputError, match="no samples"):
+        train(tiny_items(3, heldout=3), tiny_head(), fresh(), settings(), folder=tmp_path)
+    with pytest.raises(InputError, match="vocab_size is 50"):
+        train(
+            tiny_items(),
+            tiny_head(),
+            tiny_drafter(tiny_config(vocab_size=50, mask_token_id=1)),
+            settings(),
+            folder=tmp_path,
+        )
