@@ -1,0 +1,238 @@
+"""Stage `extract`: run every sample of a shard through the target once and keep the tapped states.
+
+The stage is a thin shell around `dflash_lab.extraction`: preflight, load, extract, and then, with everything
+sealed, fail if a sample had to be quarantined.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import polars as pl
+
+from dflash_lab import files
+from dflash_lab.workbench.params import StageParams, param
+
+BATCHES, QUARANTINE, STATES, SELFTEST, FIGURES = (
+    "batches.parquet",
+    "quarantined.parquet",
+    "states.parquet",
+    "selftest.json",
+    "figures.json",
+)
+_EXAMINED = 64  # samples of the shard whose stored states are summed up for the figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractParams(StageParams):
+    """Parameters of `extract`."""
+
+    stage: ClassVar[str] = "extract"
+
+    samples: str = param("", "samples file; empty: <run_dir>/samples.parquet")
+    store: str = param("", "feature store folder; empty: <run_dir>/store")
+    shard: int = param(0, "which shard this run does, from 0", low=0)
+    num_shards: int = param(1, "shards in all, one process (GPU) each", low=1, high=99999)
+    tap_ids: list[int] = param(
+        [],
+        "layers to tap (0-based layer ids); empty: num_taps spread by the DFlash rule",
+        low=0,
+    )
+    num_taps: int = param(5, "taps when tap_ids is empty", low=1, high=64)
+    store_final: bool = param(
+        False, "also keep the last layer's output before the final norm (soft targets need it)"
+    )
+    storage: str = param(
+        "bf16", "bf16 is exact; fp8 and int8 halve the bytes", choices=("bf16", "fp8", "int8")
+    )
+    token_budget: int = param(16384, "padded tokens of a batch", unit="tokens", low=1)
+    max_batch: int = param(512, "most samples of a batch", low=1)
+    window: int = param(32768, "samples sorted by length together; 0: all", low=0)
+    part_gib: float = param(
+        4.0, "size of a part file and the most that a crash can lose", unit="GiB", low=0.001, high=64
+    )
+    fast: str = param(
+        "auto",
+        "fused kernels on CUDA: auto (where they exist), on (or fail), off",
+        choices=("auto", "on", "off"),
+    )
+    allow_slow_kernels: bool = param(False, "run a hybrid target on CUDA without its fast kernels")
+    recheck: bool = param(False, "read every stored byte before trusting what is stored already")
+    max_quarantined: int = param(0, "samples that may be quarantined before the stage fails", low=0)
+    assumed_tflops: float = param(
+        0.0, "for the hours of the preflight; 0: a typical figure of the device", unit="TFLOP/s", low=0
+    )
+
+    def check(self) -> None:
+        """A shard lies below the count; taps rise."""
+        self.require(
+            self.shard < self.num_shards,
+            "shard",
+            f"shards count from 0 to num_shards - 1 = {self.num_shards - 1}",
+        )
+        self.require(
+            self.tap_ids == sorted(set(self.tap_ids)), "tap_ids", "write each layer once, in rising order"
+        )
+
+    @property
+    def samples_path(self) -> Path:
+        """The samples file to read."""
+        return Path(self.samples) if self.samples else self.run / "samples.parquet"
+
+    @property
+    def store_path(self) -> Path:
+        """The feature store to write."""
+        return Path(self.store) if self.store else self.run / "store"
+
+    @property
+    def folder(self) -> Path:
+        """One result folder a shard: runs of several shards stand side by side."""
+        return self.run / f"extract-{self.shard}"
+
+    def inputs(self) -> list[Path]:
+        """The samples decide whether a finished shard still counts."""
+        return [self.samples_path]
+
+    def outputs(self) -> list[Path]:
+        """The shard's manifest; without it the stage runs again."""
+        return [self.store_path / f"shard-{self.shard:05d}-of-{self.num_shards:05d}" / "manifest.jsonl"]
+
+
+@dataclass(frozen=True)
+class ExtractResult:
+    """Headline figures and what the notebook draws.
+
+    `batches`: samples, longest, tokens, seconds of each batch in the order run. `quarantined`: id, hash,
+    length, reason. `states`: quantiles of the row RMS of each stored state. `selftest`: as in the manifest,
+    empty if nothing was left to do.
+    """
+
+    figures: dict[str, float | int | str]
+    batches: pl.DataFrame
+    quarantined: pl.DataFrame
+    states: pl.DataFrame
+    selftest: dict[str, Any]
+
+    def save(self, folder: Path) -> None:
+        """Leave the result in the stage's folder."""
+        for name, frame in ((BATCHES, self.batches), (QUARANTINE, self.quarantined), (STATES, self.states)):
+            with files.atomic_path(folder / name) as temporary:
+                frame.write_parquet(temporary)
+        files.write_json(folder / SELFTEST, self.selftest)
+        files.write_json(folder / FIGURES, self.figures)
+
+    @classmethod
+    def load(cls, folder: Path) -> ExtractResult:
+        """Read a finished result again."""
+        return cls(
+            figures=files.read_json(folder / FIGURES),
+            batches=pl.read_parquet(folder / BATCHES),
+            quarantined=pl.read_parquet(folder / QUARANTINE),
+            states=pl.read_parquet(folder / STATES),
+            selftest=files.read_json(folder / SELFTEST),
+        )
+
+
+def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
+    """Extract one shard and seal it; raises `QuarantineError` at the end if samples could not be stored."""
+    from dflash_lab.extraction.loop import extract
+    from dflash_lab.extraction.preflight import preflight
+    from dflash_lab.extraction.shard import read_index
+    from dflash_lab.target.loading import choose_device, load_target
+    from dflash_lab.target.sources import load_config
+    from dflash_lab.target.taps import default_tap_ids
+
+    config = load_config(params.target)
+    tap_ids = params.tap_ids or default_tap_ids(config.num_hidden_layers, params.num_taps)
+    device = choose_device(params.device)
+    checked = preflight(
+        config,
+        read_index(params.samples_path).lengths,
+        params.store_path,
+        tap_ids=tap_ids,
+        store_final=params.store_final,
+        storage=params.storage,
+        device_type=device.type,
+        tflops=params.assumed_tflops,
+    )
+    target = load_target(
+        params.target,
+        device=device,
+        dtype=params.dtype,
+        seed=params.seed,
+        last_layer=None if params.store_final else max(tap_ids),
+        with_head=False,
+        allow_slow_kernels=params.allow_slow_kernels,
+    )
+    report = extract(
+        target,
+        params.samples_path,
+        params.store_path,
+        tap_ids=tap_ids,
+        shard=params.shard,
+        num_shards=params.num_shards,
+        token_budget=params.token_budget,
+        max_batch=params.max_batch,
+        store_final=params.store_final,
+        storage=params.storage,
+        window=params.window,
+        part_gib=params.part_gib,
+        recheck=params.recheck,
+        on_progress=progress,
+    )
+    result = ExtractResult(
+        figures={**report.figures(), **checked.figures(), "taps": str(tap_ids)},
+        batches=pl.DataFrame(report.batches, schema=_BATCH_SCHEMA),
+        quarantined=pl.DataFrame(report.quarantined, schema=_QUARANTINE_SCHEMA),
+        states=_state_rms(params)
+        if report.samples_in > len(report.quarantined)
+        else pl.DataFrame(schema=_STATE_SCHEMA),
+        selftest=report.selftest,
+    )
+    result.save(params.folder)
+    report.raise_for_quarantine(params.max_quarantined)
+    return result
+
+
+_BATCH_SCHEMA: dict[str, Any] = {
+    "samples": pl.Int64,
+    "longest": pl.Int64,
+    "tokens": pl.Int64,
+    "seconds": pl.Float64,
+}
+_QUARANTINE_SCHEMA: dict[str, Any] = {
+    "id": pl.String,
+    "hash": pl.String,
+    "length": pl.Int64,
+    "reason": pl.String,
+}
+_STATE_SCHEMA: dict[str, Any] = {
+    "state": pl.String,
+    "p5": pl.Float64,
+    "p50": pl.Float64,
+    "p95": pl.Float64,
+    "max": pl.Float64,
+}
+
+
+def _state_rms(params: ExtractParams) -> pl.DataFrame:
+    """Re-read some stored samples and sum up the RMS of their rows, by stored state."""
+    import torch
+
+    from dflash_lab.extraction.store import open_store
+
+    store = open_store(params.store_path)
+    items = [store[index] for index in range(0, len(store), max(1, len(store) // _EXAMINED))]
+    stacks: dict[str, list[torch.Tensor]] = {f"tap {tap}": [] for tap in store.tap_ids} | (
+        {"final": []} if store.has_final else {}
+    )
+    for item in items:
+        states = list(item.taps.float().split(store.hidden_size, dim=-1))
+        states += [item.final.float()] if item.final is not None else []
+        for rows, state in zip(stacks.values(), states):
+            rows.append(state.square().mean(dim=-1).sqrt())
+    marks = torch.tensor([0.05, 0.5, 0.95, 1.0])
+    rows = [(name, *torch.cat(parts)[:1_000_000].quantile(marks).tolist()) for name, parts in stacks.items()]
+    return pl.DataFrame(rows, schema=_STATE_SCHEMA, orient="row")
