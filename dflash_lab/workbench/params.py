@@ -42,6 +42,7 @@ from typing import Any, ClassVar, TypeVar
 
 from dflash_lab.errors import InputError, near
 from dflash_lab.workbench.coerce import coerce, type_name
+from dflash_lab.workbench.kernel import enter_workspace, started_by_papermill
 from dflash_lab.workbench.secrets import redact
 
 P = TypeVar("P", bound="StageParams")
@@ -162,28 +163,43 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 100 else text[:100] + "..."
 
 
-def from_mapping(cls: type[P], values: Mapping[str, Any], *, where: str = "") -> P:
-    """Make parameters from names and values; an unknown name is an `InputError` with the near match."""
+def check_names(cls: type[StageParams], values: Mapping[Any, Any], *, where: str = "") -> None:
+    """Raise an `InputError` with the near match for a name that is no parameter of `cls`."""
     known = [field.name for field in dataclasses.fields(cls)]
     for name in values:
         if name not in known:
             place = (f" in {where}" if where else "") + near(str(name), known)
             listed = ", ".join(known)
             raise InputError(f"{cls.stage}: unknown parameter {_shown(name)}{place}. Parameters: {listed}.")
+
+
+def from_mapping(cls: type[P], values: Mapping[str, Any], *, where: str = "") -> P:
+    """Make parameters from names and values; an unknown name is an `InputError` with the near match."""
+    check_names(cls, values, where=where)
     return cls(**values)
 
 
 def from_notebook(cls: type[P], namespace: Mapping[str, Any]) -> P:
-    """Make parameters from a notebook's `globals()`; an injected name that `cls` lacks is an `InputError`."""
+    """Make parameters from a notebook's `globals()`; an injected name that `cls` lacks is an `InputError`.
+
+    Also makes the folder above `notebooks/` the working directory, where papermill starts a kernel anyway and
+    JupyterLab does not, so that relative paths mean the same in both; and turns `interactive` off when
+    papermill runs the notebook, unless it was asked for by name.
+    """
     known = [field.name for field in dataclasses.fields(cls)]
-    from_mapping(cls, {name: namespace.get(name) for name in _injected(namespace) if name not in known})
+    injected = _injected(namespace)
+    check_names(cls, dict.fromkeys(injected))
     missing = [name for name in known if name not in namespace]
     if missing:
         lost = ", ".join(missing)
         raise InputError(
             f"{cls.stage}: the parameters cell does not set {lost}. Run it, or add the line back."
         )
-    return cls(**{name: namespace[name] for name in known})
+    enter_workspace()
+    values = {name: namespace[name] for name in known}
+    if "interactive" not in injected and started_by_papermill():
+        values["interactive"] = False
+    return cls(**values)
 
 
 def _injected(namespace: Mapping[str, Any]) -> list[str]:

@@ -37,6 +37,8 @@ def _server() -> bool:
         return False
     import kaleido
 
+    for name in ("kaleido", "choreographer"):  # they log each step of the browser's life
+        logging.getLogger(name).setLevel(logging.WARNING)
     os.environ.setdefault("BROWSER_PATH", browser_path())
     kaleido.start_sync_server(silence_warnings=True)
     return True

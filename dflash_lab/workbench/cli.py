@@ -1,0 +1,172 @@
+"""`dflash-lab`: the notebooks from a shell.
+
+Only argparse and light modules are imported until a command runs, so that help and completion answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from dflash_lab import __version__
+from dflash_lab.errors import LabError, near
+from dflash_lab.workbench import commands
+from dflash_lab.workbench.registry import STAGES
+
+_STAGE_HELP = """\
+Runs notebooks/{stage}.ipynb through papermill; the executed notebook goes into the run folder. Options of
+papermill's own (--execution-timeout, --report-mode, --no-log-output ...) are passed through.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return 0, 1 for an error a person can mend, 2 for a wrong command line, or the stage's
+    code.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = build_parser()
+    if words and not words[0].startswith("-") and words[0] not in commands.COMMANDS:
+        parser.error(
+            f"unknown command {words[0]!r}{near(words[0], commands.COMMANDS)}; see dflash-lab --help"
+        )
+    options, extra = parser.parse_known_args(words)
+    if extra and not options.passes_through:
+        parser.error(f"unknown argument {extra[0]!r}")
+    try:
+        return options.function(options, extra)
+    except LabError as error:
+        from dflash_lab.workbench.secrets import redact
+
+        print(f"dflash-lab: {redact(str(error))}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("dflash-lab: interrupted; the same command goes on from what is finished", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `dflash-lab runs | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser; each command sets `function` and `passes_through` (may papermill options follow)."""
+    parser = argparse.ArgumentParser(
+        prog="dflash-lab", description="Train and measure DFlash drafters.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"dflash-lab {__version__}")
+    commands_parser = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def add(
+        name: str, summary: str, function, passes_through: bool = False, **more
+    ) -> argparse.ArgumentParser:  # type: ignore[no-untyped-def]
+        command = commands_parser.add_parser(
+            name, help=summary, description=more.pop("description", summary), allow_abbrev=False, **more
+        )
+        command.set_defaults(function=function, passes_through=passes_through)
+        return command
+
+    add("stages", "list the stages in order, with what each answers", commands.stages)
+    run = add(
+        "run",
+        "all stages of a parameter folder in order, skipping the finished",
+        commands.run,
+        passes_through=True,
+    )
+    run.add_argument("folder", help="such as params/demo: common.yaml and a <stage>.yaml for each stage")
+    _add_parameters(run, with_run=False)
+    runs = add("runs", "list runs with state, duration and main figures", commands.runs)
+    runs.add_argument(
+        "root", nargs="?", default="runs", help="folder that holds the runs (default: %(default)s)"
+    )
+    runs.add_argument(
+        "--compare", nargs="+", metavar="RUN", default=[], help="show what differs between runs"
+    )
+    report = add("report", "write a run's report and the index of runs", commands.report)
+    report.add_argument("run", help="a run folder, such as runs/demo")
+    verify = add("verify", "check every part of a feature store against its manifest", commands.verify)
+    verify.add_argument("store", help="the store's folder, such as runs/demo/store")
+    completion = add(
+        "completion", 'print a completion script: eval "$(dflash-lab completion bash)"', commands.completion
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    for stage in STAGES:
+        command = add(
+            stage,
+            f"run the {stage} notebook",
+            commands.stage,
+            True,
+            description=_STAGE_HELP.format(stage=stage),
+            add_help=False,
+        )
+        command.add_argument("-h", "--help", action=_StageHelp, nargs=0, help="show the stage's parameters")
+        _add_parameters(command, with_run=True)
+    return parser
+
+
+def _add_parameters(command: argparse.ArgumentParser, *, with_run: bool) -> None:
+    if with_run:
+        command.add_argument(
+            "--run", default="", metavar="FOLDER", help="take FOLDER/common.yaml and FOLDER/<stage>.yaml"
+        )
+    command.add_argument(
+        "-p",
+        "--parameters",
+        dest="typed",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "VALUE"),
+        help="set one parameter",
+    )
+    command.add_argument(
+        "-r",
+        "--parameters_raw",
+        dest="raw",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "TEXT"),
+        help="set one parameter, as text",
+    )
+    command.add_argument(
+        "-f",
+        "--parameters_file",
+        dest="files",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="YAML file of parameters",
+    )
+    command.add_argument(
+        "-y",
+        "--parameters_yaml",
+        dest="yaml",
+        action="append",
+        default=[],
+        metavar="YAML",
+        help="parameters as YAML text",
+    )
+    command.add_argument(
+        "-b",
+        "--parameters_base64",
+        dest="base64",
+        action="append",
+        default=[],
+        metavar="BASE64",
+        help="the same in base64",
+    )
+
+
+class _StageHelp(argparse.Action):
+    """Print the stage's options, then its parameters from its typed class."""
+
+    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
+        stage = parser.prog.split()[-1]
+        print(parser.format_help())
+        print(commands.parameter_help(stage))
+        parser.exit()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""The closing table of a run: the few numbers of each stage that answer "did it work", taken from the results
+on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dflash_lab.workbench.stage import RESULT, read_result
+
+Figures = dict[str, Any]
+
+# name in the table -> (unit, stage, name in that stage's figures, how several shards are put together)
+ROWS: dict[str, tuple[str, str, str, Callable[[list[float]], float]]] = {
+    "samples_in": ("", "prepare", "samples_in", sum),
+    "samples_stored": ("", "extract", "samples_stored", sum),
+    "samples_quarantined": ("", "extract", "samples_quarantined", sum),
+    "tokens": ("tokens", "extract", "tokens", sum),
+    "extract_tokens_per_s": ("tokens/s", "extract", "tokens_per_s", sum),
+    "padding_waste_pct": ("%", "extract", "padding_waste_pct", max),
+    "predicted_peak_gib": ("GiB", "memory_sweep", "predicted_peak_gib", max),
+    "measured_peak_gib": ("GiB", "memory_sweep", "measured_peak_gib", max),
+    "loss_first": ("", "train_drafter", "loss_first", max),
+    "loss_last": ("", "train_drafter", "loss_last", max),
+    "tau_trained": ("tokens/round", "acceptance", "tau_trained", max),
+    "tau_untrained": ("tokens/round", "acceptance", "tau_untrained", max),
+}
+
+
+def stage_results(run: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the finished results below a run folder by stage name; shards of a stage in order."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(run.glob(f"*/{RESULT}")):
+        result = read_result(path)
+        found.setdefault(result["stage"], []).append(result)
+    return found
+
+
+def closing_figures(run: Path) -> Figures:
+    """Return the table's numbers by name. A stage that has not run leaves its numbers out."""
+    results = stage_results(run)
+    figures: Figures = {}
+    for name, (_, stage, source, together) in ROWS.items():
+        values = [
+            result["figures"][source] for result in results.get(stage, []) if source in result["figures"]
+        ]
+        values = [value for value in values if value is not None]
+        if values:
+            figures[name] = together(values)
+    for stage, shards in results.items():
+        figures[f"{stage}_seconds"] = round(sum(result["seconds"] for result in shards), 1)
+    return figures
+
+
+def closing_lines(figures: Figures) -> list[str]:
+    """Return the table as aligned lines of text."""
+    rows = []
+    for name, value in figures.items():
+        unit = ROWS[name][0] if name in ROWS else "s"
+        rows.append(
+            (name.removesuffix("_seconds") + " time" if name not in ROWS else name, _number(value), unit)
+        )
+    width = max((len(row[0]) for row in rows), default=0)
+    right = max((len(row[1]) for row in rows), default=0)
+    return [f"{name:<{width}}  {value:>{right}} {unit}".rstrip() for name, value, unit in rows]
+
+
+def _number(value: float) -> str:
+    return (
+        f"{value:,}" if isinstance(value, int) else f"{value:,.3f}" if abs(value) < 100 else f"{value:,.0f}"
+    )

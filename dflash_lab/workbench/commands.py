@@ -1,0 +1,113 @@
+"""What each `dflash-lab` command does. Heavy modules are imported inside the functions that need them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from dflash_lab.errors import InputError
+from dflash_lab.workbench.registry import STAGES, params_class, stage_module
+
+COMMANDS = ("stages", "run", "runs", "report", "verify", "completion", *STAGES)
+
+
+def stage(options: argparse.Namespace, extra: list[str]) -> int:
+    """Run one stage's notebook."""
+    from dflash_lab.workbench.launch import log_to_stderr, run_notebook
+
+    with log_to_stderr():
+        return run_notebook(options.command, _given(options, options.run), extra)
+
+
+def run(options: argparse.Namespace, extra: list[str]) -> int:
+    """Run all stages of a parameter folder."""
+    from dflash_lab.workbench.launch import log_to_stderr
+    from dflash_lab.workbench.pipeline import run_all
+
+    with log_to_stderr():
+        return run_all(_given(options, options.folder), extra)
+
+
+def stages(options: argparse.Namespace, extra: list[str]) -> int:
+    """List the stages with the first line of their module's docstring."""
+    width = max(map(len, STAGES))
+    for name in STAGES:
+        summary = (stage_module(name).__doc__ or "").strip().splitlines()[0]
+        print(f"{name:<{width}}  {summary}")
+    return 0
+
+
+def runs(options: argparse.Namespace, extra: list[str]) -> int:
+    """List runs, or compare the given ones."""
+    import polars as pl
+
+    from dflash_lab.workbench.runs import compare_parameters, overview
+
+    with pl.Config(
+        tbl_rows=-1, tbl_cols=-1, fmt_str_lengths=60, tbl_hide_dataframe_shape=True, tbl_width_chars=200
+    ):
+        if options.compare:
+            print(compare_parameters([Path(name) for name in options.compare]))
+        else:
+            print(overview(Path(options.root)))
+    return 0
+
+
+def report(options: argparse.Namespace, extra: list[str]) -> int:
+    """Write a run's report and the index beside all runs."""
+    from dflash_lab.workbench.report import write_index, write_report
+
+    folder = Path(options.run)
+    print(write_report(folder))
+    print(write_index(folder.resolve().parent))
+    return 0
+
+
+def verify(options: argparse.Namespace, extra: list[str]) -> int:
+    """Check a feature store; 1 when something in it is not what its manifest says."""
+    from dflash_lab.extraction.verify import verify as verify_store
+
+    folder = Path(options.store)
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such store. A run's store is runs/<run>/store.")
+    faults = verify_store(folder)
+    for fault in faults:
+        print(f"{fault.file}: {fault.what}")
+    print(f"{folder}: {len(faults)} faults" if faults else f"{folder}: whole")
+    return 1 if faults else 0
+
+
+def completion(options: argparse.Namespace, extra: list[str]) -> int:
+    """Print the completion script of a shell."""
+    from dflash_lab.workbench.completion import script
+
+    sys.stdout.write(script(options.shell))
+    return 0
+
+
+def parameter_help(stage_name: str) -> str:
+    """Return a stage's parameters as help text: name, type, unit, default, range, meaning."""
+    from dflash_lab.workbench.params import fields_table
+
+    lines = ["parameters (-p NAME VALUE):"]
+    for row in fields_table(params_class(stage_name)):
+        kind = f"{row.type} {row.unit}".strip()
+        allowed = f", {row.allowed}" if row.allowed else ""
+        lines.append(f"  {row.name} ({kind}; default {json.dumps(row.default)}{allowed})")
+        lines.append(f"      {row.help}")
+    return "\n".join(lines)
+
+
+def _given(options: argparse.Namespace, run_folder: str):  # type: ignore[no-untyped-def]
+    from dflash_lab.workbench.param_files import Given
+
+    return Given(
+        run=run_folder,
+        base64=options.base64,
+        files=options.files,
+        yaml=options.yaml,
+        typed=[tuple(pair) for pair in options.typed],
+        raw=[tuple(pair) for pair in options.raw],
+    )

@@ -1,0 +1,52 @@
+"""Shell completion: commands, parameter names after `-p` and `-r`, files elsewhere.
+
+The script holds the words themselves, so that completing never starts Python.
+"""
+
+from __future__ import annotations
+
+from dflash_lab.workbench.commands import COMMANDS
+from dflash_lab.workbench.param_files import known_names
+from dflash_lab.workbench.registry import STAGES, params_class
+
+
+def script(shell: str) -> str:
+    """Return the completion script for bash, zsh or fish."""
+    return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell]()
+
+
+def _names() -> dict[str, str]:
+    return {stage: " ".join(sorted(known_names(params_class(stage)))) for stage in STAGES}
+
+
+def _bash() -> str:
+    cases = "\n".join(f"        {stage}) names='{names}' ;;" for stage, names in _names().items())
+    return f"""\
+_dflash_lab() {{
+    local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" names=''
+    case "${{COMP_WORDS[1]}}" in
+{cases}
+    esac
+    if [ "$COMP_CWORD" = 1 ]; then
+        COMPREPLY=($(compgen -W '{" ".join(COMMANDS)}' -- "$word"))
+    elif [ "$before" = -p ] || [ "$before" = -r ]; then
+        COMPREPLY=($(compgen -W "$names" -- "$word"))
+    elif [[ "$word" == -* ]]; then
+        COMPREPLY=($(compgen -W '--run -p -r -f -y -b --help' -- "$word"))
+    else
+        COMPREPLY=($(compgen -f -- "$word"))
+    fi
+}}
+complete -o filenames -F _dflash_lab dflash-lab
+"""
+
+
+def _zsh() -> str:
+    return "autoload -U +X bashcompinit && bashcompinit\n" + _bash()
+
+
+def _fish() -> str:
+    lines = [f"complete -c dflash-lab -n __fish_use_subcommand -f -a '{' '.join(COMMANDS)}'"]
+    for stage, names in _names().items():
+        lines.append(f"complete -c dflash-lab -n '__fish_seen_subcommand_from {stage}' -s p -x -a '{names}'")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,48 @@
+"""Where a notebook's kernel runs, and who started it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from dflash_lab.errors import InputError
+
+_RUNNERS = ("papermill", "dflash-lab")
+
+
+def workspace(start: Path | None = None) -> Path:
+    """Return the nearest folder at or above `start` with `notebooks/` and `params/`, else `start` itself."""
+    start = (start or Path.cwd()).resolve()
+    for folder in (start, *start.parents):
+        if (folder / "notebooks").is_dir() and (folder / "params").is_dir():
+            return folder
+    return start
+
+
+def enter_workspace() -> Path:
+    """Make the workspace the working directory and return it."""
+    root = workspace()
+    if root != Path.cwd():
+        os.chdir(root)
+    return root
+
+
+def started_by_papermill() -> bool:
+    """Say whether the parent process is papermill or our launcher; papermill leaves no other sign."""
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")[:4]
+    except OSError:  # no /proc on this system: the notebook's own parameter decides
+        return False
+    return any(Path(word.decode(errors="replace")).name in _RUNNERS for word in words)
+
+
+def notebook_path(stage: str) -> Path:
+    """Return the stage's notebook: the workspace's, else that of the checkout this package runs from."""
+    checkout = Path(__file__).resolve().parents[2]
+    for root in (workspace(), checkout):
+        path = root / "notebooks" / f"{stage}.ipynb"
+        if path.exists():
+            return path
+    raise InputError(
+        f"{stage}: no notebooks/{stage}.ipynb in {Path.cwd()} nor in {checkout}. Start in the repository."
+    )

@@ -1,0 +1,186 @@
+"""Run a stage's notebook headless: fill in papermill's output path, check first, end with an exit code that
+is true.
+
+papermill runs inside this process, so a SIGTERM (a pre-empted job) is ours to pass on: the kernel stops its
+stage at a point it can resume from and the saved notebook says so. The exit code is 0, 1 for an error, 138
+for a dead kernel, 143 after SIGTERM; whether the stage is done is said by its `result.json` alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from dflash_lab.files import read_json, write_bytes
+from dflash_lab.workbench.kernel import enter_workspace, notebook_path
+from dflash_lab.workbench.param_files import Given, read_given
+from dflash_lab.workbench.params import StageParams
+from dflash_lab.workbench.registry import params_class
+from dflash_lab.workbench.secrets import RedactingFormatter, redact
+from dflash_lab.workbench.stage import FAILURE, RESULT
+
+OK, FAILED, USAGE, DEAD_KERNEL, TERMINATED = 0, 1, 2, 138, 143
+KILL_AFTER_S = 25.0  # a kernel that is still there this long after SIGTERM is killed; its finished files stay
+
+logger = logging.getLogger(__name__)
+
+
+def output_notebook(params: StageParams) -> Path:
+    """Return where the executed notebook goes: beside the stage's folder, under the same name."""
+    return params.folder.with_suffix(".ipynb")
+
+
+def run_notebook(stage: str, given: Given, extra: list[str]) -> int:
+    """Run one stage through papermill with `extra` options of papermill's own; return the exit code."""
+    enter_workspace()
+    params = read_given(params_class(stage), given)
+    source = notebook_path(stage)
+    output = output_notebook(params)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    words = [_literal(source), _literal(output), *given.arguments(stage), *_defaults(extra), *extra]
+    if "interactive" not in _names(stage, given):
+        words += ["-p", "interactive", "False"]
+    with _pass_on_sigterm() as terminated:
+        code = _papermill(words)
+    _hide_secrets(output)
+    if terminated.is_set():
+        code = TERMINATED
+    _closing_words(params, output, code)
+    return code
+
+
+def _papermill(words: list[str]) -> int:
+    from papermill.cli import papermill
+    from papermill.exceptions import PapermillExecutionError
+
+    try:
+        papermill.main(args=words, prog_name="papermill", standalone_mode=False)
+    except PapermillExecutionError as error:
+        logger.error("%s: %s", error.ename, str(error.evalue)[:2000])
+        return FAILED
+    except SystemExit as leave:  # papermill's way to say that the kernel died
+        return leave.code if isinstance(leave.code, int) else FAILED
+    return OK
+
+
+def _defaults(extra: list[str]) -> list[str]:
+    """Return the options a log file wants, unless the caller chose otherwise."""
+    chosen = set(extra)
+    words = [] if chosen & {"-k", "--kernel"} else ["-k", "python3"]
+    if not chosen & {"--log-output", "--no-log-output"}:
+        words.append("--log-output")
+    if not chosen & {"--progress-bar", "--no-progress-bar"}:
+        words.append("--no-progress-bar")
+    return words
+
+
+def _names(stage: str, given: Given) -> set[str]:
+    return {name for _, values in given.sources(stage) for name in values}
+
+
+def _literal(path: Path) -> str:
+    """Return a path that survives papermill's `{name}` formatting."""
+    return str(path).replace("{", "{{").replace("}", "}}")
+
+
+@contextlib.contextmanager
+def log_to_stderr() -> Iterator[None]:
+    """Send log lines (ours, and the notebook's own output) to stderr without secrets; other libraries'
+    warnings too.
+
+    A handler on the root logger also keeps papermill from setting up its own.
+    """
+    handlers = []
+    for name, level in (("dflash_lab", logging.INFO), ("papermill", logging.INFO), ("", logging.WARNING)):
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(RedactingFormatter("%(message)s"))
+        handler.addFilter(_worth_a_line)
+        target = logging.getLogger(name)
+        handlers.append((target, handler, target.level, target.propagate))
+        target.addHandler(handler)
+        target.setLevel(level)
+        target.propagate = False
+    try:
+        yield
+    finally:
+        for target, handler, level, propagate in handlers:
+            target.removeHandler(handler)
+            target.setLevel(level)
+            target.propagate = propagate
+
+
+def _worth_a_line(record: logging.LogRecord) -> bool:
+    """Drop empty lines and papermill's running commentary; keep the notebook's words."""
+    text = record.getMessage().rstrip()
+    record.msg, record.args = text, ()
+    noise = ("Executing Cell", "Ending Cell", "Executing notebook with kernel", "Kernel is running over TCP")
+    return bool(text) and not text.startswith(noise)
+
+
+@contextlib.contextmanager
+def _pass_on_sigterm() -> Iterator[threading.Event]:
+    """Pass SIGTERM on to the kernel once, and kill the kernel if it does not end in time."""
+    terminated = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield terminated
+        return
+
+    def handle(number: int, frame: object) -> None:
+        first = not terminated.is_set()
+        terminated.set()
+        if not signal_kernels(signal.SIGTERM):
+            raise SystemExit(TERMINATED)
+        if first:
+            killer.start()
+
+    killer = threading.Timer(KILL_AFTER_S, signal_kernels, [signal.SIGKILL])
+    killer.daemon = True
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield terminated
+    finally:
+        killer.cancel()
+        signal.signal(signal.SIGTERM, before)
+
+
+def signal_kernels(number: int) -> int:
+    """Send a signal to the kernels that this process started; return how many there are."""
+    import psutil
+
+    count = 0
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "ipykernel" in " ".join(child.cmdline()):
+                os.kill(child.pid, number)
+                count += 1
+    return count
+
+
+def _hide_secrets(notebook: Path) -> None:
+    """Take secrets out of a saved notebook's text, if any got there."""
+    if notebook.exists():
+        text = notebook.read_text(encoding="utf-8")
+        clean = redact(text)
+        if clean != text:
+            write_bytes(notebook, clean.encode())
+
+
+def _closing_words(params: StageParams, output: Path, code: int) -> None:
+    if code == OK:
+        logger.info("%s: finished, %s", params.stage, output)
+        return
+    failure = params.folder / FAILURE
+    logger.error("%s: not finished (exit code %d); the notebook up to there: %s", params.stage, code, output)
+    if failure.exists() and not (params.folder / RESULT).exists():
+        record = read_json(failure)
+        logger.error("what failed: %s", failure)
+        if record.get("advice"):
+            logger.error("advice: %s", record["advice"])
+    if code == TERMINATED:
+        logger.error("stopped by SIGTERM; the same command goes on from what is finished")

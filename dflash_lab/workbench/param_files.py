@@ -1,0 +1,161 @@
+"""Parameters as a person gives them: YAML files, `-p name value`, in papermill's order of precedence.
+
+The same options go to papermill afterwards; reading them here first means that a mistyped name or an
+impossible value stops before a kernel starts, with the file and line.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dflash_lab.errors import InputError
+from dflash_lab.workbench.params import P, check_names
+
+LARGEST_BYTES = 1 << 20
+COMMON = "common.yaml"
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that keeps dates as text, as papermill does, and refuses a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str | int | float | bool) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key!r} is given twice", key_node.start_mark
+                )
+            if isinstance(key, str | int | float | bool):
+                seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def read_parameter_file(path: Path | str) -> dict[str, Any]:
+    """Read a flat YAML file of parameters; an `InputError` names the file and line of a fault."""
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: cannot read parameters ({error.strerror}).") from error
+    if len(data) > LARGEST_BYTES:
+        raise InputError(f"{path}: {len(data)} bytes are no parameter file.")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise InputError(f"{path}:{line}: not UTF-8 text.") from None
+    return parse_parameters(text, str(path))
+
+
+def parse_parameters(text: str, where: str) -> dict[str, Any]:
+    """Parse YAML text that maps parameter names to values; `where` names its source in errors."""
+    try:
+        values = yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise InputError(f"{where}:{line}: not valid YAML: {error.problem}.") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise InputError(f"{where}: not valid YAML: {str(error)[:200] or type(error).__name__}.") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise InputError(f"{where}: expected lines of `name: value`, got a {type(values).__name__}.")
+    return values
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the command line gave: papermill's five kinds of parameters, and the folder of a named run."""
+
+    run: str = ""
+    base64: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    yaml: list[str] = field(default_factory=list)
+    typed: list[tuple[str, str]] = field(default_factory=list)
+    raw: list[tuple[str, str]] = field(default_factory=list)
+
+    def sources(self, stage: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (where, values), the weakest first."""
+        for text in self.base64:
+            yield "-b", parse_parameters(_decode(text), "-b")
+        for path in self.all_files(stage):
+            yield path, read_parameter_file(path)
+        for text in self.yaml:
+            yield "-y", parse_parameters(text, "-y")
+        for name, text in self.typed:
+            yield "-p", {name: _typed(text)}
+        for name, text in self.raw:
+            yield "-r", {name: text}
+
+    def all_files(self, stage: str) -> list[str]:
+        """Return the parameter files in order: the run folder's two, then those given with -f."""
+        return [*run_files(self.run, stage), *self.files] if self.run else list(self.files)
+
+    def arguments(self, stage: str) -> list[str]:
+        """Return papermill's options for these parameters."""
+        words: list[str] = []
+        for option, values in (("-b", self.base64), ("-f", self.all_files(stage)), ("-y", self.yaml)):
+            for value in values:
+                words += [option, value]
+        for option, pairs in (("-p", self.typed), ("-r", self.raw)):
+            for name, text in pairs:
+                words += [option, name, text]
+        return words
+
+
+def run_files(folder: str, stage: str) -> list[str]:
+    """Return `common.yaml` and `<stage>.yaml` of a run's parameter folder, those that exist."""
+    if not Path(folder).is_dir():
+        raise InputError(f"{folder}: no such folder of parameters. The repository has params/demo.")
+    paths = [Path(folder) / COMMON, Path(folder) / f"{stage}.yaml"]
+    found = [str(path) for path in paths if path.exists()]
+    if not found:
+        raise InputError(f"{folder}: has neither {COMMON} nor {stage}.yaml.")
+    return found
+
+
+def read_given(cls: type[P], given: Given) -> P:
+    """Return the checked parameters that `given` means for a stage."""
+    merged: dict[str, Any] = {}
+    for where, values in given.sources(cls.stage):
+        check_names(cls, values, where=where)
+        merged.update(values)
+    return cls(**{"interactive": False, **merged})
+
+
+def known_names(cls: type[P]) -> set[str]:
+    """Return the names of a stage's parameters."""
+    return {item.name for item in dataclasses.fields(cls)}
+
+
+def _decode(text: str) -> str:
+    try:
+        return base64.b64decode(text, validate=True).decode("utf-8")
+    except ValueError:
+        raise InputError("-b: not base64 of UTF-8 text.") from None
+
+
+def _typed(text: str) -> Any:
+    """Read a `-p` value as papermill does: True, False, None, a number, else the text."""
+    if text in ("True", "False", "None"):
+        return {"True": True, "False": False, "None": None}[text]
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,102 @@
+"""All stages of a named run in their order, the finished ones skipped, ending in one table and one report."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from dflash_lab.errors import InputError, near
+from dflash_lab.files import write_json
+from dflash_lab.provenance import provenance
+from dflash_lab.workbench.closing import closing_figures, closing_lines
+from dflash_lab.workbench.kernel import enter_workspace
+from dflash_lab.workbench.launch import OK, output_notebook, run_notebook
+from dflash_lab.workbench.param_files import Given, known_names, read_given
+from dflash_lab.workbench.progress import duration
+from dflash_lab.workbench.registry import STAGES, params_class
+from dflash_lab.workbench.secrets import redact_tree
+from dflash_lab.workbench.stage import RESULT, SCHEMA_VERSION, is_finished
+
+logger = logging.getLogger(__name__)
+
+
+def run_all(given: Given, extra: list[str]) -> int:
+    """Run every stage that the parameter folder has a file for; return the first exit code that is not 0."""
+    enter_workspace()
+    steps = plan(given)
+    start = time.monotonic()
+    for number, (stage, step) in enumerate(steps, 1):
+        params = read_given(params_class(stage), step)
+        name = params.folder.name
+        if not params.force and output_notebook(params).exists() and is_finished(params):
+            logger.info("[%d/%d] %s: finished before", number, len(steps), name)
+            continue
+        logger.info("[%d/%d] %s", number, len(steps), name)
+        begun = time.monotonic()
+        code = run_notebook(stage, step, extra)
+        if code != OK:
+            return code
+        logger.info("[%d/%d] %s: %s", number, len(steps), name, duration(time.monotonic() - begun))
+    run = read_given(params_class(steps[0][0]), steps[0][1]).run
+    _close(run, time.monotonic() - start)
+    return OK
+
+
+def plan(given: Given) -> list[tuple[str, Given]]:
+    """Return (stage, parameters) in order, checked; a stage with `num_shards` comes once a shard."""
+    folder = Path(given.run)
+    stages = [stage for stage in STAGES if (folder / f"{stage}.yaml").exists()]
+    if not stages:
+        raise InputError(f"{folder}: has no <stage>.yaml. Stages: {', '.join(STAGES)}.")
+    _refuse_names_of_no_stage(stages, given)
+    steps = []
+    for stage in stages:
+        own = _only_known(stage, given)
+        params = read_given(params_class(stage), own)
+        shards = getattr(params, "num_shards", 1)
+        if shards == 1:
+            steps.append((stage, own))
+        for shard in range(shards if shards > 1 else 0):
+            steps.append((stage, dataclasses.replace(own, typed=[*own.typed, ("shard", str(shard))])))
+    return steps
+
+
+def _only_known(stage: str, given: Given) -> Given:
+    """Keep the `-p` and `-r` values that this stage has a parameter for."""
+    known = known_names(params_class(stage))
+    return dataclasses.replace(
+        given,
+        typed=[(name, text) for name, text in given.typed if name in known],
+        raw=[(name, text) for name, text in given.raw if name in known],
+    )
+
+
+def _refuse_names_of_no_stage(stages: list[str], given: Given) -> None:
+    known = {name for stage in stages for name in known_names(params_class(stage))}
+    for name, _ in [*given.typed, *given.raw]:
+        if name not in known:
+            raise InputError(f"no stage has a parameter {name[:80]!r}{near(name, known)}.")
+
+
+def _close(run: Path, seconds: float) -> None:
+    """Write the run's closing table and its report, and show both."""
+    from dflash_lab.workbench.report import write_index, write_report
+
+    figures = closing_figures(run)
+    record: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "run": run.name,
+        "figures": figures,
+        "seconds": round(seconds, 1),
+        **provenance(),
+    }
+    write_json(run / RESULT, redact_tree(record))
+    report = write_report(run)
+    write_index(run.parent)
+    for line in closing_lines(figures):
+        logger.info("%s", line)
+    logger.info("notebooks: %s", run / "*.ipynb")
+    logger.info("report:    %s", report)

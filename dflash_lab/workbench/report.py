@@ -1,0 +1,168 @@
+"""One HTML file a run, and an index of runs: interactive figures, offline, nothing trusted.
+
+The content is that of the executed notebooks: their prose, their figures (the data, drawn by the one embedded
+copy of plotly.js) and their printed results. Text is escaped wherever it came from, HTML outputs are left
+out, and a content security policy forbids the page to load anything.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dflash_lab.errors import InputError, StoreError
+from dflash_lab.files import write_bytes
+from dflash_lab.workbench.closing import closing_figures, closing_lines
+from dflash_lab.workbench.progress import duration
+from dflash_lab.workbench.report_page import figure_block, page
+from dflash_lab.workbench.runs import overview, run_folders, stage_table
+from dflash_lab.workbench.secrets import redact
+
+REPORT = "report.html"
+LONGEST_OUTPUT = 20_000  # characters of one printed output
+
+
+def write_report(run: Path) -> Path:
+    """Write `<run>/report.html` from the run's notebooks and results, and return its path."""
+    if not run.is_dir():
+        raise InputError(f"{run}: no such run folder. `dflash-lab runs` lists them.")
+    table = stage_table(run.resolve().parent)
+    stages = [row for row in table.iter_rows(named=True) if row["run"] == run.resolve().name]
+    if not stages:
+        raise InputError(f"{run}: holds no stage. Run one first: dflash-lab prepare -p run_dir {run}")
+    body = [f"<h1>{html.escape(run.resolve().name)}</h1>", _closing(run), _state_table(stages)]
+    figures = 0
+    for row in stages:
+        blocks = []
+        for block, is_figure in _notebook_blocks(run / f"{row['folder']}.ipynb", figures):
+            figures += is_figure
+            blocks.append(block)
+        body.append(
+            f'<section id="{html.escape(row["folder"])}">{"".join(blocks)}{_parameters(row)}</section>'
+        )
+    path = run / REPORT
+    write_bytes(
+        path, page(f"{run.resolve().name} - DFlash Lab", redact("\n".join(body)), figures > 0).encode()
+    )
+    return path
+
+
+def write_index(root: Path) -> Path:
+    """Write `<root>/index.html`: one row a run, each linked to its report."""
+    rows = []
+    for row in overview(root).iter_rows(named=True) if run_folders(root) else []:
+        name = html.escape(row["run"], quote=True)
+        link = (
+            f'<a href="{_href(row["run"])}/{REPORT}">{name}</a>'
+            if (root / row["run"] / REPORT).exists()
+            else name
+        )
+        cells = [link, *(html.escape(_shown(value)) for key, value in row.items() if key != "run")]
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    heads = "".join(f"<th>{name}</th>" for name in ("run", *_INDEX_HEADS))
+    body = f"<h1>Runs</h1><table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    path = root / "index.html"
+    write_bytes(path, page("Runs - DFlash Lab", body, False).encode())
+    return path
+
+
+_INDEX_HEADS = (
+    "state",
+    "stages",
+    "last change (UTC)",
+    "seconds",
+    "samples",
+    "tokens/s",
+    "last loss",
+    "tau trained",
+    "tau untrained",
+)
+
+
+def _href(name: str) -> str:
+    from urllib.parse import quote
+
+    return quote(name)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.3f}" if abs(value) < 100 else f"{value:,.0f}"
+    return f"{value:%Y-%m-%d %H:%M}" if hasattr(value, "strftime") else str(value)
+
+
+def _closing(run: Path) -> str:
+    lines = closing_lines(closing_figures(run))
+    return f"<pre>{html.escape(chr(10).join(lines))}</pre>" if lines else ""
+
+
+def _state_table(stages: list[dict[str, Any]]) -> str:
+    rows = []
+    for row in stages:
+        took = duration(row["seconds"]) if row["seconds"] is not None else ""
+        peak = "" if row["peak_rss_gib"] is None else f"{row['peak_rss_gib']:.2f} GiB"
+        cells = [row["state"], took, peak, row["message"][:300]]
+        link = f'<a href="#{html.escape(row["folder"])}">{html.escape(row["folder"])}</a>'
+        rows.append(f"<tr><td>{link}</td>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>")
+    heads = "<tr><th>stage</th><th>state</th><th>took</th><th>peak memory</th><th></th></tr>"
+    return f"<table><thead>{heads}</thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _parameters(row: dict[str, Any]) -> str:
+    values = json.loads(row["parameters"])
+    cells = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(json.dumps(value, ensure_ascii=False))}</td></tr>"
+        for name, value in values.items()
+    )
+    return f"<details><summary>parameters</summary><table>{cells}</table></details>" if cells else ""
+
+
+def _notebook_blocks(path: Path, first: int) -> Iterator[tuple[str, bool]]:
+    """Yield (html, is a figure) for the prose, figures and printed results of an executed notebook."""
+    if not path.exists():
+        yield f"<h2>{html.escape(path.stem)}</h2><p>No executed notebook here.</p>", False
+        return
+    import nbformat
+
+    try:
+        notebook = nbformat.read(path, as_version=4)
+    except (OSError, ValueError, nbformat.ValidationError) as error:
+        raise StoreError(
+            f"{path}: not a notebook ({str(error)[:200]}). Remove it and run the stage again."
+        ) from error
+    number = first
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            yield _prose(cell.source), False
+        for output in cell.get("outputs", []):
+            block, is_figure = _output_block(output, number)
+            number += is_figure
+            yield block, is_figure
+
+
+def _prose(source: str) -> str:
+    import mistune
+
+    return str(mistune.create_markdown(escape=True, plugins=["table"])(source))
+
+
+def _output_block(output: dict[str, Any], number: int) -> tuple[str, bool]:
+    kind = output.get("output_type")
+    if kind == "error":
+        text = f"{output.get('ename', '')}: {output.get('evalue', '')}"
+        return f'<pre class="error">{html.escape(text[:LONGEST_OUTPUT])}</pre>', False
+    if kind == "stream" and output.get("name") == "stdout":
+        return f"<pre>{html.escape(output['text'][:LONGEST_OUTPUT])}</pre>", False
+    data = output.get("data", {})
+    if "application/vnd.plotly.v1+json" in data:
+        return figure_block(data["application/vnd.plotly.v1+json"], number), True
+    if "text/markdown" in data:
+        return _prose(data["text/markdown"]), False
+    if "text/plain" in data:
+        return f"<pre>{html.escape(data['text/plain'][:LONGEST_OUTPUT])}</pre>", False
+    return "", False

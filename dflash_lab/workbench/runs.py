@@ -1,0 +1,168 @@
+"""What is under `runs/`: a table over the results on disk, and what differs between runs.
+
+Everything is read from `result.json`, `failure.json` and the lock of each stage folder; there is no database
+to fall out of step with them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from dflash_lab.errors import InputError, StoreError
+from dflash_lab.files import read_json
+from dflash_lab.workbench.closing import closing_figures
+from dflash_lab.workbench.lock import LOCK, is_held
+from dflash_lab.workbench.registry import STAGES
+from dflash_lab.workbench.stage import FAILURE, RESULT, read_result
+
+_SCHEMA: dict[str, Any] = {
+    "run": pl.String,
+    "folder": pl.String,
+    "stage": pl.String,
+    "state": pl.String,
+    "time": pl.Datetime("us", "UTC"),
+    "seconds": pl.Float64,
+    "peak_rss_gib": pl.Float64,
+    "peak_gpu_gib": pl.Float64,
+    "parameters": pl.String,
+    "figures": pl.String,
+    "message": pl.String,
+}
+
+
+def stage_table(root: Path) -> pl.DataFrame:
+    """Return one row a stage folder below `root`: run, folder, stage, state, time, seconds, peaks, JSON of
+    the rest.
+
+    States: finished, failed, stopped, running, killed (started and gone without a word), unreadable.
+    """
+    rows = [_row(run, folder) for run in run_folders(root) for folder in _stage_folders(run)]
+    return pl.DataFrame(rows, schema=_SCHEMA, orient="row")
+
+
+def run_folders(root: Path) -> list[Path]:
+    """Return the folders directly below `root` that hold at least one stage."""
+    if not root.is_dir():
+        raise InputError(f"{root}: no such folder of runs. `make demo` makes runs/demo.")
+    return [path for path in sorted(root.iterdir()) if path.is_dir() and _stage_folders(path)]
+
+
+def _stage_folders(run: Path) -> list[Path]:
+    found = [path for path in run.iterdir() if path.is_dir() and _stage_name(path) in STAGES]
+    kept = [path for path in found if any((path / name).exists() for name in (RESULT, FAILURE, LOCK))]
+    return sorted(kept, key=lambda path: (STAGES.index(_stage_name(path)), path.name))
+
+
+def _stage_name(folder: Path) -> str:
+    return folder.name.split("-")[0]
+
+
+def _row(run: Path, folder: Path) -> tuple:
+    state, record = _state(folder)
+    peak = record.get("peak_memory", {})
+    return (
+        run.name,
+        folder.name,
+        _stage_name(folder),
+        state,
+        _time(record.get("time")),
+        record.get("seconds"),
+        peak.get("rss_gib"),
+        peak.get("gpu_gib"),
+        json.dumps(record.get("parameters", {})),
+        json.dumps(record.get("figures", {})),
+        record.get("message", ""),
+    )
+
+
+def _state(folder: Path) -> tuple[str, dict[str, Any]]:
+    if is_held(folder):
+        return "running", {}
+    try:
+        if (folder / RESULT).exists():
+            return "finished", read_result(folder / RESULT)
+        if (folder / FAILURE).exists():
+            record = read_json(folder / FAILURE)
+            return record.get("state", "failed"), record
+    except StoreError as error:
+        return "unreadable", {"message": str(error)}
+    return "killed", {"message": "started and gone without a result; run it again to go on"}
+
+
+def _time(text: str | None) -> datetime.datetime | None:
+    return datetime.datetime.fromisoformat(text).astimezone(datetime.UTC) if text else None
+
+
+def overview(root: Path) -> pl.DataFrame:
+    """Return one row a run: state, stages finished, last change, duration in seconds, main figures."""
+    table = stage_table(root)
+    rows = []
+    for run in run_folders(root):
+        stages = table.filter(pl.col("run") == run.name)
+        figures = closing_figures(run) if "unreadable" not in stages["state"] else {}
+        rows.append(
+            {
+                "run": run.name,
+                "state": _run_state(stages["state"].to_list()),
+                "finished": f"{stages.filter(pl.col('state') == 'finished').height}/{stages.height}",
+                "last": stages["time"].max(),
+                "seconds": stages["seconds"].sum(),
+                "samples": figures.get("samples_stored"),
+                "tokens_per_s": figures.get("extract_tokens_per_s"),
+                "loss_last": figures.get("loss_last"),
+                "tau_trained": figures.get("tau_trained"),
+                "tau_untrained": figures.get("tau_untrained"),
+            }
+        )
+    return pl.DataFrame(rows, infer_schema_length=None)
+
+
+def _run_state(states: list[str]) -> str:
+    for state in ("running", "failed", "killed", "stopped", "unreadable"):
+        if state in states:
+            return state
+    return "finished"
+
+
+def compare_parameters(runs: Sequence[Path]) -> pl.DataFrame:
+    """Return the parameters that differ: stage, parameter, and one column a run (JSON text; null: stage not
+    run).
+    """
+    return _compare(runs, "parameters")
+
+
+def compare_figures(runs: Sequence[Path]) -> pl.DataFrame:
+    """Return every figure of every stage: stage, figure, and one column a run (JSON; null: not there)."""
+    return _compare(runs, "figures", only_different=False)
+
+
+def _compare(runs: Sequence[Path], what: str, *, only_different: bool = True) -> pl.DataFrame:
+    if len(runs) < 2:
+        raise InputError(f"comparing needs two runs or more, got {len(runs)}.")
+    values: dict[tuple[str, str], dict[str, str]] = {}
+    names = _column_names(runs)
+    for run, name in zip(runs, names, strict=True):
+        if not run.is_dir():
+            raise InputError(f"{run}: no such run folder.")
+        for folder in _stage_folders(run):
+            _, record = _state(folder)
+            for key, value in record.get(what, {}).items():
+                values.setdefault((folder.name, key), {})[name] = json.dumps(value)
+    rows = [
+        {"stage": stage, what.removesuffix("s"): key, **{name: found.get(name) for name in names}}
+        for (stage, key), found in values.items()
+        if key != "run_dir" and not (only_different and len({found.get(name) for name in names}) == 1)
+    ]
+    schema = {"stage": pl.String, what.removesuffix("s"): pl.String, **dict.fromkeys(names, pl.String)}
+    return pl.DataFrame(rows, schema=schema)
+
+
+def _column_names(runs: Sequence[Path]) -> list[str]:
+    names = [run.resolve().name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run) for run in runs]

@@ -1,0 +1,222 @@
+"""The command line: fast help, near matches, checks before a kernel starts, papermill's precedence."""
+
+from __future__ import annotations
+
+import base64
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_lab.errors import InputError
+from dflash_lab.workbench import cli, kernel, launch
+from dflash_lab.workbench.param_files import Given, parse_parameters, read_given, read_parameter_file
+from dflash_lab.workbench.registry import STAGES, params_class
+from dflash_lab.workbench.stages.extract import ExtractParams
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def cpu_seconds(words: list[str]) -> tuple[float, subprocess.CompletedProcess]:
+    """Processor time of a child (wall time depends on what else runs here)."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(words, capture_output=True, text=True, cwd=REPO, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done
+
+
+@pytest.mark.parametrize("words", [["--help"], ["completion", "--help"]])
+def test_help_answers_within_half_a_second_without_heavy_imports(words):
+    code = (
+        "import sys; from dflash_lab.workbench.cli import main\n"
+        f"try: main({words!r})\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'polars', 'plotly', 'papermill', 'numpy', 'yaml'}\n"
+        "print('HEAVY', sorted(heavy & set(sys.modules)))"
+    )
+    seconds, done = min(
+        (cpu_seconds([sys.executable, "-c", code]) for _ in range(2)), key=lambda pair: pair[0]
+    )
+    assert done.returncode == 0 and "HEAVY []" in done.stdout and "dflash-lab" in done.stdout
+    assert seconds < 0.5
+
+
+@pytest.mark.parametrize(
+    "module", ["dflash_lab", "dflash_lab.workbench.stage", "dflash_lab.workbench.params"]
+)
+def test_importing_the_package_is_cheap(module):
+    heavy = "{'torch', 'transformers', 'plotly'}"
+    code = f"import sys, {module}; print('HEAVY', sorted({heavy} & set(sys.modules)))"
+    seconds, done = min(
+        (cpu_seconds([sys.executable, "-c", code]) for _ in range(2)), key=lambda pair: pair[0]
+    )
+    assert "HEAVY []" in done.stdout, done.stderr
+    assert seconds < 0.5
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_stage_help_lists_each_parameter_with_type_and_default(stage, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main([stage, "--help"])
+    text = capsys.readouterr().out
+    assert left.value.code == 0
+    for name in params_class(stage).__dataclass_fields__:
+        assert f"  {name} (" in text
+    assert "default" in text and "--run FOLDER" in text
+
+
+def test_stages_are_listed_in_order_with_their_purpose(capsys):
+    assert cli.main(["stages"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(STAGES) and all(
+        len(line.split()) > 3 for line in lines
+    )
+
+
+def test_unknown_command_has_its_near_match(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["extrct"])
+    assert left.value.code == 2 and "did you mean 'extract'" in capsys.readouterr().err
+
+
+def test_unknown_argument_of_a_plain_command_is_refused(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["stages", "--fast"])
+    assert left.value.code == 2 and "--fast" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["extract", "-p", "shrad", "0"], "did you mean 'shard'"),
+        (["extract", "-p", "shard", "-1"], "at least 0"),
+        (["extract", "-y", "{shard: [}"], "-y:1"),
+        (["extract", "-f", "nowhere.yaml"], "nowhere.yaml: cannot read"),
+        (["extract", "--run", "params/nowhere"], "no such folder"),
+        (["extract", "-b", "%%%"], "not base64"),
+        (["run", "params/nowhere"], "params/nowhere"),
+        (["run", "params/demo", "-p", "shrad", "0"], "no stage has a parameter 'shrad'"),
+        (["verify", "nowhere"], "no such store"),
+        (["report", "nowhere"], "no such run folder"),
+        (["runs", "nowhere"], "no such folder of runs"),
+    ],
+)
+def test_bad_input_stops_before_papermill_with_exit_code_1(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(launch, "_papermill", lambda words: pytest.fail("papermill was started"))
+    assert cli.main(words) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_precedence_is_papermills(tmp_path):
+    (tmp_path / "common.yaml").write_text("seed: 1\ntarget: a\n")
+    (tmp_path / "extract.yaml").write_text("seed: 2\nmax_batch: 3\nwindow: 3\nnum_taps: 3\n")
+    (tmp_path / "more.yaml").write_text("max_batch: 4\nwindow: 4\nnum_taps: 4\n")
+    made = read_given(
+        ExtractParams,
+        Given(
+            run=str(tmp_path),
+            base64=[base64.b64encode(b"target: weakest").decode()],
+            files=[str(tmp_path / "more.yaml")],
+            yaml=["{window: 5, num_taps: 5}"],
+            typed=[("num_taps", "6")],
+            raw=[("store", "7")],
+        ),
+    )
+    assert (made.target, made.seed, made.max_batch, made.window, made.num_taps, made.store) == (
+        "a",
+        2,
+        4,
+        5,
+        6,
+        "7",
+    )
+    assert made.interactive is False
+
+
+def test_arguments_for_papermill_mean_the_same_files_in_the_same_order():
+    given = Given(run="params/demo", files=["x.yaml"], typed=[("shard", "0")], raw=[("store", "7")])
+    assert given.arguments("extract") == [
+        *("-f", "params/demo/common.yaml", "-f", "params/demo/extract.yaml", "-f", "x.yaml"),
+        *("-p", "shard", "0", "-r", "store", "7"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a: 1\nb: [1, 2\n", ":3: not valid YAML"),
+        (b"a: 1\na: 2\n", ":2: not valid YAML: 'a' is given twice"),
+        (b"a: 1\n\xff\xfe\n", ":2: not UTF-8"),
+        (b"- a\n- b\n", "expected lines of `name: value`"),
+        (b"just text", "expected lines"),
+        (b"a: \x00b\n", "not valid YAML"),
+        (b"a: !!python/object/apply:os.system [ls]\n", ":1: not valid YAML"),
+        (b"[" * 5000, "not valid YAML"),
+        (b"a: 1\n" * 300_000, "no parameter file"),
+    ],
+)
+def test_bad_parameter_files_are_named_with_their_line(tmp_path, content, message):
+    path = tmp_path / "x.yaml"
+    path.write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        read_parameter_file(path)
+    assert str(path) in str(caught.value) and message in str(caught.value)
+
+
+def test_empty_and_dated_files():
+    assert parse_parameters("# nothing\n", "x") == {}
+    assert parse_parameters("a: 2024-01-01\nlr: 1e-4\n", "x") == {"a": "2024-01-01", "lr": "1e-4"}
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_mapping_or_an_input_error(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("yaml") / "x.yaml"
+    path.write_bytes(data)
+    try:
+        values = read_parameter_file(path)
+    except InputError as error:
+        assert str(path) in str(error)
+    else:
+        assert isinstance(values, dict)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_names_commands_and_parameters(shell, capsys):
+    assert cli.main(["completion", shell]) == 0
+    text = capsys.readouterr().out
+    assert "train_drafter" in text and "num_shards" in text
+
+
+def test_bash_completion_completes(tmp_path, capsys):
+    cli.main(["completion", "bash"])
+    script = tmp_path / "completion.bash"
+    script.write_text(capsys.readouterr().out)
+    ask = (
+        f"source {script}; "
+        "COMP_WORDS=(dflash-lab ext); COMP_CWORD=1; _dflash_lab; echo ${COMPREPLY[@]}; "
+        "COMP_WORDS=(dflash-lab extract -p num_sh); COMP_CWORD=3; _dflash_lab; echo ${COMPREPLY[@]}"
+    )
+    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=30)
+    assert done.stdout.split() == ["extract", "num_shards"]
+
+
+def test_output_path_is_in_the_run_folder_and_survives_braces():
+    params = ExtractParams(run_dir="runs/{odd}", shard=1, num_shards=2)
+    assert launch.output_notebook(params) == Path("runs/{odd}/extract-1.ipynb")
+    assert launch._literal(Path("runs/{odd}/x.ipynb")).format() == "runs/{odd}/x.ipynb"
+
+
+def test_log_defaults_give_way_to_the_callers_choice():
+    assert launch._defaults([]) == ["-k", "python3", "--log-output", "--no-progress-bar"]
+    assert launch._defaults(["--kernel", "x", "--no-log-output", "--progress-bar"]) == []
+
+
+def test_workspace_is_found_from_the_notebooks_folder(tmp_path):
+    (tmp_path / "notebooks" / "deep").mkdir(parents=True)
+    (tmp_path / "params").mkdir()
+    assert kernel.workspace(tmp_path / "notebooks" / "deep") == tmp_path
+    assert kernel.workspace(tmp_path.parent) == tmp_path.parent
