@@ -23,7 +23,8 @@ def probabilities(
     """
     if temperature <= 0 or not 0 < top_p <= 1 or top_k < 0:
         raise InputError(
-            f"sampling needs temperature > 0, top_p in (0, 1], top_k >= 0, not {temperature}, {top_p}, {top_k}."
+            f"temperature {temperature}, top_p {top_p}, top_k {top_k}: sampling needs temperature > 0, "
+            "0 < top_p <= 1 and top_k >= 0 (0 switches top-k off)."
         )
     scores = logits.float() / temperature
     if 0 < top_k < scores.shape[-1]:

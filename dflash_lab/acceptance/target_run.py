@@ -39,19 +39,19 @@ def check_tree_target(target: Target) -> None:
     """Raise `UnsupportedTarget`, with the reason and what to use instead, unless one forward can verify a
     tree."""
     instead = (
-        "Measure trees offline (offline(..., budgets=...) needs no tree forward) or verify their leaf paths as a "
-        "batch (acceptance.leaf_paths)."
+        "Measure trees offline (offline(..., budgets=...) needs no tree forward) or verify their leaf "
+        "paths as a batch (acceptance.leaf_paths)."
     )
     if target.is_hybrid:
         raise UnsupportedTarget(
-            f"{target.name}: a tree cannot be verified in one forward on a hybrid target: siblings would leak into "
-            f"each other through the recurrent state, which no attention mask can stop. {instead}"
+            f"{target.name}: a tree cannot be verified in one forward on a hybrid target: siblings would "
+            f"leak into each other through the recurrent state, which no attention mask can stop. {instead}"
         )
     kinds = sorted(set(getattr(target.config, "layer_types", None) or []) - {"full_attention"})
     if kinds:
         raise UnsupportedTarget(
-            f"{target.name}: layers of kind {', '.join(kinds)} keep a window of their cache that a tree cannot be "
-            f"compacted in. {instead}"
+            f"{target.name}: layers of kind {', '.join(kinds)} keep a window of their cache that a tree "
+            f"cannot be compacted in. {instead}"
         )
     backend = getattr(target.config, "_attn_implementation", "sdpa")
     if backend not in ("sdpa", "eager"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dflash_lab.acceptance.proposals import Draft
+from dflash_lab.drafter.attention import row_layout
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.model import Drafter
 
@@ -77,3 +78,27 @@ def same_law(ours: list, theirs: list) -> bool:
     statistic = sum((ours.count(k) - theirs.count(k)) ** 2 / (ours.count(k) + theirs.count(k)) for k in keys)
     freedom = max(1, len(keys) - 1)
     return statistic < freedom + 4 * (2 * freedom) ** 0.5
+
+
+def overfit(target, drafter: Drafter, items, steps: int = 60) -> Drafter:
+    """Train a tiny drafter on `items` until it is right often, so that tests see real partial acceptance."""
+    size = drafter.config.block_size
+    optimizer = torch.optim.Adam(drafter.parameters(), lr=3e-3)
+    drafter.train()
+    for _ in range(steps):
+        for item in items:
+            ids = item.input_ids.long()
+            first = int(item.loss_mask.nonzero()[0])
+            anchors = list(range(first, len(ids) - 1))
+            block = torch.full((len(anchors), size), drafter.config.mask_token_id)
+            block[:, 0] = ids[anchors]
+            padded = torch.cat([ids, ids.new_full((size,), -100)])
+            labels = padded[torch.tensor(anchors)[:, None] + torch.arange(1, size)]
+            layout = row_layout([anchors], [len(ids)], size)
+            hidden = drafter(target.head.embed(block), item.taps, layout, attention="dense")[:, 1:]
+            logits = drafter.logits(hidden, target.head.weight)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return drafter.eval().requires_grad_(False)

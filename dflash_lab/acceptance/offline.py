@@ -1,0 +1,222 @@
+"""Acceptance from stored answers, with no target forward: draft a block at every answer token and compare.
+
+The tapped states in the feature store are all that a drafter needs of the target, and the stored answer is
+what the target would have said (exactly so when it was generated greedily). One document's context keys and
+values are computed once; its anchors are then drafted in chunks that keep the logits [chunk, B-1, V] within a
+fixed number of elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+
+from dflash_lab.acceptance.offline_report import OfflineReport
+from dflash_lab.acceptance.proposals import Draft
+from dflash_lab.acceptance.tree_rank import path_ranks
+from dflash_lab.data.items import FeatureItem
+from dflash_lab.drafter.attention import dense_attend, row_layout
+from dflash_lab.drafter.model import ContextKeys, Drafter
+from dflash_lab.errors import InputError
+from dflash_lab.target.head import TargetHead
+
+BUDGETS = (16, 32, 64, 128, 256, 512, 1024)
+TOP_K = (1, 2, 4, 8, 16)
+Columns = dict[str, np.ndarray]
+
+
+@torch.no_grad()
+def offline(
+    items: Iterable[FeatureItem],
+    head: TargetHead,
+    drafter: Drafter,
+    *,
+    block_size: int | None = None,
+    budgets: Sequence[int] = BUDGETS,
+    top_k: Sequence[int] = TOP_K,
+    chunk_elements: int = 1 << 25,
+    on_item: Callable[[int], None] | None = None,
+) -> OfflineReport:
+    """Draft at every answer token of `items` and return the report. Runs on the drafter's device.
+
+    chunk_elements: how many logits are held at once, in elements of fp32. on_item(tokens) is called after
+    each item. Raises `InputError` when no item has an answer of at least two tokens.
+    """
+    size = drafter.config.block_size if block_size is None else block_size
+    budgets, top_k = tuple(sorted(set(budgets))), tuple(sorted(set(top_k)))
+    if size < 2 or any(b < 1 for b in budgets):
+        raise InputError(f"block_size {size} must be at least 2 and tree budgets {list(budgets)} positive.")
+    chunk = max(1, chunk_elements // ((size - 1) * head.weight.shape[0]))
+    frames, counts, answers = [], np.zeros((4, size - 1), np.int64), 0
+    for item in items:
+        ids = item.input_ids.to(head.weight.device).long()
+        segments = answer_segments(item.loss_mask)
+        context = _Context(drafter, item.taps.to(head.weight.device)) if segments else None
+        for start, stop in segments:
+            assert context is not None
+            columns, seen = _answer(context, head, ids, start, stop, size, budgets, top_k, chunk)
+            frames.append(_frame(columns, item.hash, answers, start, stop))
+            counts += seen
+            answers += 1
+        if on_item is not None:
+            on_item(len(item))
+    if not frames:
+        raise InputError("no item has an answer of two tokens or more: nothing can be drafted and compared.")
+    slots = pl.DataFrame(
+        {"slot": np.arange(1, size), **dict(zip(("valid", "hits", "reached", "held"), counts))}
+    )
+    return OfflineReport(pl.concat(frames), slots, size, budgets, top_k)
+
+
+def answer_segments(loss_mask: torch.Tensor) -> list[tuple[int, int]]:
+    """Return [start, stop) of every run of assistant tokens with at least one token to draft after its
+    first."""
+    mask = np.concatenate([[0], loss_mask.cpu().numpy().astype(np.int8), [0]])
+    edges = np.diff(mask)
+    runs = zip(np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist())
+    return [(start, stop) for start, stop in runs if stop - start >= 2]
+
+
+class _Context:
+    """A document's context keys and values, from which blocks are drafted at any of its positions."""
+
+    def __init__(self, drafter: Drafter, taps: torch.Tensor) -> None:
+        self.drafter = drafter
+        self.length = len(taps)
+        ctx = drafter.context(taps.to(drafter.fc.weight.dtype))
+        angles = drafter.angles(torch.arange(self.length, device=taps.device), ctx.dtype)
+        layers: Any = drafter.layers
+        self._contexts = [ContextKeys(*layer.self_attn.keys_values(ctx, angles)) for layer in layers]
+
+    def blocks(self, anchors: list[int], embeddings: torch.Tensor) -> torch.Tensor:
+        """Hidden states [A, B, H] of blocks at `anchors` (rising), from raw embedding rows [A, B, H]."""
+        layout = row_layout([anchors], [self.length], embeddings.shape[1])
+        layout = layout.map(lambda index: index.to(embeddings.device))
+        attend = dense_attend(layout)
+        h = self.drafter.scaled(embeddings).to(self.drafter.fc.weight.dtype)
+        angles = self.drafter.angles(layout.slot_positions, h.dtype)
+        for layer, context in zip(self.drafter.layers, self._contexts):
+            h = layer(h, angles, context, attend)
+        return self.drafter.norm(h)
+
+
+def _answer(
+    context: _Context,
+    head: TargetHead,
+    ids: torch.Tensor,
+    start: int,
+    stop: int,
+    size: int,
+    budgets: tuple[int, ...],
+    top_k: tuple[int, ...],
+    chunk: int,
+) -> tuple[Columns, np.ndarray]:
+    """Draft at every position of one answer [start, stop) but its last; return columns and slot counts [4,
+    B-1]."""
+    drafter = context.drafter
+    parts: list[Columns] = []
+    counts = np.zeros((4, size - 1), np.int64)
+    padded = torch.cat([ids[:stop], ids.new_full((size,), -1)])
+    for low in range(start, stop - 1, chunk):
+        anchors = torch.arange(low, min(low + chunk, stop - 1), device=ids.device)
+        labels = padded[
+            anchors[:, None] + torch.arange(1, size, device=ids.device)
+        ]  # [A, L], -1 past the end
+        block = torch.full((len(anchors), size), drafter.config.mask_token_id, device=ids.device)
+        block[:, 0] = ids[anchors]
+        hidden = context.blocks(anchors.tolist(), head.embed(block))[:, 1:].to(head.weight.dtype)
+        logits = drafter.logits(hidden, head.weight)
+        columns, seen = _compare(drafter, hidden, logits, block[:, 0], labels, budgets, top_k)
+        parts.append(columns)
+        counts += seen
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, counts
+
+
+def _compare(
+    drafter: Drafter,
+    hidden: torch.Tensor,
+    logits: torch.Tensor,
+    anchors: torch.Tensor,
+    labels: torch.Tensor,
+    budgets: tuple[int, ...],
+    top_k: tuple[int, ...],
+) -> tuple[Columns, np.ndarray]:
+    """Hold drafts [A, L, V] against the answer's tokens `labels` [A, L]."""
+    log_probs = torch.log_softmax(logits.float(), -1)
+    valid = labels >= 0
+    selector = drafter.candidate_selector
+    drafts = logits.argmax(-1) if selector is None else selector.select(hidden, logits, anchors)[0]
+    hits = (drafts == labels) & valid
+    own = log_probs.gather(-1, labels.clamp_min(0)[..., None])
+    ranks = (log_probs > own).sum(-1).masked_fill(~valid, log_probs.shape[-1])  # 0: the most likely token
+    accepted = _streak(hits)
+    columns = {"accepted": accepted, **{f"top_{k}": _streak(ranks < k) for k in top_k}}
+    if budgets:
+        if selector is None:
+            places = path_ranks(log_probs, labels, budgets[-1])
+        else:
+            drafted = (Draft(drafter, a[None], h, z) for a, h, z in zip(anchors, hidden, logits))
+            places = torch.stack(
+                [_tree_places(draft, row, budgets[-1]) for draft, row in zip(drafted, labels.tolist())]
+            )
+        columns |= {f"tree_{b}": (places.to(accepted.device) <= b).sum(-1) for b in budgets}
+    columns |= _breaks(log_probs, drafts, labels, own[..., 0], accepted, valid)
+    reached = torch.cat([torch.ones_like(hits[:, :1]), hits[:, :-1].cumprod(-1).bool()], 1) & valid
+    counts = torch.stack([valid, hits, reached, reached & hits]).sum(1)
+    return {name: column.cpu().numpy() for name, column in columns.items()}, counts.cpu().numpy()
+
+
+def _streak(hits: torch.Tensor) -> torch.Tensor:
+    """Return [A]: how many leading slots of [A, L] hit."""
+    return hits.int().cumprod(-1).sum(-1).to(torch.int16)
+
+
+def _tree_places(draft: Draft, labels: list[int], budget: int) -> torch.Tensor:
+    """Return [L]: the node at which each answer prefix stands in the tree, a large number when it is in
+    none."""
+    tree = draft.tree(budget)
+    choices = [labels[d] if d < len(labels) else -1 for d in (0, *tree.depths.tolist())]
+    path, _ = tree.walk(choices)
+    return torch.tensor([*path[1:], *[budget + 1] * (len(labels) - len(path) + 1)])
+
+
+def _breaks(
+    log_probs: torch.Tensor,
+    drafts: torch.Tensor,
+    labels: torch.Tensor,
+    own: torch.Tensor,
+    accepted: torch.Tensor,
+    valid: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Describe the slot at which each chain breaks; label -1 and NaN where it holds to the end."""
+    rows = torch.arange(len(labels), device=labels.device)
+    slot = accepted.long().clamp_max(labels.shape[1] - 1)
+    broke = (accepted < labels.shape[1]) & valid[rows, slot]
+    spread = log_probs[rows, slot]  # [A, V]
+    entropy = torch.special.entr(spread.exp()).sum(-1)
+    values = {"entropy": entropy, "p_top": spread.amax(-1).exp(), "p_label": own[rows, slot].exp()}
+    found = {name: value.masked_fill(~broke, torch.nan) for name, value in values.items()}
+    found["label"] = labels[rows, slot].masked_fill(~broke, -1).to(torch.int32)
+    found["drafted"] = drafts[rows, slot].masked_fill(~broke, -1).to(torch.int32)
+    return found
+
+
+def _frame(columns: Columns, sample: str, answer: int, start: int, stop: int) -> pl.DataFrame:
+    count = stop - 1 - start
+    place = np.arange(count, dtype=np.int32)
+    frame = pl.DataFrame(
+        {"answer": np.full(count, answer, np.int32), "anchor": place + start, "place": place, **columns}
+    )
+    small = [name for name in columns if name == "accepted" or name.startswith(("tree_", "top_"))]
+    return frame.with_columns(
+        pl.lit(sample).alias("sample"),
+        (count - pl.col("place")).cast(pl.Int32).alias("left"),
+        pl.col(small).cast(pl.UInt8),
+        pl.col("entropy", "p_top", "p_label").cast(pl.Float32).fill_nan(None),
+        pl.when(pl.col("label") >= 0).then(pl.col("label")),
+        pl.when(pl.col("label") >= 0).then(pl.col("drafted")),
+    )

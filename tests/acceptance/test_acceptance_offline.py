@@ -1,0 +1,165 @@
+"""Offline metrics equal decoding on greedy answers, and equal slow definitions on any answers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from drafters import overfit, random_drafter, second_drafter
+
+from dflash_lab.acceptance.decode import decode, plain_decode
+from dflash_lab.acceptance.offline import answer_segments, offline
+from dflash_lab.acceptance.offline_report import OfflineReport
+from dflash_lab.acceptance.proposals import Proposer
+from dflash_lab.acceptance.target_run import TargetRun
+from dflash_lab.data.items import FeatureItem
+from dflash_lab.errors import InputError
+
+PROMPTS = [[257, 84, 104, 105, 115, 32, 105], [257, 80, 44, 10, 32], [257, 66, 66]]
+
+
+@torch.no_grad()
+def item_of(target, drafter, prompt, answer) -> FeatureItem:
+    ids = torch.tensor(prompt + answer)
+    with TargetRun(target, drafter.config.tap_ids) as run:
+        taps = run.step(ids, certain=True).taps
+    mask = torch.tensor([0] * len(prompt) + [1] * len(answer), dtype=torch.uint8)
+    return FeatureItem("00" * 16, ids.int(), mask, taps, None, True)
+
+
+@pytest.fixture(scope="module")
+def greedy(loaded):
+        answers = []
+        for prompt, count in zip(PROMPTS, (30, 17, 2)):
+            answers.append(plain_decode(target, prompt, max_new_tokens=count, stop_ids=()).tokens)
+
+    def make(kind):
+        target = loaded(kind)
+        drafter = random_drafter(target, block_size=5, initializer_range=0.1)
+        answers = [
+            plain_decode(target, p, max_new_tokens=n, stop_ids=()).tokens for p, n in zip(PROMPTS, counts)
+        ]
+        items = [item_of(target, drafter, p, a) for p, a in zip(PROMPTS, answers)]
+        return target, overfit(target, drafter, items, steps=25), answers, items
+
+    return make
+
+
+def with_answers_of_the_drafter(target, drafter, count=24):
+    """Answers that agree with the drafter now and then: each token is its best draft or a fixed other one."""
+    generator = torch.Generator().manual_seed(3)
+    answer = [65]
+    prompt = PROMPTS[0]
+    while len(answer) < count:
+        item = item_of(target, drafter, prompt, answer)
+        proposer = Proposer(drafter, target.head)
+        proposer.extend(item.taps[:-1])
+        drafts = proposer.draft(torch.tensor(answer[-1:]), 5).greedy().tolist()
+        keep = int(torch.randint(0, 5, (1,), generator=generator))
+        answer += [*drafts[:keep], 70 + keep]
+    return answer[:count]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_5"])
+def test_chained_rounds_equal_decoded_rounds_on_greedy_answers(greedy, kind):
+    target, drafter, answers, items = greedy(kind)
+    report = offline(items, target.head, drafter, budgets=())
+    for prompt, answer, rounds in zip(PROMPTS, answers, report.rounds()):
+        fast = decode(target, drafter, prompt, max_new_tokens=len(answer), stop_ids=())
+        assert fast.produced == rounds
+    assert len(set(report.rounds()[0])) > 1  # some drafts were accepted, some were not
+    for size in (2, 3, 8):
+        other = offline(items, target.head, drafter, block_size=size, budgets=())
+        fast = decode(target, drafter, PROMPTS[0], max_new_tokens=30, block_size=size, stop_ids=())
+        assert fast.produced == other.rounds()[0]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("build", [random_drafter, second_drafter])
+def test_every_anchor_equals_drafting_there_alone(loaded, kind, build):
+    target = loaded(kind)
+    drafter = build(target, block_size=5, sliding_layers=1, sliding_window=6)
+    answer = with_answers_of_the_drafter(target, drafter)
+    item = item_of(target, drafter, PROMPTS[0], answer)
+    budgets = (1, 4, 60)
+    report = offline([item], target.head, drafter, budgets=budgets, top_k=(1, 3), chunk_elements=7 * 4 * 288)
+    rows = report.anchors.rows(named=True)
+    assert len(rows) == len(answer) - 1
+    assert max(r["accepted"] for r in rows) >= 3
+    for row in rows:
+        place = row["anchor"]
+        proposer = Proposer(drafter, target.head)
+        proposer.extend(item.taps[:place])
+        draft = proposer.draft(item.input_ids[place : place + 1].long(), 5)
+        truth = item.input_ids[place + 1 : place + 5].tolist()
+        chain = draft.greedy().tolist()
+        accepted = next((i for i, (d, t) in enumerate(zip(chain, truth)) if d != t), len(truth))
+        assert row["accepted"] == accepted
+        assert row["left"] == len(PROMPTS[0]) + len(answer) - 1 - place
+        for budget in budgets:
+            tree = draft.tree(budget)
+            choices = [truth[d] if d < len(truth) else -1 for d in (0, *tree.depths.tolist())]
+            assert row[f"tree_{budget}"] == len(tree.walk(choices)[0]) - 1
+        best = draft.logits.topk(3).indices.tolist()
+        assert row["top_3"] == next((i for i, t in enumerate(truth) if t not in best[i]), len(truth))
+        if accepted < len(truth):
+            q = draft.logits[accepted].softmax(-1)
+            assert (row["label"], row["drafted"]) == (truth[accepted], chain[accepted])
+            assert row["p_label"] == pytest.approx(float(q[truth[accepted]]), rel=1e-3)
+            assert row["entropy"] == pytest.approx(float(torch.special.entr(q).sum()), rel=1e-3)
+        else:
+            assert row["label"] is None and row["entropy"] is None
+
+
+def test_slots_streak_budgets_and_block_sizes_follow_from_the_anchors(loaded):
+    target = loaded("llama")
+    drafter = random_drafter(target, block_size=5)
+    answer = with_answers_of_the_drafter(target, drafter)
+    item = item_of(target, drafter, PROMPTS[0], answer)
+    report = offline([item], target.head, drafter, budgets=(4, 64, 1024))
+    accepted = report.anchors["accepted"].to_list()
+    assert report.streak() == pytest.approx(1 + sum(accepted) / len(accepted))
+    slots = report.by_slot()
+    for slot in range(1, 5):
+        valid = [min(4, left) >= slot for left in report.anchors["left"]]
+        held = [a >= slot for a in accepted]
+        assert slots["survival"][slot - 1] == pytest.approx(sum(held) / sum(valid))
+        assert slots["accuracy"][slot - 1] >= slots["survival"][slot - 1]
+    taus = report.by_budget()["tau"].to_list()
+    assert taus[-1] > taus[0] > 1.3
+    assert report.oracle()["tau"].to_list() == sorted(report.oracle()["tau"].to_list())
+    assert report.oracle()["tau"][0] == pytest.approx(report.tau().mean)
+    cut = report.by_block_size()["tau"].to_list()
+    assert cut[-1] == pytest.approx(report.tau().mean) and cut[0] < cut[-1]
+    with pytest.raises(InputError, match="not measured"):
+        report.tau(99)
+
+
+def test_tree_with_the_chain_inside_never_accepts_fewer(loaded):
+    target = loaded("llama")
+    drafter = random_drafter(target, block_size=5)
+    item = item_of(target, drafter, PROMPTS[0], with_answers_of_the_drafter(target, drafter))
+    report = offline([item], target.head, drafter, budgets=(8, 64, 1024))
+    columns = [report.anchors[report.column(b)].to_numpy() for b in (8, 64, 1024)]
+    assert (columns[0] <= columns[1]).all() and (columns[1] <= columns[2]).all()
+    assert report.tau(1024).mean >= report.tau().mean
+
+
+def test_report_survives_disk_and_turns_are_separate_answers(loaded, tmp_path):
+    target = loaded("llama")
+    drafter = random_drafter(target, block_size=4)
+    whole = item_of(target, drafter, PROMPTS[0], [65] * 20)
+    mask = whole.loss_mask.clone()
+    mask[12:15] = 0  # a user turn in the middle
+    mask[-1] = 0
+    assert answer_segments(mask) == [(7, 12), (15, 26)]
+    two = FeatureItem(whole.hash, whole.input_ids, mask, whole.taps, None, False)
+    report = offline([whole, two], target.head, drafter, budgets=(2,))
+    assert report.num_answers == 3
+    assert report.anchors["answer"].unique().sort().to_list() == [0, 1, 2]
+    report.save(tmp_path)
+    again = OfflineReport.load(tmp_path)
+    assert again.anchors.equals(report.anchors) and again.slots.equals(report.slots)
+    assert again.tau(2).mean == report.tau(2).mean
+    silent = FeatureItem(whole.hash, whole.input_ids, torch.zeros_like(mask), whole.taps, None, False)
+    with pytest.raises(InputError, match="two tokens"):
+        offline([silent], target.head, drafter)
