@@ -1,0 +1,238 @@
+"""The launcher with a real kernel: exit codes, the saved notebook, SIGTERM passed on, secrets hidden, GPU
+memory freed.
+
+A toy stage stands in for a real one: a module put under the name of a stage in both processes by
+`sitecustomize`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from dflash_lab.files import read_json
+
+REPO = Path(__file__).resolve().parents[2]
+
+TOY = '''
+"""A stage for tests: waits, fails or ends as told."""
+import os, time
+from dataclasses import dataclass, field
+from typing import ClassVar
+from dflash_lab.workbench.params import StageParams, param
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareParams(StageParams):
+    stage: ClassVar[str] = "prepare"
+    mode: str = param("work", "what to do")
+
+@dataclass
+class PrepareResult:
+    figures: dict = field(default_factory=dict)
+    @classmethod
+    def load(cls, folder):
+        return cls({"loaded": 1})
+
+class Held:
+    alive = 0
+    def __init__(self): Held.alive += 1
+    def __del__(self): Held.alive -= 1
+
+def run_prepare(params, progress):
+    tensor = Held()
+    if params.mode == "fail":
+        raise RuntimeError("no room for " + os.environ.get("HF_TOKEN", "anyone"))
+    if params.mode == "die":
+        os.kill(os.getpid(), 9)
+    for step in range(600 if params.mode == "wait" else 3):
+        progress("steps", step + 1, 600)
+        (params.folder / "steps").write_text(str(step))
+        time.sleep(0.05 if params.mode == "wait" else 0)
+    print("token is", os.environ.get("HF_TOKEN"))
+    return PrepareResult({"steps": 3})
+'''
+SITE = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("dflash_lab.workbench.stages.prepare", {path!r})
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return spec if name == "dflash_lab.workbench.stages.prepare" else None
+sys.meta_path.insert(0, Finder)
+"""
+PARAMETERS = """\
+mode: str = "work"  # what to do
+run_dir: str = "runs/demo"  # folder
+target: str = "smollm2"  # target
+device: str = "auto"  # device
+dtype: str = "auto"  # dtype
+seed: int = 0  # seed
+interactive: bool = True  # live
+force: bool = False  # again"""
+RUN = """\
+from dflash_lab.workbench.params import from_notebook
+from dflash_lab.workbench.stage import execute
+from dflash_lab.workbench.stages.prepare import Held, PrepareParams
+params = from_notebook(PrepareParams, globals())
+result = execute(params)"""
+
+
+@pytest.fixture
+def lab(tmp_path):
+    """A workspace with one notebook of the toy stage; returns a function that starts a command in it."""
+    (tmp_path / "toy.py").write_text(TOY)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SITE.format(path=str(tmp_path / "toy.py")))
+    (tmp_path / "params").mkdir()
+    (tmp_path / "notebooks").mkdir()
+    cells = [
+        nbformat.v4.new_markdown_cell("# Toy"),
+        nbformat.v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}),
+        nbformat.v4.new_code_cell(RUN),
+        nbformat.v4.new_code_cell('print("interactive", params.interactive, "held", Held.alive)'),
+    ]
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    nbformat.write(
+        nbformat.v4.new_notebook(cells=cells, metadata=kernel), tmp_path / "notebooks" / "prepare.ipynb"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{tmp_path / 'site'}:{REPO}",
+        "HF_TOKEN": "hidden-token-value",
+        "OMP_NUM_THREADS": "1",
+    }
+
+    def start(*words: str, module: str = "dflash_lab.workbench.cli") -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *words],
+            cwd=tmp_path,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    return start
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=120)
+    return process.returncode, output
+
+
+def test_a_stage_ends_with_0_its_notebook_and_its_result(lab, tmp_path):
+    code, output = finish(lab("prepare", "-p", "run_dir", "runs/toy"))
+    assert code == 0, output
+    assert read_json(tmp_path / "runs/toy/prepare/result.json")["figures"] == {"steps": 3}
+    saved = (tmp_path / "runs/toy/prepare.ipynb").read_text()
+    assert "interactive False" in saved
+    assert "hidden-token-value" not in saved and "[hidden]" in saved
+    assert "hidden-token-value" not in output and "steps: 1/600" in output
+    assert "widget" not in saved
+
+
+def test_plain_papermill_is_headless_too(lab, tmp_path):
+    (tmp_path / "runs").mkdir()
+    words = ["notebooks/prepare.ipynb", "runs/out.ipynb", "-p", "run_dir", "runs/plain"]
+    code, output = finish(lab(*words, module="papermill"))
+    assert code == 0, output
+    assert "interactive False" in (tmp_path / "runs/out.ipynb").read_text()
+
+
+def test_plain_papermill_with_a_mistyped_name_stops_with_the_near_match(lab, tmp_path):
+    (tmp_path / "runs").mkdir()
+    code, output = finish(
+        lab("notebooks/prepare.ipynb", "runs/out.ipynb", "-p", "mod", "x", module="papermill")
+    )
+    assert code == 1 and "did you mean 'mode'" in output
+    assert not (tmp_path / "runs/demo/prepare/result.json").exists()
+
+
+def test_a_failed_stage_leaves_a_readable_notebook_and_failure(lab, tmp_path):
+    code, output = finish(lab("prepare", "-p", "run_dir", "runs/toy", "-p", "mode", "fail"))
+    assert code == 1 and "no room for [hidden]" in output and "failure.json" in output
+    record = read_json(tmp_path / "runs/toy/prepare/failure.json")
+    assert record["error"] == "RuntimeError" and record["message"] == "no room for [hidden]"
+    saved = (tmp_path / "runs/toy/prepare.ipynb").read_text()
+    assert "no room for [hidden]" in saved and "hidden-token-value" not in saved
+    code, output = finish(lab("prepare", "-p", "run_dir", "runs/toy"))
+    assert code == 0 and not (tmp_path / "runs/toy/prepare/failure.json").exists()
+
+
+def test_a_dead_kernel_ends_with_138(lab):
+    code, output = finish(lab("prepare", "-p", "run_dir", "runs/toy", "-p", "mode", "die"))
+    assert code == 138 and "not finished" in output
+
+
+def test_sigterm_stops_the_stage_at_a_resumable_point(lab, tmp_path):
+    process = lab("prepare", "-p", "run_dir", "runs/toy", "-p", "mode", "wait")
+    steps = tmp_path / "runs/toy/prepare/steps"
+    deadline = time.monotonic() + 60
+    while not steps.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    sent = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process)
+    assert code == 143 and time.monotonic() - sent < 30, output
+    assert "stopped by SIGTERM" in output
+    assert read_json(tmp_path / "runs/toy/prepare/failure.json")["state"] == "stopped"
+
+
+def plain(lines: list[str]) -> str:
+    """A traceback without its colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(lines))
+
+
+def test_a_failed_cell_does_not_hold_what_its_frames_held():
+    """In a real IPython kernel: the failed stage's locals are gone in the next cell, and the traceback is
+    readable.
+    """
+    from jupyter_client.manager import start_new_kernel
+
+    setup = """
+import sys, types
+class Held:
+    alive = 0
+    def __init__(self): Held.alive += 1
+    def __del__(self): Held.alive -= 1
+def run(params, progress):
+    tensor = Held()
+    raise RuntimeError("no room")
+from dflash_lab.workbench import stage, release
+from dflash_lab.workbench.params import StageParams
+stage.run_function = lambda name: run
+import tempfile
+class Toy(StageParams):
+    stage = "toy"
+params = Toy(run_dir=tempfile.mkdtemp(), interactive=False)
+"""
+    manager, client = start_new_kernel(kernel_name="python3")
+    try:
+
+        def cell(code: str) -> tuple[dict, str]:
+            text: list[str] = []
+            reply = client.execute_interactive(
+                code, timeout=60, output_hook=lambda m: text.append(m["content"].get("text", ""))
+            )
+            return reply["content"], "".join(text)
+
+        assert cell(setup)[0]["status"] == "ok"
+        failed, _ = cell("stage.execute(params)")
+        assert failed["status"] == "error" and "raise RuntimeError" in plain(failed["traceback"])
+        assert cell("print('held', Held.alive)")[1] == "held 0\n"
+        hand = "def f():\n    tensor = Held()\n    1 / 0\nf()"
+        assert cell(hand)[0]["status"] == "error"
+        assert cell("print('held', Held.alive)")[1] == "held 1\n"  # what IPython does without help
+        assert cell("release.release()\nprint('held', Held.alive)")[1] == "held 0\n"
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)

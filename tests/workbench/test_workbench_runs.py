@@ -1,0 +1,164 @@
+"""Runs on disk as a table, their differences, their report: states are true, untrusted text stays text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import nbformat
+import plotly.graph_objects as go
+import pytest
+
+from dflash_lab.errors import InputError, StoreError
+from dflash_lab.files import write_json
+from dflash_lab.workbench import lock, report, runs
+from dflash_lab.workbench.closing import closing_figures, closing_lines
+
+EVIL = "</script><script>window.hacked=1</script><img src=x onerror=alert(1)>"
+
+
+def result(folder: Path, figures: dict, parameters: dict | None = None, **more) -> None:
+    record = {
+        "schema_version": 1,
+        "stage": folder.name.split("-")[0],
+        "parameters": parameters or {},
+        "inputs": {},
+        "figures": figures,
+        "seconds": 10.0,
+        "peak_memory": {"rss_gib": 1.5},
+        "time": "2025-03-01T10:00:00+00:00",
+    }
+    write_json(folder / "result.json", {**record, **more})
+
+
+@pytest.fixture
+def root(tmp_path):
+    for name, lr, tau in (("one", 1e-3, 2.5), ("two", 1e-4, 3.0)):
+        run = tmp_path / name
+        result(run / "prepare", {"samples_in": 10})
+        result(
+            run / "extract-0",
+            {"samples_stored": 4, "tokens": 400, "tokens_per_s": 100.0, "padding_waste_pct": 5.0},
+        )
+        result(
+            run / "extract-1",
+            {"samples_stored": 5, "tokens": 500, "tokens_per_s": 110.0, "padding_waste_pct": 7.0},
+        )
+        result(
+            run / "train_drafter",
+            {"loss_first": 9.0, "loss_last": 4.0},
+            {"lr": lr, "run_dir": str(run), "seed": 0},
+        )
+        result(run / "acceptance", {"tau_trained": tau, "tau_untrained": 1.1, "samples": None})
+    return tmp_path
+
+
+def test_shards_are_put_together_in_the_closing_table(root):
+    figures = closing_figures(root / "one")
+    assert figures["samples_stored"] == 9 and figures["extract_tokens_per_s"] == 210.0
+    assert (
+        figures["padding_waste_pct"] == 7.0
+        and figures["tau_trained"] == 2.5
+        and figures["extract_seconds"] == 20.0
+    )
+    lines = closing_lines(figures)
+    assert any(line.split() == ["tau_trained", "2.500", "tokens/round"] for line in lines)
+
+
+def test_overview_has_a_row_a_run(root):
+    table = runs.overview(root)
+    assert table["run"].to_list() == ["one", "two"] and table["state"].to_list() == ["finished", "finished"]
+    assert table["finished"].to_list() == ["5/5", "5/5"] and table["tau_trained"].to_list() == [2.5, 3.0]
+    assert table["seconds"].to_list() == [50.0, 50.0]
+
+
+def test_states_are_told_apart(root):
+    run = root / "three"
+    write_json(run / "prepare" / "failure.json", {"state": "failed", "message": "no room", "seconds": 1.0})
+    write_json(run / "extract-0" / "failure.json", {"state": "stopped", "message": "SIGTERM"})
+    with lock.stage_lock(run / "memory_sweep"):
+        pass
+    (run / "acceptance").mkdir()
+    (run / "acceptance" / "result.json").write_text("{")
+    with lock.stage_lock(run / "train_drafter"):
+        table = runs.stage_table(root)
+    states = dict(table.filter(table["run"] == "three").select("stage", "state").iter_rows())
+    assert states == {
+        "prepare": "failed",
+        "extract": "stopped",
+        "memory_sweep": "killed",
+        "train_drafter": "running",
+        "acceptance": "unreadable",
+    }
+    assert runs.overview(root)["state"].to_list() == ["finished", "failed", "finished"]
+
+
+def test_comparing_shows_only_what_differs(root):
+    table = runs.compare_parameters([root / "one", root / "two"])
+    assert table.to_dicts() == [
+        {"stage": "train_drafter", "parameter": "lr", "one": "0.001", "two": "0.0001"}
+    ]
+    figures = runs.compare_figures([root / "one", root / "two"])
+    row = figures.filter(figures["figure"] == "tau_trained").to_dicts()[0]
+    assert (row["one"], row["two"]) == ("2.5", "3.0")
+
+
+@pytest.mark.parametrize("names", [["one"], ["one", "nowhere"]])
+def test_comparing_too_few_or_absent_runs_is_refused(root, names):
+    with pytest.raises(InputError):
+        runs.compare_parameters([root / name for name in names])
+
+
+def test_empty_and_absent_roots(tmp_path):
+    assert runs.stage_table(tmp_path).height == 0
+    with pytest.raises(InputError, match="no such folder of runs"):
+        runs.stage_table(tmp_path / "nowhere")
+
+
+def evil_notebook(path: Path) -> None:
+    figure = json.loads(go.Figure(go.Scatter(y=[1, 2], text=[EVIL, ""]), layout_title_text=EVIL).to_json())
+    outputs = [
+        nbformat.v4.new_output(
+            "display_data", {"application/vnd.plotly.v1+json": figure, "text/plain": "figure"}
+        ),
+        nbformat.v4.new_output("display_data", {"text/html": EVIL, "text/plain": EVIL}),
+        nbformat.v4.new_output("stream", name="stdout", text=EVIL),
+        nbformat.v4.new_output("error", ename="ValueError", evalue=EVIL, traceback=[]),
+    ]
+    cells = [
+        nbformat.v4.new_markdown_cell(f"# Title\n\n{EVIL} and `code` | [link](javascript:alert(1))"),
+        nbformat.v4.new_code_cell("x", outputs=outputs),
+    ]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+
+
+def test_report_is_one_page_with_everything_escaped(root, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "a-secret-token")
+    result(root / "one" / "prepare", {}, {"target": EVIL, "source": "a-secret-token"})
+    evil_notebook(root / "one" / "prepare.ipynb")
+    page = report.write_report(root / "one").read_text()
+    assert EVIL not in page and "window.hacked" in page and "javascript:alert" not in page
+    assert "<img" not in page.split("<script>")[0] and "a-secret-token" not in page
+    assert (
+        page.count("Plotly.newPlot(") >= 1 and page.count('type="application/json"') == 2
+    )  # the data, the selector
+    assert 4_000_000 < len(page) < 7_000_000  # one copy of plotly.js
+    assert "default-src 'none'" in page and "tau_trained" in page
+
+
+def test_index_links_the_reports(root):
+    report.write_report(root / "two")
+    page = report.write_index(root).read_text()
+    assert '<a href="two/report.html">two</a>' in page and page.count("<a href") == 1
+    assert "<script" not in page
+
+
+def test_a_torn_notebook_is_named(root):
+    (root / "one" / "prepare.ipynb").write_text('{"cells": [')
+    with pytest.raises(StoreError, match=r"prepare.ipynb: not a notebook"):
+        report.write_report(root / "one")
+
+
+def test_report_of_a_folder_without_stages_says_what_to_type(tmp_path):
+    with pytest.raises(InputError, match="dflash-lab prepare"):
+        report.write_report(tmp_path)
