@@ -1,4 +1,6 @@
-"""Shared fixtures: tests/ on the import path, few threads, tiny targets built once a session, GPU tests skipped without one."""
+"""Shared fixtures: tests/ on the import path, few threads, tiny targets built once a session, GPU tests
+skipped without one.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The head of a target alone: embedding, final norm and head matrix, which is all that training a drafter needs of it.
+"""The head of a target alone: embedding, final norm and head matrix, which is all that training a drafter
+needs of it.
 
-The final norm is the model class's own module: Qwen3.5 and Gemma multiply by (1 + w), Llama by w, and a norm written again
-here would be wrong for one of them.
+The final norm is the model class's own module: Qwen3.5 and Gemma multiply by (1 + w), Llama by w, and a norm
+written again here would be wrong for one of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which model, tokenizer and template made a state: hashes cheap enough to compute at every start.
 
-A weight file is identified by its name, size and safetensors header (names, shapes, offsets), not by its 54 GB of content;
-`full=True` reads everything.
+A weight file is identified by its name, size and safetensors header (names, shapes, offsets), not by its 54
+GB of content; `full=True` reads everything.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ def header_hash(path: Path) -> str:
 
 
 def identify(source: Source, *, seed: int = 0, full: bool = False) -> dict[str, Any]:
-    """Return the identity of a target: name, config hash, weights hash, revision, tokenizer and template hash.
+    """Return the identity of a target: name, config hash, weights hash, revision, tokenizer and template
+    hash.
 
-    full: hash the content of the weight files as well (reads all of them). For ``random:`` targets the weights are
-    named by their seed; tokenizer and template are empty.
+    full: hash the content of the weight files as well (reads all of them). For ``random:`` targets the
+    weights are named by their seed; tokenizer and template are empty.
     """
     config = whole_config(source)
     fields = {k: v for k, v in config.to_dict().items() if k not in _VOLATILE}
@@ -56,7 +57,9 @@ def identify(source: Source, *, seed: int = 0, full: bool = False) -> dict[str, 
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """Hash what a tokenizer does: its whole definition if it is a fast one, else its vocabulary and special tokens."""
+    """Hash what a tokenizer does: its whole definition if it is a fast one, else its vocabulary and special
+    tokens.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     definition = (
         backend.to_str() if backend is not None else [tokenizer.get_vocab(), tokenizer.special_tokens_map]

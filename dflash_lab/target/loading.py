@@ -8,6 +8,7 @@ import logging
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,6 +52,43 @@ def choose_dtype(dtype: str | torch.dtype, config: PretrainedConfig) -> torch.dt
     return _DTYPES[dtype]
 
 
+@dataclass(frozen=True)
+class _Order:
+    """What to load, settled: which config (wrapper included), from where, onto which device, in which dtype."""
+
+    source: Source
+    whole: PretrainedConfig
+    checkpoint: Checkpoint | None  # None: random weights from `seed`
+    device: torch.device
+    dtype: torch.dtype
+    seed: int
+
+    @property
+    def text(self) -> PretrainedConfig:
+        return self.whole.get_text_config()
+
+    def skeleton(self, config: PretrainedConfig) -> tuple[PreTrainedModel, structure.Parts]:
+        """Build the body of `config` on the meta device and find its parts, before gigabytes are read."""
+        body = structure.skeleton(
+            config,
+            name=self.source.name,
+            dtype=self.dtype,
+            trust_remote_code=self.source.trust_remote_code,
+        )
+        return body, structure.find_parts(body, config, self.source.name)
+
+
+def _order(
+    target: str, device: str | torch.device, dtype: str | torch.dtype, trust_remote_code: bool, seed: int
+) -> _Order:
+    source = resolve(target, trust_remote_code=trust_remote_code)
+    chosen = choose_device(device)
+    whole = whole_config(source)
+    kind = choose_dtype(dtype, whole.get_text_config())
+    checkpoint = None if source.checkpoint is None else Checkpoint(source.checkpoint)
+    return _Order(source, whole, checkpoint, chosen, kind, seed)
+
+
 def load_target(
     target: str,
     *,
@@ -66,41 +104,28 @@ def load_target(
     """Load a target for inference: evaluation mode, no gradients.
 
     target: ``smollm2``, a folder, a hub id, or ``random:<named shape | config.json>`` (weights from `seed`).
-    last_layer: the last decoder layer to load (0-based, z-lab id); later ones are not read. with_head: False leaves the
-    head matrix unread. device ``meta`` gives shapes without weights.
-    Raises `InputError` for a name or value that means nothing and `UnsupportedTarget` for a model that is not understood.
+    last_layer: the last decoder layer to load (0-based, z-lab id); later ones are not read. with_head: False
+    leaves the head matrix unread. device ``meta`` gives shapes without weights. Raises `InputError` for a
+    name or value that means nothing and `UnsupportedTarget` for a model that is not understood.
     """
-    source = resolve(target, trust_remote_code=trust_remote_code)
-    chosen = choose_device(device)
-    whole = whole_config(source)
-    kind = choose_dtype(dtype, whole.get_text_config())
-    config = structure.cut_config(whole.get_text_config(), last_layer)
-    config._attn_implementation = attn
-    if chosen.type == "cuda" and structure.is_hybrid(config) and not allow_slow_kernels:
-        _require_fast_kernels(source.name)
     started = time.monotonic()
-    body = structure.skeleton(config, name=source.name, dtype=kind, trust_remote_code=trust_remote_code)
-    parts = structure.find_parts(body, config, source.name)  # refuse before gigabytes are read
-    checkpoint = None if source.checkpoint is None else Checkpoint(source.checkpoint)
-    if chosen.type != "meta":
-        if checkpoint is None:
-            shapes.randomise(body, seed=seed, device=chosen, dtype=kind)
+    order = _order(target, device, dtype, trust_remote_code, seed)
+    config = structure.cut_config(order.text, last_layer)
+    config._attn_implementation = attn
+    if order.device.type == "cuda" and structure.is_hybrid(config) and not allow_slow_kernels:
+        _require_fast_kernels(target)
+    body, parts = order.skeleton(config)
+    if order.device.type != "meta":
+        if order.checkpoint is None:
+            shapes.randomise(body, seed=seed, device=order.device, dtype=order.dtype)
         else:
-            body = _read_body(source, checkpoint, config, parts, chosen, kind)
+            body = _read_body(order, order.checkpoint, config, parts)
     body.requires_grad_(False).eval()
-    weight = None
-    if with_head:
-        embedding = body.get_input_embeddings().weight
-        weight = _head_weight(source, checkpoint, whole, embedding, chosen, kind, seed)
-    log.info(
-        "%s: %d layers, %s on %s, %.1f s",
-        target,
-        config.num_hidden_layers,
-        kind,
-        chosen,
-        time.monotonic() - started,
-    )
-    return Target(source, config, body, weight, device=chosen, dtype=kind, seed=seed)
+    parts = structure.find_parts(body, config, target)
+    weight = _head_weight(order, parts.embedding.weight) if with_head else None
+    seconds = time.monotonic() - started
+    log.info("%s: %d layers, %s on %s, %.1f s", target, len(parts.layers), order.dtype, order.device, seconds)
+    return Target(order.source, config, body, weight, device=order.device, dtype=order.dtype, seed=seed)
 
 
 def load_head(
@@ -112,114 +137,87 @@ def load_head(
     seed: int = 0,
 ) -> TargetHead:
     """Load only a target's embedding, final norm and head matrix; equal to ``load_target(...).head``."""
-    source = resolve(target, trust_remote_code=trust_remote_code)
-    chosen = choose_device(device)
-    whole = whole_config(source)
-    kind = choose_dtype(dtype, whole.get_text_config())
-    config = structure.cut_config(
-        whole.get_text_config(), 0
-    )  # one layer: the ends have the same names and shapes
-    body = structure.skeleton(config, name=source.name, dtype=kind, trust_remote_code=trust_remote_code)
-    parts = structure.find_parts(body, config, source.name)
-    ends = {parts.embedding_name: parts.embedding, parts.norm_name: parts.norm}
-    checkpoint = None
-    if source.checkpoint is None:
-        for name, module in ends.items():
-            shapes.fill_module(module, body, seed=seed, name=name, device=chosen, dtype=kind)
-    else:
-        checkpoint = Checkpoint(source.checkpoint)
-        prefix = checkpoint.text_prefix(parts.embedding_name, parts.norm_name)
-        for name, module in ends.items():
-            for key, _ in list(module.named_parameters(recurse=False)):
-                weight = checkpoint.read(f"{prefix}{name}.{key}", device=chosen, dtype=kind)
-                setattr(module, key, nn.Parameter(weight, requires_grad=False))
+    order = _order(target, device, dtype, trust_remote_code, seed)
+    # A body of one layer: its ends have the names and shapes of the whole one's.
+    body, parts = order.skeleton(structure.cut_config(order.text, 0))
+    for name, module in ((parts.embedding_name, parts.embedding), (parts.norm_name, parts.norm)):
+        if order.device.type == "meta":
+            continue
+        if order.checkpoint is None:
+            shapes.fill_module(
+                module, body, seed=seed, name=name, device=order.device, dtype=order.dtype, fp32_names=()
+            )
+            continue
+        prefix = order.checkpoint.text_prefix(parts.embedding_name, parts.norm_name)
+        for key, _ in list(module.named_parameters(recurse=False)):
+            weight = order.checkpoint.read(f"{prefix}{name}.{key}", device=order.device, dtype=order.dtype)
+            setattr(module, key, nn.Parameter(weight, requires_grad=False))
     norm = parts.norm.requires_grad_(False).eval()
     embedding = parts.embedding.weight.detach()
-    weight = _head_weight(source, checkpoint, whole, embedding, chosen, kind, seed)
-    return TargetHead(embedding, norm, weight)
+    return TargetHead(embedding, norm, _head_weight(order, embedding))
 
 
 def _read_body(
-    source: Source,
-    checkpoint: Checkpoint,
-    config: PretrainedConfig,
-    parts: structure.Parts,
-    device: torch.device,
-    dtype: torch.dtype,
+    order: _Order, checkpoint: Checkpoint, config: PretrainedConfig, parts: structure.Parts
 ) -> PreTrainedModel:
     """Read the body's own tensors, and no others, straight onto the device."""
     prefix = checkpoint.text_prefix(parts.embedding_name, parts.norm_name)
     with _quiet():
         body, info = AutoModel.from_pretrained(
-            source.checkpoint,
+            checkpoint.source,
             config=config,
-            dtype=dtype,
-            device_map={"": device} if device.type != "cpu" else None,
+            dtype=order.dtype,
+            device_map={"": order.device} if order.device.type != "cpu" else None,
             key_mapping={"^" + re.escape(prefix): ""} if prefix else None,
             use_safetensors=True,
-            trust_remote_code=source.trust_remote_code,
+            trust_remote_code=order.source.trust_remote_code,
             output_loading_info=True,
         )
     absent = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
     if absent:
         raise UnsupportedTarget(
-            f"{source.name}: {len(absent)} tensors of {type(body).__name__} are missing or of another shape in the checkpoint, "
-            f"first {absent[0]}. Its config.json and its weights do not belong together."
+            f"{order.source.name}: {len(absent)} tensors of {type(body).__name__} are missing or of another "
+            f"shape in the checkpoint, first {absent[0]}. Its config.json and its weights do not belong together."
         )
     return body
 
 
-def _head_weight(
-    source: Source,
-    checkpoint: Checkpoint | None,
-    whole: PretrainedConfig,
-    embedding: torch.Tensor,
-    device: torch.device,
-    dtype: torch.dtype,
-    seed: int,
-) -> torch.Tensor:
+def _head_weight(order: _Order, embedding: torch.Tensor) -> torch.Tensor:
     """Return the head matrix [V, H]: its own tensor, or the embedding's when the two are tied."""
-    text = whole.get_text_config()
+    whole, text, device = order.whole, order.text, order.device
     tied = bool(getattr(whole, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False))
-    head, bias = structure.head_of(text, source.trust_remote_code)
-    if bias:
-        raise UnsupportedTarget(
-            f"{source.name}: its head has a bias; the losses compute hidden @ weight.T and no more."
-        )
-    if checkpoint is None:
-        if tied:
-            return embedding
-        if device.type == "meta":
-            return torch.empty_like(embedding)
-        module = nn.Linear(embedding.shape[1], embedding.shape[0], bias=False, device="meta", dtype=dtype)
-        small = structure.skeleton(structure.cut_config(text, 0), name=source.name, dtype=dtype)
-        shapes.fill_module(module, small, seed=seed, name=head, device=device, dtype=dtype)
-        return module.weight.detach()
-    name = checkpoint.head_tensor(head)
-    if name is None and not tied:
-        raise UnsupportedTarget(
-            f"{source.name}: no {head}.weight in the checkpoint, and its config does not tie it to the embedding."
-        )
-    if name is None:
-        return embedding
-    return (
-        torch.empty_like(embedding)
-        if device.type == "meta"
-        else checkpoint.read(name, device=device, dtype=dtype)
+    head = structure.head_of(text, name=order.source.name, trust_remote_code=order.source.trust_remote_code)
+    if order.checkpoint is not None:
+        tensor = order.checkpoint.head_tensor(head)
+        if tensor is not None and device.type != "meta":
+            return order.checkpoint.read(tensor, device=device, dtype=order.dtype)
+        if tensor is None and not tied:
+            raise UnsupportedTarget(
+                f"{order.source.name}: no {head}.weight in the checkpoint, and its config does not tie the head "
+                "to the embedding."
+            )
+    if tied or device.type == "meta":
+        return embedding if tied else torch.empty_like(embedding)
+    module = nn.Linear(embedding.shape[1], embedding.shape[0], bias=False, device="meta", dtype=order.dtype)
+    body, _ = order.skeleton(structure.cut_config(text, 0))
+    shapes.fill_module(
+        module, body, seed=order.seed, name=head, device=device, dtype=order.dtype, fp32_names=()
     )
+    return module.weight.detach()
 
 
 def _require_fast_kernels(name: str) -> None:
     if importlib.util.find_spec("fla") is None:
         raise InputError(
-            f"{name} has gated-delta-net layers and flash-linear-attention is not installed: on CUDA the fallback is many times "
-            "slower and takes more memory. pip install 'dflash-lab[gpu]', or set allow_slow_kernels=True."
+            f"{name} has gated-delta-net layers and flash-linear-attention is not installed: on CUDA the fallback "
+            "is many times slower and takes more memory. pip install 'dflash-lab[gpu]', or set "
+            "allow_slow_kernels=True."
         )
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from listing the tensors that were left out on purpose, and its progress bar out of logs."""
+    """Keep transformers from listing the tensors that were left out on purpose, and its bar out of logs."""
     logging_tools: Any = transformers.utils.logging
     level, bars = logging_tools.get_verbosity(), logging_tools.is_progress_bar_enabled()
     logging_tools.set_verbosity_error()

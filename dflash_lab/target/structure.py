@@ -1,8 +1,10 @@
-"""Where things are in a causal language model: layers, embedding, final norm, head; and which models are refused.
+"""Where things are in a causal language model: layers, embedding, final norm, head; and which models are
+refused.
 
-A target is seen as `body` (token ids -> output of the final norm) plus a head matrix. Only public accessors and the
-module tree are used, never a list of model names, so that a new architecture works on the day transformers has it. What
-cannot be found for sure is refused by name: a wrong norm or layer would cost acceptance silently.
+A target is seen as `body` (token ids -> output of the final norm) plus a head matrix. Only public accessors
+and the module tree are used, never a list of model names, so that a new architecture works on the day
+transformers has it. What cannot be found for sure is refused by name: a wrong norm or layer would cost
+acceptance silently.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreT
 
 from dflash_lab.errors import InputError, UnsupportedTarget
 
-# Fields that change the logits after the head matrix. The losses and the decoder compute hidden @ weight.T and no more.
+# Fields that change the logits after the head matrix. The losses and the decoder compute hidden @ weight.T
+# and no more.
 _LOGIT_FIELDS = {
     "final_logit_softcapping": (None, 0, 0.0),
     "logit_scale": (None, 1, 1.0),
@@ -39,7 +42,9 @@ class Parts:
 
 
 def check_causal(config: PretrainedConfig, name: str) -> None:
-    """Refuse what is not a causal language model whose logits are hidden @ head.T. `config`: as read, wrapper included."""
+    """Refuse what is not a causal language model whose logits are hidden @ head.T. `config`: as read, wrapper
+    included.
+    """
     text = config.get_text_config()
     architectures = getattr(config, "architectures", None) or []
     if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
@@ -62,8 +67,8 @@ def check_causal(config: PretrainedConfig, name: str) -> None:
         value = getattr(text, field, None)
         if value not in neutral:
             raise UnsupportedTarget(
-                f"{name}: {text.model_type} has {field}={value}, which changes its logits after the head. It would need "
-                "a head with that step in TargetHead, the fused loss and the decoder."
+                f"{name}: {text.model_type} has {field}={value}, which changes its logits after the head. It would "
+                "need that step in TargetHead, the fused loss and the decoder."
             )
 
 
@@ -89,13 +94,15 @@ def skeleton(
             return AutoModel.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except ValueError as error:
         raise UnsupportedTarget(
-            f"{name}: transformers has no text model for model_type {config.model_type!r} ({error}). It would need one, or "
-            "trust_remote_code=True if the checkpoint brings its own code and you trust it."
+            f"{name}: transformers has no text model for model_type {config.model_type!r} ({error}). It would "
+            "need one, or trust_remote_code=True if the checkpoint brings its own code and you trust it."
         ) from error
 
 
 def find_parts(body: PreTrainedModel, config: PretrainedConfig, name: str) -> Parts:
-    """Find decoder layers, embedding and final norm of a body, or raise `UnsupportedTarget` saying what is missing."""
+    """Find decoder layers, embedding and final norm of a body, or raise `UnsupportedTarget` saying what is
+    missing.
+    """
 
     def missing(what: str) -> UnsupportedTarget:
         return UnsupportedTarget(f"{name}: {type(body).__name__} is not understood: {what}.")
@@ -130,20 +137,27 @@ def find_parts(body: PreTrainedModel, config: PretrainedConfig, name: str) -> Pa
     return Parts(lists[0], embedding, norms[0], names[id(embedding)], names[id(norms[0])])
 
 
-def head_of(config: PretrainedConfig, trust_remote_code: bool = False) -> tuple[str, bool]:
-    """Return the name of the head module in the causal model of a text config, and whether it has a bias."""
-    small = cut_config(config, 0)
+def head_of(config: PretrainedConfig, *, name: str, trust_remote_code: bool = False) -> str:
+    """Return the name of the head module in the causal model of a text config, usually ``lm_head``."""
     try:
         with torch.device("meta"):
-            causal: Any = AutoModelForCausalLM.from_config(small, trust_remote_code=trust_remote_code)
+            causal: Any = AutoModelForCausalLM.from_config(
+                cut_config(config, 0), trust_remote_code=trust_remote_code
+            )
     except ValueError:
-        return "lm_head", False  # a text model that exists only inside a multimodal wrapper (qwen3_vl_text)
+        return "lm_head"  # a text model that exists only inside a multimodal wrapper (qwen3_vl_text)
     head = causal.get_output_embeddings()
-    name = next(child for child, module in causal.named_modules() if module is head)
-    return name, getattr(head, "bias", None) is not None
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise UnsupportedTarget(
+            f"{name}: the head of {type(causal).__name__} is {head!r}. It would need to be one matrix without "
+            "bias: the losses compute hidden @ weight.T and no more."
+        )
+    return next(child for child, module in causal.named_modules() if module is head)
 
 
 def is_hybrid(config: PretrainedConfig) -> bool:
-    """Tell whether some layers keep a recurrent state (gated delta net, state space) instead of keys and values."""
+    """Tell whether some layers keep a recurrent state (gated delta net, state space) instead of keys and
+    values.
+    """
     kinds = getattr(config, "layer_types", None) or []
     return any("attention" not in kind or kind == "linear_attention" for kind in kinds)

@@ -1,8 +1,8 @@
 """Catch what chosen decoder layers put out, and nothing else.
 
-`output_hidden_states=True` keeps every layer's output (four times the memory of five taps on a 64-layer target), and its
-last entry has gone through the final norm. A forward hook on the tapped layers has neither fault. A hook registered
-after a compiled forward never fires, so enter `Taps` before the first compiled call.
+`output_hidden_states=True` keeps every layer's output (four times the memory of five taps on a 64-layer
+target), and its last entry has gone through the final norm. A forward hook on the tapped layers has neither
+fault. A hook registered after a compiled forward never fires, so enter `Taps` before the first compiled call.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def default_tap_ids(num_layers: int, count: int = 5) -> list[int]:
     first, last = 1, num_layers - 3
     if last - first + 1 < count:
         raise InputError(
-            f"{count} taps do not fit a target of {num_layers} layers: the rule spreads them over layers {first}..{last}, "
-            f"which are {max(0, last - first + 1)}. Ask for fewer taps or name the layers yourself."
+            f"{count} taps do not fit a target of {num_layers} layers: the rule spreads them over layers "
+            f"{first}..{last}. Ask for fewer taps, or name the layers yourself."
         )
     return [round(first + i * (last - first) / (count - 1)) for i in range(count)]
 
@@ -48,8 +48,8 @@ def check_tap_ids(ids: Sequence[int], num_layers: int) -> list[int]:
     wrong = [i for i in ids if not 0 <= i < num_layers]
     if wrong:
         raise InputError(
-            f"tap_ids {wrong}: the target has layers 0..{num_layers - 1}. Id k is the output of the 0-based decoder layer "
-            "k; vLLM and speculators count one more."
+            f"tap_ids {wrong}: the target has layers 0..{num_layers - 1}. Id k is the output of the 0-based decoder "
+            "layer k; vLLM and speculators count one more."
         )
     if ids != sorted(set(ids)):
         raise InputError(f"tap_ids {ids}: write each layer once, in rising order.")
@@ -57,7 +57,8 @@ def check_tap_ids(ids: Sequence[int], num_layers: int) -> list[int]:
 
 
 class Taps:
-    """Context manager holding one forward hook on each tapped layer; `take()` hands over one forward's tensors.
+    """Context manager holding one forward hook on each tapped layer; `take()` hands over one forward's
+    tensors.
 
     The states are views of what the model computed: no copy is made, and `take` keeps no reference to them.
     """
@@ -105,7 +106,7 @@ class Taps:
         if any(count != 1 for count in counts.values()):
             self.clear()
             raise TapError(
-                f"Tensors caught a layer since the last take: {counts}; expected one each. None means that no forward reached "
-                "the layer (or that it was compiled before the hook); more means two forwards without a take between."
+                f"Tensors caught a layer since the last take: {counts}; expected one each. 0: no forward reached the "
+                "layer, or it was compiled before the hook. 2 or more: forwards without a take between."
             )
         return [self._caught[i].pop() for i in self.ids]

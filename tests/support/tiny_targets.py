@@ -1,7 +1,8 @@
-"""Tiny targets on disk: a model of each supported kind with random weights, a byte tokenizer and a ChatML template.
+"""Tiny targets on disk: a model of each supported kind with random weights, a byte tokenizer and a ChatML
+template.
 
-Weights use `initializer_range=0.3`: with the usual 0.02 the layer outputs are so small that a wrong mask or a wrong
-layer still passes an absolute tolerance. Judge by relative L2 error, never by an absolute one.
+Weights use `initializer_range=0.3`: with the usual 0.02 the layer outputs are so small that a wrong mask or a
+wrong layer still passes an absolute tolerance. Judge by relative L2 error, never by an absolute one.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ _VISION: dict[str, Any] = {
 
 
 def tiny_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
-    """Build a byte tokenizer: 256 ids for the bytes (not in byte order), <|pad|> 256, <|im_start|> 257, <|im_end|> 258 (eos)."""
+    """Build a byte tokenizer: 256 ids for the bytes (not in byte order), <|pad|> 256, <|im_start|> 257,
+    <|im_end|> 258 (eos).
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -108,7 +111,8 @@ def tiny_config(kind: str, **overrides: Any) -> Any:
 def build_tiny(
     kind: str, folder: Path | str, *, seed: int = 0, template: str = CHATML, **overrides: Any
 ) -> Path:
-    """Write a tiny target of `kind` (see KINDS) with its tokenizer into `folder` as fp32 safetensors; return the folder.
+    """Write a tiny target of `kind` (see KINDS) with its tokenizer into `folder` as fp32 safetensors; return
+    the folder.
 
     Norm weights are made random too (a target whose norms are all one hides a norm that is applied wrongly).
     """
