@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dflash_lab import __version__
 from dflash_lab.errors import LabError, near
 from dflash_lab.workbench import commands
-from dflash_lab.workbench.registry import STAGES
+from dflash_lab.workbench.registry import PURPOSES, STAGES
 
 _STAGE_HELP = """\
 Runs notebooks/{stage}.ipynb through papermill; the executed notebook goes into the run folder. Options of
@@ -22,9 +22,7 @@ papermill's own (--execution-timeout, --report-mode, --no-log-output ...) are pa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return 0, 1 for an error a person can mend, 2 for a wrong command line, or the stage's
-    code.
-    """
+    """Run a command; return 0, 1 for an error a person can mend, 2 for a wrong line, or the stage's code."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     if words and not words[0].startswith("-") and words[0] not in commands.COMMANDS:
@@ -41,11 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"dflash-lab: {redact(str(error))}", file=sys.stderr)
         return 1
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # `dflash-lab runs | head`: the reader has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        else:
+            print(f"dflash-lab: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("dflash-lab: interrupted; the same command goes on from what is finished", file=sys.stderr)
-        return 1
-    except BrokenPipeError:  # `dflash-lab runs | head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
@@ -93,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     for stage in STAGES:
         command = add(
             stage,
-            f"run the {stage} notebook",
+            PURPOSES[stage],
             commands.stage,
             True,
             description=_STAGE_HELP.format(stage=stage),

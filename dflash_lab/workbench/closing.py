@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from dflash_lab.workbench.stage import RESULT, read_result
@@ -17,8 +18,8 @@ ROWS: dict[str, tuple[str, str, str, Callable[[list[float]], float]]] = {
     "samples_in": ("", "prepare", "samples_in", sum),
     "samples_stored": ("", "extract", "samples_stored", sum),
     "samples_quarantined": ("", "extract", "samples_quarantined", sum),
-    "tokens": ("tokens", "extract", "tokens", sum),
-    "extract_tokens_per_s": ("tokens/s", "extract", "tokens_per_s", sum),
+    "tokens_stored": ("tokens", "extract", "tokens_stored", sum),
+    "extract_tokens_per_s": ("tokens/s a process", "extract", "extract_tokens_per_s", fmean),
     "padding_waste_pct": ("%", "extract", "padding_waste_pct", max),
     "predicted_peak_gib": ("GiB", "memory_sweep", "predicted_peak_gib", max),
     "measured_peak_gib": ("GiB", "memory_sweep", "measured_peak_gib", max),

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from dflash_lab.errors import InputError
-from dflash_lab.workbench.registry import STAGES, params_class, stage_module
+from dflash_lab.workbench.registry import PURPOSES, STAGES, params_class
 
 COMMANDS = ("stages", "run", "runs", "report", "verify", "completion", *STAGES)
 
@@ -31,11 +31,10 @@ def run(options: argparse.Namespace, extra: list[str]) -> int:
 
 
 def stages(options: argparse.Namespace, extra: list[str]) -> int:
-    """List the stages with the first line of their module's docstring."""
+    """List the stages, each with its purpose."""
     width = max(map(len, STAGES))
-    for name in STAGES:
-        summary = (stage_module(name).__doc__ or "").strip().splitlines()[0]
-        print(f"{name:<{width}}  {summary}")
+    for name, purpose in PURPOSES.items():
+        print(f"{name:<{width}}  {purpose}")
     return 0
 
 

@@ -56,6 +56,7 @@ def run_notebook(stage: str, given: Given, extra: list[str]) -> int:
 
 
 def _papermill(words: list[str]) -> int:
+    import click
     from papermill.cli import papermill
     from papermill.exceptions import PapermillExecutionError
 
@@ -63,6 +64,11 @@ def _papermill(words: list[str]) -> int:
         papermill.main(args=words, prog_name="papermill", standalone_mode=False)
     except PapermillExecutionError as error:
         logger.error("%s: %s", error.ename, str(error.evalue)[:2000])
+        return FAILED
+    except click.ClickException as error:
+        logger.error("%s", error.format_message())
+        return USAGE
+    except click.Abort:  # Ctrl-C
         return FAILED
     except SystemExit as leave:  # papermill's way to say that the kernel died
         return leave.code if isinstance(leave.code, int) else FAILED

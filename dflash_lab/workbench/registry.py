@@ -13,7 +13,15 @@ from typing import Any
 from dflash_lab.errors import InputError, near
 from dflash_lab.workbench.params import StageParams
 
-STAGES = ("prepare", "dataset_stats", "extract", "memory_sweep", "train_drafter", "acceptance")
+PURPOSES = {
+    "prepare": "turn conversations into tokenised samples with a loss mask",
+    "dataset_stats": "show how long the samples are and what batching them would waste",
+    "extract": "run the samples through the target once and store its tapped states",
+    "memory_sweep": "predict and measure what fits into memory",
+    "train_drafter": "train a drafter on the stored states",
+    "acceptance": "decode with the drafter and measure how much of it the target accepts",
+}
+STAGES = tuple(PURPOSES)
 
 
 def stage_module(stage: str) -> ModuleType:

@@ -92,7 +92,7 @@ def _run(params: StageParams, inputs: dict[str, str], progress: ProgressCallback
     except BaseException as error:
         forget_locals(error)
         collect()
-        write_json(folder / FAILURE, failure_record(params, error, time.monotonic() - start))
+        _write_failure(folder / FAILURE, failure_record(params, error, time.monotonic() - start))
         raise
     finally:
         if own is not None:
@@ -102,6 +102,14 @@ def _run(params: StageParams, inputs: dict[str, str], progress: ProgressCallback
     (folder / FAILURE).unlink(missing_ok=True)
     logger.info("%s: done in %s", params.stage, duration(seconds))
     return result
+
+
+def _write_failure(path: Path, record: dict[str, Any]) -> None:
+    """Write the failure; a disk too full even for that must not hide the error itself."""
+    try:
+        write_json(path, record)
+    except OSError as error:
+        logger.error("%s: could not be written (%s)", path, error.strerror)
 
 
 def _result_record(params: StageParams, inputs: dict, figures: dict, seconds: float) -> dict[str, Any]:

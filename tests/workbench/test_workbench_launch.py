@@ -236,3 +236,8 @@ params = Toy(run_dir=tempfile.mkdtemp(), interactive=False)
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
+
+
+def test_papermills_usage_error_is_2(lab):
+    code, output = finish(lab("prepare", "--no-such-option"))
+    assert code == 2 and "--no-such-option" in output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -254,6 +255,17 @@ def test_a_file_in_the_way_of_the_run_folder_is_an_input_error(tmp_path, toy):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot write here"):
         stage.execute(ToyParams(run_dir=str(tmp_path / "file"), interactive=False))
+
+
+def test_a_full_disk_does_not_hide_the_error(toy, params, monkeypatch, capsys):
+    def full(path, value):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(stage, "write_json", full)
+    toy.body = lambda params, progress: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        stage.execute(params)
+    assert "failure.json: could not be written (No space left on device)" in capsys.readouterr().err
 
 
 def test_result_is_json_without_nan(toy, params):
