@@ -225,14 +225,15 @@ def _state_rms(params: ExtractParams) -> pl.DataFrame:
 
     store = open_store(params.store_path)
     items = [store[index] for index in range(0, len(store), max(1, len(store) // _EXAMINED))]
-    stacks: dict[str, list[torch.Tensor]] = {f"tap {tap}": [] for tap in store.tap_ids} | (
-        {"final": []} if store.has_final else {}
-    )
+    names = [*(f"tap {tap}" for tap in store.tap_ids), *(["final"] if store.has_final else [])]
+    sizes: list[list[Any]] = [[] for _ in names]
     for item in items:
         states = list(item.taps.float().split(store.hidden_size, dim=-1))
         states += [item.final.float()] if item.final is not None else []
-        for rows, state in zip(stacks.values(), states):
+        for rows, state in zip(sizes, states):
             rows.append(state.square().mean(dim=-1).sqrt())
     marks = torch.tensor([0.05, 0.5, 0.95, 1.0])
-    rows = [(name, *torch.cat(parts)[:1_000_000].quantile(marks).tolist()) for name, parts in stacks.items()]
-    return pl.DataFrame(rows, schema=_STATE_SCHEMA, orient="row")
+    found = [
+        (name, *torch.cat(rows)[:1_000_000].quantile(marks).tolist()) for name, rows in zip(names, sizes)
+    ]
+    return pl.DataFrame(found, schema=_STATE_SCHEMA, orient="row")

@@ -1,0 +1,1 @@
+"""A faster forward for decoder layers that are understood, applied to a loaded target from outside."""

@@ -1,0 +1,250 @@
+"""The fused forward of a decoder layer: norms with their residual adds, merged projections, gates in one
+kernel each.
+
+A layer is understood by its parts (two norms, a gated MLP, attention or a gated delta net without biases),
+never by its class name; `speed_up` then compares every fused layer with the plain one before it is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dflash_lab.extraction.fast.merge import merge
+from dflash_lab.extraction.fast.ops import Ops
+
+
+class NotUnderstood(Exception):
+    """A layer has a part that the fused forward does not know; the message says which."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm as numbers: out = x / rms(x) * (offset + weight)."""
+
+    weight: Tensor
+    eps: float
+    offset: float
+
+
+def read_norm(module: nn.Module, name: str) -> Norm:
+    """Find out by trial which RMS norm a module computes: gain `weight` or 1 + `weight`."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
+    if (
+        weight is None
+        or weight.ndim != 1
+        or not isinstance(eps, float)
+        or getattr(module, "bias", None) is not None
+    ):
+        raise NotUnderstood(f"{name} ({type(module).__name__}) is no RMS norm with a weight and an eps")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, len(weight), generator=generator).to(weight.device, weight.dtype)
+    with torch.no_grad():
+        found = module(x).float()
+        plain = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+        for offset in (0.0, 1.0):
+            expected = plain * (offset + weight.float())
+            if (found - expected).norm() <= 2e-2 * found.norm():
+                return Norm(weight.detach(), eps, offset)
+    raise NotUnderstood(f"{name} ({type(module).__name__}) does not compute x / rms(x) * weight")
+
+
+def linears(module: Any, *names: str) -> list[nn.Linear]:
+    """Return the linear layers of these names; `NotUnderstood` unless all are plain and without a bias."""
+    found: list[nn.Linear] = []
+    for name in names:
+        part = getattr(module, name, None)
+        if type(part) is not nn.Linear or part.bias is not None:
+            raise NotUnderstood(f"{type(module).__name__} has no bias-free linear {name}")
+        found.append(part)
+    if len({(part.in_features, part.weight.dtype) for part in found}) != 1:
+        raise NotUnderstood(f"{type(module).__name__}: {', '.join(names)} differ in input width or type")
+    return found
+
+
+class FusedMlp:
+    """silu(x Wg) * (x Wu) Wd added onto the residual in the last product."""
+
+    def __init__(self, module: Any) -> None:
+        self._parts = linears(module, "gate_proj", "up_proj")
+        (self._out,) = linears(module, "down_proj")
+        act = getattr(module, "act_fn", None)
+        probe = torch.linspace(-3, 3, 7)
+        if act is None or not torch.allclose(act(probe), F.silu(probe), atol=1e-5):
+            raise NotUnderstood(f"mlp activation {type(act).__name__} is not SiLU")
+
+    def prepare(self) -> None:
+        """Merge the weights; after every check has passed."""
+        self._gate_up, _ = merge(self._parts)
+        self._width = self._parts[0].out_features
+        self._down = self._out.weight.detach().t()
+
+    def add_to(self, ops: Ops, residual: Tensor, normed: Tensor) -> Tensor:
+        """Return residual + mlp(normed), written into `residual` [T, H]."""
+        active = ops.swiglu(F.linear(normed, self._gate_up)[:, : 2 * self._width])
+        return residual.addmm_(active, self._down)
+
+
+class PlainMlp:
+    """Any other feed-forward module, called as it is."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def prepare(self) -> None:
+        """Nothing to merge."""
+
+    def add_to(self, ops: Ops, residual: Tensor, normed: Tensor) -> Tensor:
+        """Return residual + mlp(normed), written into `residual` [T, H]."""
+        out = self._module(normed[None])
+        return residual.add_((out[0] if isinstance(out, tuple) else out).view_as(residual))
+
+
+class FusedAttention:
+    """Grouped-query attention with optional head norms, partial rotary angles and an optional output gate."""
+
+    def __init__(self, module: Any) -> None:
+        self._parts = linears(module, "q_proj", "k_proj", "v_proj")
+        (self._out,) = linears(module, "o_proj")
+        if getattr(module, "sliding_window", None) is not None:
+            raise NotUnderstood("attention with a sliding window")
+        self._width, self._scale = int(module.head_dim), float(module.scaling)
+        self._heads = self._out.in_features // self._width
+        self._kv_heads = self._parts[1].out_features // self._width
+        gated = self._parts[0].out_features // (self._heads * self._width)
+        if gated not in (1, 2) or gated * self._heads * self._width != self._parts[0].out_features:
+            raise NotUnderstood("q_proj is neither queries nor queries with a gate a head")
+        self._gated, self._stride = gated == 2, gated * self._width
+        norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+        self._norms = [
+            None if norm is None else read_norm(norm, name) for norm, name in zip(norms, ("q_norm", "k_norm"))
+        ]
+        if any(norm is not None and len(norm.weight) != self._width for norm in self._norms):
+            raise NotUnderstood("q_norm over more than one head")
+
+    def prepare(self) -> None:
+        """Merge the weights."""
+        self._weight, self._starts = merge(self._parts)
+
+    def __call__(self, ops: Ops, normed: Tensor, batch: int, positions: Any) -> Tensor:
+        """Return the attention output [T, H] of `normed` [T, H]; positions: cos, sin, each [B or 1, L, R]."""
+        rows, (cos, sin) = F.linear(normed, self._weight), positions
+        q, k = (
+            ops.norm_rope(
+                rows, start, stride, heads, self._width, cos, sin,
+                norm.weight if norm else None, norm.eps if norm else 0.0, norm.offset if norm else 0.0,
+            )
+            for start, stride, heads, norm in (
+                (self._starts[0], self._stride, self._heads, self._norms[0]),
+                (self._starts[1], self._width, self._kv_heads, self._norms[1]),
+            )
+        )  # fmt: skip
+        v = rows[:, self._starts[2] : self._starts[2] + self._kv_heads * self._width]
+        v = v.view(batch, -1, self._kv_heads, self._width)
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+            is_causal=True, scale=self._scale, enable_gqa=self._heads != self._kv_heads,
+        ).transpose(1, 2)  # fmt: skip
+        if self._gated:
+            flat = ops.sigmoid_gate(mixed, rows, self._starts[0] + self._width, self._stride)
+        else:
+            flat = mixed.reshape(len(rows), -1)
+        return F.linear(flat, self._out.weight)
+
+
+class FusedDeltaNet:
+    """Gated delta net: one projection, convolution with SiLU and head norm, the chunked delta rule, a gated
+    norm.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._parts = linears(module, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        (self._out,) = linears(module, "out_proj")
+        conv = getattr(module, "conv1d", None)
+        if not isinstance(conv, nn.Conv1d) or conv.bias is not None:
+            raise NotUnderstood("delta net without a bias-free conv1d")
+        if getattr(module, "activation", "silu") not in ("silu", "swish"):
+            raise NotUnderstood(f"delta net activation {module.activation} is not SiLU")
+        self._key_heads, self._key_width = int(module.num_k_heads), int(module.head_k_dim)
+        self._value_heads, self._value_width = int(module.num_v_heads), int(module.head_v_dim)
+        self._conv = conv.weight.detach().squeeze(1).contiguous()
+        self._a_log, self._dt_bias = module.A_log.detach(), module.dt_bias.detach()
+        self._norm_weight = module.norm.weight.detach()
+        self._eps = float(module.norm.variance_epsilon)
+
+    def prepare(self) -> None:
+        """Merge the weights."""
+        self._weight, self._starts = merge(self._parts)
+
+    def __call__(self, ops: Ops, normed: Tensor, batch: int, positions: Any) -> Tensor:
+        """Return the mixer's output [T, H] of `normed` [T, H]."""
+        rows = F.linear(normed, self._weight)
+        keys = self._key_heads * self._key_width
+        q, k, v = (
+            ops.conv_silu(
+                rows, start, self._conv[start : start + heads * width], batch, heads, width, normalise
+            )
+            for start, heads, width, normalise in (
+                (0, self._key_heads, self._key_width, True),
+                (keys, self._key_heads, self._key_width, True),
+                (2 * keys, self._value_heads, self._value_width, False),
+            )
+        )
+        decay, beta = ops.delta_gates(
+            rows, self._starts[2], self._starts[3], self._a_log, self._dt_bias, batch
+        )
+        assert ops.delta_rule is not None
+        mixed = ops.delta_rule(q, k, v, decay, beta)
+        return F.linear(
+            ops.gated_rms_norm(mixed, rows, self._starts[1], self._norm_weight, self._eps), self._out.weight
+        )
+
+
+class FusedLayer:
+    """A decoder layer's forward; call it like the layer. Anything it does not cover goes to the plain
+    forward.
+    """
+
+    def __init__(self, layer: Any, ops: Ops) -> None:
+        self._ops, self._plain = ops, layer.forward
+        known = {"input_layernorm", "post_attention_layernorm", "mlp", "self_attn", "linear_attn"}
+        if strange := sorted({name for name, _ in layer.named_children()} - known):
+            raise NotUnderstood(f"the layer has {', '.join(strange)} besides norms, mixer and mlp")
+        self._before = read_norm(layer.input_layernorm, "input_layernorm")
+        self._between = read_norm(layer.post_attention_layernorm, "post_attention_layernorm")
+        if isinstance(mixer := getattr(layer, "linear_attn", None), nn.Module):
+            if ops.delta_rule is None:
+                raise NotUnderstood("the gated delta rule needs flash-linear-attention")
+            self._mixer: FusedDeltaNet | FusedAttention = FusedDeltaNet(mixer)
+        elif isinstance(mixer := getattr(layer, "self_attn", None), nn.Module):
+            self._mixer = FusedAttention(mixer)
+        else:
+            raise NotUnderstood("the layer has neither self_attn nor linear_attn")
+        try:
+            self._mlp: FusedMlp | PlainMlp = FusedMlp(layer.mlp)
+        except NotUnderstood:  # a mixture of experts: its routing stays its own
+            self._mlp = PlainMlp(layer.mlp)
+
+    def prepare(self) -> None:
+        """Merge weights: only now does anything change in the layer."""
+        self._mixer.prepare()
+        self._mlp.prepare()
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the layer's output [B, L, H]."""
+        caches = ("attention_mask", "cache", "past_key_values")
+        if args or any(kwargs.get(name) is not None for name in caches) or kwargs.get("use_cache"):
+            return self._plain(hidden_states, *args, **kwargs)
+        batch, length, hidden = hidden_states.shape
+        x = hidden_states.reshape(batch * length, hidden)
+        before, between = self._before, self._between
+        normed = self._ops.rms_norm(x, before.weight, before.eps, before.offset)
+        mixed = self._mixer(self._ops, normed, batch, kwargs.get("position_embeddings"))
+        total, normed = self._ops.add_rms_norm(x, mixed, between.weight, between.eps, between.offset)
+        del mixed
+        return self._mlp.add_to(self._ops, total, normed).view(batch, length, hidden)
