@@ -20,6 +20,7 @@ import polars as pl
 import xxhash
 
 from dflash_lab import files
+from dflash_lab.data.problems import BadRecord
 from dflash_lab.errors import InputError, StoreError
 
 SCHEMA: dict[str, Any] = {
@@ -85,6 +86,22 @@ def content_hash(input_ids: Any, loss_mask: Any) -> str:
 def is_heldout(hash_hex: str, fraction: float) -> bool:
     """Return whether the sample with this content hash is held out; a larger fraction only adds samples."""
     return int(hash_hex[:16], 16) < fraction * 2**64
+
+
+def fitted(ids: list[int], mask: list[int], limit: int, over_long: str) -> tuple[list[int], list[int]]:
+    """Return ids [L] and mask [L] within `limit` tokens (0: none): as they are, or cut with ``truncate``.
+
+    Raises `BadRecord` when the sample is too long and not to be cut, or holds no token to train on.
+    """
+    if limit and len(ids) > limit:
+        if over_long == "drop":
+            raise BadRecord("too long", f"{len(ids):,} tokens; max_length is {limit:,}")
+        if any(mask) and not any(mask[:limit]):
+            raise BadRecord("too long", f"the answer begins after max_length={limit:,} tokens")
+        ids, mask = ids[:limit], mask[:limit]
+    if not any(mask):
+        raise BadRecord("no answer", "the template shows no assistant token of this conversation")
+    return ids, mask
 
 
 def write_samples(
@@ -199,12 +216,19 @@ def read_samples(path: Path | str, rows: Iterable[int] | None = None) -> pl.Data
     frame = scan_samples(path)
     if rows is None:
         return frame.collect(engine="in-memory")
-    wanted = pl.DataFrame({"row": np.asarray(list(rows), dtype=np.uint32)}).with_row_index("order")
-    found = frame.with_row_index("row").join(wanted.lazy(), on="row").collect().sort("order")
-    if found.height != wanted.height:
-        lacking = sorted(set(wanted["row"]) - set(found["row"]))[:5]
-        raise InputError(f"{path}: rows {lacking} are not in the file.")
-    return found.select(list(SCHEMA))
+    wanted = np.asarray(list(rows), dtype=np.int64)
+    count = frame.select(pl.len()).collect().item()
+    if wanted.size and not (wanted.min() >= 0 and wanted.max() < count):
+        raise InputError(f"{path}: rows {wanted.min()} to {wanted.max()} asked for, the file has {count}.")
+    found, positions = [frame.head(0).collect()], [wanted[:0]]
+    for group in np.unique(
+        wanted // _ROW_GROUP
+    ).tolist():  # reads the row groups touched, holds the rows asked for
+        inside = np.flatnonzero(wanted // _ROW_GROUP == group)
+        part = frame.slice(group * _ROW_GROUP, _ROW_GROUP).collect(engine="in-memory")
+        found.append(part[(wanted[inside] - group * _ROW_GROUP).tolist()])
+        positions.append(inside)
+    return pl.concat(found)[np.argsort(np.concatenate(positions)).tolist()]
 
 
 def merge_samples(

@@ -107,8 +107,19 @@ def test_rows_are_read_in_the_order_asked(tmp_path):
     path = tmp_path / "s.parquet"
     write_samples(path, (sample(str(i), [i, i]) for i in range(50)), heldout_fraction=0, provenance=MADE)
     assert read_samples(path, [40, 3, 17])["id"].to_list() == ["40", "3", "17"]
-    with pytest.raises(InputError, match="50"):
-        read_samples(path, [1, 50])
+    assert read_samples(path, [3, 3])["id"].to_list() == ["3", "3"]
+    assert read_samples(path, []).height == 0
+    for rows in ([1, 50], [-1]):
+        with pytest.raises(InputError, match="the file has 50"):
+            read_samples(path, rows)
+
+
+def test_rows_are_read_across_row_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr("dflash_lab.data.samples._ROW_GROUP", 8)
+    path = tmp_path / "s.parquet"
+    write_samples(path, (sample(str(i), [i, i]) for i in range(50)), heldout_fraction=0, provenance=MADE)
+    rows = [49, 0, 7, 8, 9, 40, 16, 15]
+    assert read_samples(path, rows)["id"].to_list() == list(map(str, rows))
 
 
 def test_provenance_lies_beside_and_versions_are_checked(tmp_path):

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import plotly.graph_objects as go
 import polars as pl
 
-from dflash_lab.data.policies import Exploration
+from dflash_lab.data.policies import Exploration, Limits, explore
 from dflash_lab.workbench.figures.style import BLUE, GREEN, GREY, ORANGE, RED, SKY, escape, thin
 
+if TYPE_CHECKING:
+    from dflash_lab.workbench.stages.dataset_stats import DatasetStatsParams, DatasetStatsResult
+
+EXPLORED = 200_000  # samples planned at each move of the explorer, so that it answers in a blink
 _LOG_TICKS = [2**power for power in range(0, 21, 1)]
 
 
-def fig_histogram(histogram: pl.DataFrame, *, max_length: int = 0, unit: str = "samples") -> go.Figure:
+def length_bars(histogram: pl.DataFrame, *, max_length: int = 0, unit: str = "samples") -> go.Figure:
     """Bars over logarithmic bins of length; `unit` is `samples` or `tokens` (what the bars count)."""
     low, high = histogram["low"].to_numpy(), histogram["high"].to_numpy()
     total = max(int(histogram[unit].sum()), 1)
@@ -38,7 +45,7 @@ def fig_histogram(histogram: pl.DataFrame, *, max_length: int = 0, unit: str = "
     return _mark(figure, max_length)
 
 
-def fig_ecdf(ecdf: pl.DataFrame, percentiles: pl.DataFrame, *, max_length: int = 0) -> go.Figure:
+def length_ecdf(ecdf: pl.DataFrame, percentiles: pl.DataFrame, *, max_length: int = 0) -> go.Figure:
     """Share of samples and of tokens in samples at most so long; dots are percentiles."""
     table = ecdf[thin(ecdf.height, 1000)]
     lengths = table["length"].to_list()
@@ -78,7 +85,7 @@ def fig_ecdf(ecdf: pl.DataFrame, percentiles: pl.DataFrame, *, max_length: int =
     return _mark(figure, max_length, height=0.1)
 
 
-def fig_tail(tail: pl.DataFrame) -> go.Figure:
+def tail_shares(tail: pl.DataFrame) -> go.Figure:
     """What lies beyond each limit: samples, their tokens, and the tokens that truncating would cut."""
     limits = [f"{limit:,}" for limit in tail["limit"]]
     figure = go.Figure()
@@ -104,7 +111,7 @@ def fig_tail(tail: pl.DataFrame) -> go.Figure:
     return figure
 
 
-def fig_sources(sources: pl.DataFrame, *, keep: int = 20) -> go.Figure:
+def source_shares(sources: pl.DataFrame, *, keep: int = 20) -> go.Figure:
     """Samples, tokens and mean length by source; the largest `keep` sources, the rest as one bar."""
     table = sources.select("source", "samples", "tokens")
     if table.height > keep:
@@ -142,7 +149,7 @@ def fig_sources(sources: pl.DataFrame, *, keep: int = 20) -> go.Figure:
     return figure
 
 
-def fig_policies(policies: pl.DataFrame) -> go.Figure:
+def policy_padding(policies: pl.DataFrame) -> go.Figure:
     """Padding that each batching policy would compute, in percent of all computed tokens."""
     table = policies.reverse()
     ours = [GREEN if "sort" in name else GREY for name in table["policy"]]
@@ -172,13 +179,45 @@ def fig_policies(policies: pl.DataFrame) -> go.Figure:
     return figure
 
 
-def fig_exploration(
+def exploration(
     histogram: pl.DataFrame, found: Exploration, *, max_length: int, unit: str = "tokens"
 ) -> go.Figure:
     """The histogram with the limit marked and the outcome of a choice in the title."""
-    figure = fig_histogram(histogram, max_length=max_length, unit=unit)
+    figure = length_bars(histogram, max_length=max_length, unit=unit)
     figure.update_layout(title=exploration_text(found))
     return figure
+
+
+def explored(result: DatasetStatsResult, params: DatasetStatsParams, **choices: Any) -> Exploration:
+    """Return what `choices` would give for the whole set, planned on at most 200,000 of its samples.
+
+    choices: max_length, over_long, token_budget, max_batch, policy, tokens_per_s; the rest is from `params`.
+    """
+    lengths = result.length_array
+    if len(lengths) > EXPLORED:
+        chosen = np.random.default_rng(params.seed).choice(len(lengths), EXPLORED, replace=False)
+        lengths = lengths[np.sort(chosen)]
+    limits = Limits(
+        choices.get("token_budget", params.token_budget),
+        choices.get("max_batch", params.max_batch),
+        params.fixed_batch,
+        params.chunk,
+        params.seed,
+    )
+    found = explore(
+        lengths,
+        max_length=choices.get("max_length", params.max_length),
+        over_long=choices.get("over_long", "drop"),
+        policy=choices.get("policy", "sort in 32,768 windows"),
+        limits=limits,
+        tokens_per_s=choices.get("tokens_per_s", params.tokens_per_s),
+    )
+    scale = result.figures["samples"] / len(lengths)
+    if scale == 1:
+        return found
+    counts = ("kept", "dropped", "truncated", "tokens", "batches", "over_budget")
+    scaled: dict[str, Any] = {name: round(scale * getattr(found, name)) for name in counts}
+    return dataclasses.replace(found, hours=scale * found.hours, **scaled)
 
 
 def exploration_text(found: Exploration) -> str:

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from dflash_lab.workbench.stages.dataset_stats import DatasetStatsParams, DatasetStatsResult
 
-EXPLORED = 200_000  # samples planned at each move of a slider, so that it answers in a blink
-
 
 def explorer(result: DatasetStatsResult, params: DatasetStatsParams) -> ipywidgets.Widget:
     """Return the explorer; its start is `params`. On sets beyond 200,000 samples counts are scaled up from so
@@ -22,7 +20,7 @@ def explorer(result: DatasetStatsResult, params: DatasetStatsParams) -> ipywidge
     import plotly.graph_objects as go
 
     from dflash_lab.data.policies import POLICIES
-    from dflash_lab.workbench.figures.dataset_stats import fig_exploration
+    from dflash_lab.workbench.figures.dataset_stats import exploration, explored
 
     longest = int(result.figures["longest_tokens"])
     top = max(longest, params.max_length, 2)
@@ -41,19 +39,19 @@ def explorer(result: DatasetStatsResult, params: DatasetStatsParams) -> ipywidge
     for control in choices.values():
         control.style = {"description_width": "90px"}
     table = widgets.HTML()
-    start = outcome(result, params, **{name: control.value for name, control in choices.items()})
-    figure = go.FigureWidget(fig_exploration(result.histogram, start, max_length=choices["max_length"].value))
+    start = explored(result, params, **{name: control.value for name, control in choices.items()})
+    figure = go.FigureWidget(exploration(result.histogram, start, max_length=choices["max_length"].value))
     figure.update_layout(height=340)
     table.value = outcome_table(start)
 
     def update(change: dict[str, Any]) -> None:
         values = {name: control.value for name, control in choices.items()}
         try:
-            found = outcome(result, params, **values)
+            found = explored(result, params, **values)
         except InputError as error:
             table.value = f"<b>{escape(str(error))}</b>"
             return
-        fresh = fig_exploration(result.histogram, found, max_length=values["max_length"])
+        fresh = exploration(result.histogram, found, max_length=values["max_length"])
         with figure.batch_update():
             figure.layout.title.text = fresh.layout.title.text
             figure.layout.shapes = fresh.layout.shapes
@@ -63,46 +61,6 @@ def explorer(result: DatasetStatsResult, params: DatasetStatsParams) -> ipywidge
     for control in choices.values():
         control.observe(update, names="value")
     return widgets.VBox([widgets.HBox([widgets.VBox(list(choices.values())), table]), figure])
-
-
-def outcome(
-    result: DatasetStatsResult,
-    params: DatasetStatsParams,
-    *,
-    max_length: int,
-    over_long: str,
-    token_budget: int,
-    max_batch: int,
-    policy: str,
-    tokens_per_s: float,
-) -> Any:
-    """Return the `Exploration` of these choices for the whole set, planned on at most 200,000 of its
-    samples."""
-    import dataclasses
-
-    import numpy as np
-
-    from dflash_lab.data.policies import Limits, explore
-
-    lengths = result.length_array
-    if len(lengths) > EXPLORED:
-        chosen = np.random.default_rng(params.seed).choice(len(lengths), EXPLORED, replace=False)
-        lengths = lengths[np.sort(chosen)]
-    limits = Limits(token_budget, max_batch, params.fixed_batch, params.chunk, params.seed)
-    found = explore(
-        lengths,
-        max_length=max_length,
-        over_long=over_long,
-        policy=policy,
-        limits=limits,
-        tokens_per_s=tokens_per_s,
-    )
-    scale = result.figures["samples"] / len(lengths)
-    if scale == 1:
-        return found
-    counts = ("kept", "dropped", "truncated", "tokens", "batches", "over_budget")
-    scaled: dict[str, Any] = {name: round(scale * getattr(found, name)) for name in counts}
-    return dataclasses.replace(found, hours=scale * found.hours, **scaled)
 
 
 def outcome_table(found: Any) -> str:

@@ -1,0 +1,109 @@
+"""Figures of what became of the input: kept, merged, lost and why, and which tokens are trained on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import plotly.graph_objects as go
+import polars as pl
+
+from dflash_lab.workbench.figures.style import BLUE, GREY, ORANGE, RED, SKY, escape
+
+_ROWS = 40  # problems shown one by one; the file has them all
+
+
+def outcome(figures: dict[str, Any]) -> go.Figure:
+    """One bar from left to right: what each record that came in became."""
+    parts = (
+        ("stored, train", "train", BLUE),
+        ("stored, held out", "heldout", SKY),
+        ("exact duplicates", "duplicates", GREY),
+        ("lost", "lost", RED),
+    )
+    total = max(figures["samples_in"], 1)
+    figure = go.Figure()
+    for name, key, colour in parts:
+        count = figures[key]
+        figure.add_bar(
+            x=[count],
+            y=[""],
+            name=name,
+            orientation="h",
+            marker_color=colour,
+            text=f"{count:,}" if count / total > 0.04 else "",
+            hovertemplate=f"{name}: %{{x:,}} ({100 * count / total:.1f} %)<extra></extra>",
+        )
+    figure.update_layout(
+        title=f"What became of {figures['samples_in']:,} records",
+        xaxis_title="records",
+        barmode="stack",
+        height=220,
+        legend_traceorder="normal",
+    )
+    return figure
+
+
+def problem_kinds(problems: pl.DataFrame, *, keep: int = 20) -> go.Figure:
+    """Problems by kind: those that cost a record, and notes that cost none."""
+    table = (
+        problems.group_by("kind")
+        .agg(pl.col("records").sum().alias("lost"), (pl.col("records") == 0).sum().alias("notes"))
+        .with_columns((pl.col("lost") + pl.col("notes")).alias("all"))
+        .sort("all", "kind", descending=[False, True])
+        .tail(keep)
+    )
+    names = [escape(kind) for kind in table["kind"]]
+    figure = go.Figure()
+    for column, name, colour in (("lost", "records lost", RED), ("notes", "notes, nothing lost", GREY)):
+        figure.add_bar(
+            y=names,
+            x=table[column].to_list(),
+            name=name,
+            orientation="h",
+            marker_color=colour,
+            hovertemplate=f"%{{y}}: %{{x:,}} {name}<extra></extra>",
+        )
+    figure.update_layout(
+        title="Problems by kind" if table.height else "No problems",
+        xaxis_title="records",
+        xaxis_rangemode="tozero",
+        yaxis_type="category",
+        barmode="stack",
+        height=max(220, 150 + 26 * table.height),
+    )
+    return figure
+
+
+def problems_html(problems: pl.DataFrame, *, keep: int = _ROWS) -> str:
+    """Return the first problems as an HTML table, all text escaped."""
+    if not problems.height:
+        return "<p>No problems.</p>"
+    rows = "".join(
+        f"<tr><td>{escape(file)}</td><td style='text-align:right'>{line or ''}</td><td>{escape(kind)}</td>"
+        f"<td style='text-align:left'>{escape(reason)}</td></tr>"
+        for file, line, kind, reason in problems.head(keep)
+        .select("file", "line", "kind", "reason")
+        .iter_rows()
+    )
+    more = f"<p>{problems.height - keep:,} more in problems.parquet</p>" if problems.height > keep else ""
+    head = "<tr><th>file</th><th>line</th><th>kind</th><th style='text-align:left'>reason</th></tr>"
+    return f"<table>{head}{rows}</table>{more}"
+
+
+def mask_html(previews: pl.DataFrame) -> str:
+    """Return the previewed samples as HTML: what is trained on stands on colour, all text escaped."""
+    blocks = []
+    for (name,), pieces in previews.group_by("id", maintain_order=True):
+        text = "".join(
+            f"<span style='background:{_tint(trained)};'>{escape(piece)}</span>"
+            for piece, trained in pieces.select("text", "trained").iter_rows()
+        )
+        blocks.append(
+            f"<p><b>{escape(name)}</b></p><pre style='white-space:pre-wrap; border-left:3px solid {ORANGE}; "
+            f"padding-left:8px'>{text}</pre>"
+        )
+    return "".join(blocks) or "<p>No samples.</p>"
+
+
+def _tint(trained: bool) -> str:
+    return "rgba(230, 159, 0, 0.30)" if trained else "transparent"
