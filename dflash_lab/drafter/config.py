@@ -1,9 +1,7 @@
-"""What a drafter is: its shapes, its blocks, its layers' masks, and the z-lab `config.json` that says so.
+"""What a drafter is: its shapes, its blocks, and how its layers see.
 
-The file is a flat Qwen3 configuration plus `dflash_config`. Readers disagree on two spots, so both are written:
-`block_size` stands at the top level and inside `dflash_config` (the inner one wins when read), and the rotary base
-stands as `rope_theta` and inside `rope_parameters`. Partial rotary or multi-axis positions of a target never enter:
-a drafter rotates all of its head dimension by plain absolute positions.
+Hidden size and vocabulary are the target's, whose embedding and head a drafter borrows. Partial rotary or multi-axis
+positions of a target never enter: a drafter rotates all of its head dimension by plain absolute positions.
 """
 
 from __future__ import annotations
@@ -13,20 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_lab.errors import InputError, UnsupportedTarget
+from dflash_lab.errors import InputError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
-
-# Keys this class writes itself; anything else found in a file is carried along in `extra`.
-_OWN_KEYS = frozenset(
-    "architectures auto_map model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-    "num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling rope_parameters max_position_embeddings "
-    "block_size dflash_config num_target_layers layer_types sliding_window use_sliding_window max_window_layers "
-    "is_causal initializer_range hidden_act attention_bias attention_dropout tie_word_embeddings dtype torch_dtype "
-    "input_embedding_scale output_multiplier final_logit_softcapping mask_token_id target_layer_ids "
-    "conv_kernel_size conv_group_size selector_rank selector_top_k use_cache transformers_version".split()
-)
 
 
 @dataclass(frozen=True)
@@ -180,7 +167,7 @@ class DrafterConfig:
             num_target_layers=depth,
             layer_types=tuple(SLIDING if i in sliding else FULL for i in range(num_layers)),
             sliding_window=sliding_window if sliding else None,
-            rope_theta=_rope_theta(target.to_dict()),
+            rope_theta=rope_theta(target.to_dict()),
             rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
             max_position_embeddings=getattr(target, "max_position_embeddings", 32768),
         )
@@ -191,112 +178,17 @@ class DrafterConfig:
         return cls(**values)
 
     def to_json(self, dtype: str = "bfloat16") -> dict[str, Any]:
-        """Return the z-lab `config.json` as plain values. `dtype` is the weights' type by torch name."""
-        inner: dict[str, Any] = {
-            "block_size": self.block_size,
-            "mask_token_id": self.mask_token_id,
-            "target_layer_ids": list(self.tap_ids),
-        }
-        if self.input_embedding_scale != 1.0:
-            inner["input_embedding_scale"] = self.input_embedding_scale
-        if self.output_multiplier != 1.0:
-            inner["output_multiplier"] = self.output_multiplier
-        if self.final_logit_softcapping > 0:
-            inner["final_logit_softcapping"] = self.final_logit_softcapping
-        for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
-            if self.is_second:
-                inner[name] = getattr(self, name)
-        architecture = ARCHITECTURE_2 if self.is_second else ARCHITECTURE
-        values: dict[str, Any] = {
-            "architectures": [architecture],
-            "auto_map": {"AutoModel": f"dflash.{architecture}"},
-            "model_type": "qwen3",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": None,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
-            "max_position_embeddings": self.max_position_embeddings,
-            "initializer_range": self.initializer_range,
-            "layer_types": list(self.layer_types),
-            "sliding_window": self.sliding_window,
-            "use_sliding_window": SLIDING in self.layer_types,
-            "max_window_layers": self.num_layers,
-            "tie_word_embeddings": False,
-            "use_cache": True,
-            "dtype": dtype,
-            "num_target_layers": self.num_target_layers,
-            "block_size": self.block_size,
-            "dflash_config": inner,
-        }
-        if self.is_causal is not None:
-            values["is_causal"] = self.is_causal
-        return {**self.extra, **values}
+        """The z-lab `config.json` as plain values; `dtype` is the weights' type by torch name."""
+        from dflash_lab.drafter.zlab import to_json
+
+        return to_json(self, dtype)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> DrafterConfig:
-        """Read a z-lab `config.json`. `InputError` names a missing key; an unsupported feature is `UnsupportedTarget`."""
-        inner = values.get("dflash_config") or {}
+        """Read a z-lab `config.json`; `InputError` names a missing key, `UnsupportedTarget` what is not known."""
+        from dflash_lab.drafter.zlab import from_json
 
-        def read(name: str, default: Any = None) -> Any:
-            return inner.get(name, values.get(name, default))
-
-        def must(name: str) -> Any:
-            value = read(name)
-            if value is None:
-                raise InputError(f"drafter config.json: {name!r} is missing; is this a DFlash checkpoint?")
-            return value
-
-        if values.get("attention_bias"):
-            raise UnsupportedTarget(
-                "drafter config.json: attention_bias is true; DFlash projections have no bias."
-            )
-        if values.get("hidden_act", "silu") != "silu":
-            raise UnsupportedTarget(
-                f"drafter config.json: hidden_act {values['hidden_act']!r}; only 'silu' is known."
-            )
-        scaling = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
-        if (kind := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
-            raise UnsupportedTarget(f"drafter config.json: rope type {kind!r}; only 'default' is known.")
-        layers = must("num_hidden_layers")
-        depth = must("num_target_layers")
-        return cls(
-            vocab_size=must("vocab_size"),
-            hidden_size=must("hidden_size"),
-            intermediate_size=must("intermediate_size"),
-            num_layers=layers,
-            num_heads=must("num_attention_heads"),
-            num_kv_heads=read("num_key_value_heads") or must("num_attention_heads"),
-            head_dim=read("head_dim") or must("hidden_size") // must("num_attention_heads"),
-            block_size=int(read("block_size", 16)),
-            mask_token_id=int(must("mask_token_id")),
-            tap_ids=tuple(read("target_layer_ids") or released_tap_ids(depth, layers)),
-            num_target_layers=depth,
-            layer_types=tuple(values.get("layer_types") or ()),
-            sliding_window=values.get("sliding_window"),
-            is_causal=values.get("is_causal"),
-            rope_theta=_rope_theta(values),
-            rms_norm_eps=values.get("rms_norm_eps", 1e-6),
-            max_position_embeddings=values.get("max_position_embeddings", 32768),
-            initializer_range=values.get("initializer_range", 0.02),
-            input_embedding_scale=float(read("input_embedding_scale", 1.0)),
-            output_multiplier=float(read("output_multiplier", 1.0)),
-            final_logit_softcapping=float(read("final_logit_softcapping") or 0.0),
-            conv_kernel_size=int(read("conv_kernel_size") or 0),
-            conv_group_size=int(read("conv_group_size") or 0),
-            selector_rank=int(read("selector_rank") or 0),
-            selector_top_k=int(read("selector_top_k") or 0),
-            extra={name: value for name, value in values.items() if name not in _OWN_KEYS},
-        )
+        return from_json(values)
 
 
 def released_tap_ids(num_target_layers: int, count: int) -> tuple[int, ...]:
@@ -328,7 +220,7 @@ def resolve_mask_token_id(vocab_size: int, *, explicit: int = -1, tokenizer: Any
     raise InputError("no free embedding row and no special token to mask with; give mask_token_id.")
 
 
-def _rope_theta(values: Mapping[str, Any]) -> float:
+def rope_theta(values: Mapping[str, Any]) -> float:
     """Rotary base of a Qwen3-like configuration, old (`rope_theta`) or new (`rope_parameters`) spelling."""
     parameters = values.get("rope_parameters") or {}
     parameters = parameters.get(FULL, parameters)  # per-layer-type tables: take the full layers' entry

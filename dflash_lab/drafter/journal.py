@@ -25,7 +25,7 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
         kept = [record for record in read_journal(folder) if record["step"] <= resume_step]
         files.write_bytes(self.path, "".join(json.dumps(record) + "\n" for record in kept).encode())
-        self._file = open(self.path, "a", encoding="utf-8")
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append one record; numbers that JSON cannot hold (NaN, infinity) become None."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import torch
 from safetensors.torch import save_file
 
 from dflash_lab import files
-from dflash_lab.drafter.checkpoint import read_tensors, save_checkpoint
+from dflash_lab.drafter.checkpoint import WEIGHTS, read_tensors, save_checkpoint
 from dflash_lab.drafter.model import Drafter
+from dflash_lab.drafter.settings import TrainSettings
 
 _NAME = re.compile(r"step-(\d{8})")
 _TENSORS = "trainer/state.safetensors"
@@ -57,9 +59,43 @@ def checkpoints(root: Path) -> dict[int, Path]:
     return found
 
 
-def load_state(folder: Path, device: torch.device | str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Read a checkpoint's training tensors and state."""
-    return read_tensors(folder / _TENSORS, device), files.read_json(folder / _STATE)
+def newest(root: Path) -> Path | None:
+    """The checkpoint to go on from."""
+    return next(reversed(checkpoints(root).values()), None)
+
+
+def load_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
+    """Read a checkpoint's weights, training tensors and state."""
+    return read_tensors(folder / WEIGHTS), read_tensors(folder / _TENSORS), files.read_json(folder / _STATE)
+
+
+def setup(settings: TrainSettings, drafter: Drafter, lengths: Sequence[int], world: int) -> dict[str, Any]:
+    """What must be the same for a run to go on; `lengths` are those of the training samples."""
+    return {
+        "settings": settings.as_dict(),
+        "drafter": drafter.config.to_json(str(drafter.fc.weight.dtype).removeprefix("torch.")),
+        "samples": len(lengths),
+        "tokens": int(sum(lengths)),
+        "world": world,
+    }
+
+
+def saved_setup(run: Path) -> dict[str, Any] | None:
+    """The setup of the run in a folder, None if it has no checkpoint yet."""
+    found = newest(run / "checkpoints")
+    return None if found is None else files.read_json(found / _STATE)["setup"]
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Name the leaves in which two nested dicts differ, as "path: old -> new"."""
+    found = []
+    for name in sorted(old.keys() | new.keys()):
+        a, b, where = old.get(name), new.get(name), f"{prefix}{name}"
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += differences(a, b, f"{where}.")
+        elif a != b:
+            found.append(f"{where}: {a} -> {b}")
+    return found
 
 
 def rotate(root: Path, keep: int) -> None:

@@ -21,7 +21,7 @@ import torch
 from dflash_lab import files
 from dflash_lab.drafter import state as states
 from dflash_lab.drafter.anchors import decay_weights, stream_seed
-from dflash_lab.drafter.checkpoint import check_tensors, read_tensors, save_checkpoint
+from dflash_lab.drafter.checkpoint import save_checkpoint
 from dflash_lab.drafter.guard import Guard
 from dflash_lab.drafter.journal import Journal
 from dflash_lab.drafter.loss.fused import FusedDraftLoss
@@ -124,6 +124,7 @@ class Trainer:
         self.optimizer = Optimizer(drafter.named_parameters(), settings.optimizer)
         self.guard = Guard(settings.explode_factor, settings.max_bad_steps, folder / "bad")
         self.window = Tally(config.block_size, self.device)
+        self.setup = states.setup(settings, drafter, self.rows.lengths, group.world)
         self.place: dict[str, Any] = dict(
             step=0,
             epoch=0,
@@ -310,59 +311,44 @@ class Trainer:
         """Write a checkpoint from which the run goes on exactly."""
         weights = self.group.whole(self.drafter.state_dict())
         tensors = self.group.whole(self.optimizer.tensors())
-        tensors |= {
-            f"window.{name}": value for name, value in self.window.reduced(self.group.total).sums.items()
-        }
+        window = self.window.reduced(self.group.total).sums
         if self.group.rank == 0:
             if self.journal:
                 self.journal.flush()
-            root = self.folder / "checkpoints"
             record = {
-                "setup": self.setup(),
+                "setup": self.setup,
                 "place": self.place,
                 "optimizer_steps": self.optimizer.steps,
                 "guard": self.guard.state(),
                 "loss_rows": self.loss.plan.rows if self.loss.plan else 0,
             }
+            tensors |= {f"window.{name}": value for name, value in window.items()}
+            root = self.folder / "checkpoints"
             states.save_state(root, self.step, self.drafter, weights, tensors, record)
             states.rotate(root, self.settings.keep)
         self.group.barrier()
 
     def resume(self) -> None:
         """Go to the newest checkpoint of this run, if there is one."""
-        found = list(states.checkpoints(self.folder / "checkpoints").values())
-        if not found:
+        found = states.newest(self.folder / "checkpoints")
+        if found is None:
             return
-        tensors, record = states.load_state(found[-1], "cpu")
-        if wrong := differences(record["setup"], self.setup()):
+        weights, tensors, record = states.load_state(found)
+        if wrong := states.differences(record["setup"], self.setup):
             raise InputError(
                 f"{self.folder} holds a run of another setup ({'; '.join(wrong[:4])}). Give that setup again to go on, "
                 "or another run folder for a new run."
             )
-        weights = read_tensors(found[-1] / "model.safetensors")
-        check_tensors(found[-1] / "model.safetensors", self.drafter, weights)
         self.group.load(self.drafter, weights)
-        window = {name: tensors.pop(name) for name in list(tensors) if name.startswith("window.")}
+        window = {n.removeprefix("window."): tensors.pop(n) for n in list(tensors) if n.startswith("window.")}
         self.group.load_optimizer(self.optimizer, tensors, record["optimizer_steps"])
         if self.group.rank == 0:  # the sums were those of all processes together
-            self.window.load({name.removeprefix("window."): value for name, value in window.items()})
+            self.window.load(window)
         self.guard.load(record["guard"])
         self.place = record["place"]
-        self.loss.plan = (
-            ChunkPlan(record["loss_rows"]) if record["loss_rows"] else None
-        )  # same chunks, same sums
+        rows = record["loss_rows"]
+        self.loss.plan = ChunkPlan(rows) if rows else None  # the same chunks give the same sums
         logger.info("training goes on from step %d", self.step)
-
-    def setup(self) -> dict[str, Any]:
-        """What must be the same for a run to go on."""
-        lengths = self.rows.lengths
-        return {
-            "settings": self.settings.as_dict(),
-            "drafter": self.drafter.config.to_json(str(self.drafter.fc.weight.dtype).removeprefix("torch.")),
-            "samples": len(lengths),
-            "tokens": sum(lengths),
-            "world": self.group.world,
-        }
 
     def tell(self) -> None:
         """Report progress; a stop asked for there is obeyed after saving."""
@@ -381,7 +367,7 @@ class Trainer:
     def report(self) -> TrainReport:
         """Sum up."""
         place = self.place
-        last = list(states.checkpoints(self.folder / "checkpoints").values())[-1]
+        last = states.newest(self.folder / "checkpoints")
         return TrainReport(
             steps=self.step,
             skipped=self.guard.skipped,
@@ -395,18 +381,6 @@ class Trainer:
             best=self.folder / "best" if self.heldout else last,
             last_checkpoint=last,
         )
-
-
-def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """Name the leaves in which two nested dicts differ, as "path: old -> new"."""
-    found = []
-    for name in sorted(old.keys() | new.keys()):
-        a, b, where = old.get(name), new.get(name), f"{prefix}{name}"
-        if isinstance(a, dict) and isinstance(b, dict):
-            found += differences(a, b, f"{where}.")
-        elif a != b:
-            found.append(f"{where}: {a} -> {b}")
-    return found
 
 
 def _memory_gib(device: torch.device) -> float | None:

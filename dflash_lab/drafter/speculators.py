@@ -1,0 +1,155 @@
+"""The speculators layout, out and in: the same tensors under another `config.json`.
+
+Speculators and vLLM name a tapped state by Hugging Face's index, the output of layer k being k + 1, so ids gain one on
+the way out and lose it on the way in. Weights are copied as they are: a round trip is equal to the bit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dflash_lab import files
+from dflash_lab.drafter.checkpoint import WEIGHTS, check_tensors, read_tensors, save_checkpoint
+from dflash_lab.drafter.config import DrafterConfig
+from dflash_lab.drafter.model import Drafter
+from dflash_lab.errors import InputError, UnsupportedTarget
+
+# What lies beside the body in some files: the target's own matrices and the maps of a cut vocabulary.
+_BORROWED = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
+_OUTER = (
+    "architectures",
+    "auto_map",
+    "block_size",
+    "dflash_config",
+    "num_target_layers",
+    "is_causal",
+    "dtype",
+)
+
+
+def export_speculators(
+    drafter: Drafter, folder: Path | str, *, target: str, target_architecture: str = ""
+) -> None:
+    """Write `drafter` in the speculators layout; `target` is the name or path its users load the target by.
+
+    Raises `UnsupportedTarget` for what the layout cannot say: DFlash 2, scaled logits, causal full layers.
+    """
+    config, folder = drafter.config, Path(folder)
+    save_checkpoint(folder, drafter)  # the weights file is the same
+    files.write_json(
+        folder / "config.json", speculators_json(config, _dtype(drafter), target, target_architecture)
+    )
+
+
+def speculators_json(
+    config: DrafterConfig, dtype: str, target: str, target_architecture: str = ""
+) -> dict[str, Any]:
+    """The layout's `config.json` as plain values."""
+    if config.is_second:
+        raise UnsupportedTarget(
+            "export to speculators: DFlash 2 drafters have no place in its dflash layout."
+        )
+    odd = (config.input_embedding_scale, config.output_multiplier, config.final_logit_softcapping) != (
+        1.0,
+        1.0,
+        0.0,
+    )
+    if odd or config.is_causal:
+        raise UnsupportedTarget(
+            "export to speculators: its dflash layout has no input_embedding_scale, output_multiplier, "
+            "final_logit_softcapping or is_causal: true."
+        )
+    inner = {name: value for name, value in config.to_json(dtype).items() if name not in _OUTER}
+    drafted = config.block_size - 1
+    return {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": drafted,
+                    "accept_tolerance": 0.0,
+                    "verifier_accept_k": 1,
+                }
+            ],
+            "verifier": {
+                "name_or_path": target,
+                "architectures": [target_architecture] if target_architecture else [],
+            },
+        },
+        "transformer_layer_config": inner,
+        "aux_hidden_state_layer_ids": [tap + 1 for tap in config.tap_ids],
+        "block_size": config.block_size,
+        "draft_vocab_size": config.vocab_size,
+        "mask_token_id": config.mask_token_id,
+        "num_target_layers": config.num_target_layers,
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": config.is_causal is False,
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+    }
+
+
+def import_speculators(folder: Path | str, *, num_target_layers: int = 0) -> Drafter:
+    """Load a drafter from the speculators layout, single-file weights, dtype as stored.
+
+    The layout does not say how deep the target is; a file of ours does, for others give `num_target_layers`.
+    Raises `UnsupportedTarget` for a cut vocabulary or slots that predict the next position.
+    """
+    folder = Path(folder)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise InputError(f"{path} is missing; give the folder of a speculators checkpoint.")
+    config = read_speculators_json(files.read_json(path), num_target_layers)
+    tensors = read_tensors(folder / WEIGHTS)
+    size = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else config.vocab_size
+    if "d2t" in tensors and size != config.vocab_size:
+        raise UnsupportedTarget(
+            f"{folder}: its vocabulary is cut to {size} of {config.vocab_size} tokens; only full vocabularies are read."
+        )
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in _BORROWED}
+    drafter = Drafter(config)
+    check_tensors(folder / WEIGHTS, drafter, tensors)
+    drafter.load_state_dict(tensors, assign=True)
+    return drafter
+
+
+def read_speculators_json(values: dict[str, Any], num_target_layers: int = 0) -> DrafterConfig:
+    """The z-lab meaning of a speculators `config.json`."""
+    if values.get("speculators_model_type") != "dflash":
+        kind = values.get("speculators_model_type")
+        raise UnsupportedTarget(f"speculators_model_type is {kind!r}; only 'dflash' can be read.")
+    if values.get("sample_from_anchor"):
+        raise UnsupportedTarget(
+            "sample_from_anchor is true: its slots predict the next position, which is not DFlash."
+        )
+    inner = dict(values["transformer_layer_config"])
+    if values.get("draft_vocab_size", inner["vocab_size"]) != inner["vocab_size"]:
+        raise UnsupportedTarget(
+            f"draft_vocab_size {values['draft_vocab_size']} is not the target's {inner['vocab_size']}."
+        )
+    depth = num_target_layers or values.get("num_target_layers") or 0
+    aux = values["aux_hidden_state_layer_ids"]
+    if not depth:
+        raise InputError(
+            f"the speculators config does not say how many layers the target has (taps {aux}); give num_target_layers."
+        )
+    inner["dflash_config"] = {
+        "block_size": values["block_size"],
+        "mask_token_id": values["mask_token_id"],
+        "target_layer_ids": [layer - 1 for layer in aux],
+    }
+    inner["num_target_layers"] = depth
+    if values.get("sliding_window_non_causal"):
+        inner["is_causal"] = False
+    return DrafterConfig.from_json(inner)
+
+
+def _dtype(drafter: Drafter) -> str:
+    return str(drafter.fc.weight.dtype).removeprefix("torch.")

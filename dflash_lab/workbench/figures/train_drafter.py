@@ -1,0 +1,240 @@
+"""Figures of the stage `train_drafter`: is it learning, where in the block, how fast, and what a block sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import plotly.graph_objects as go
+import polars as pl
+from plotly.subplots import make_subplots
+
+from dflash_lab.workbench.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, escape, thin
+
+_TERMS = {"loss": BLUE, "ce": ORANGE, "kl": GREEN, "entropy": PURPLE}
+
+
+def losses(steps: pl.DataFrame, metrics: pl.DataFrame) -> go.Figure:
+    """The loss of each step, the window means by term (per slot, nats), and the same on held-out rows."""
+    fig = go.Figure()
+    good = steps.filter(pl.col("loss").is_not_null())
+    good = good[thin(good.height)]
+    fig.add_scatter(
+        x=good["step"], y=good["loss"], mode="markers", name="each step", marker={"color": SKY, "size": 3}
+    )
+    for kind, dash in (("train", "solid"), ("heldout", "dash")):
+        frame = metrics.filter(pl.col("kind") == kind)
+        frame = frame[thin(frame.height)]
+        for term, colour in _TERMS.items():
+            shown = frame.filter(pl.col(term).is_not_null())
+            if shown.height and (term != "kl" or shown["kl"].max()):
+                fig.add_scatter(
+                    x=shown["step"],
+                    y=shown[term],
+                    name=f"{term}, {kind}",
+                    line={"color": colour, "dash": dash},
+                )
+    for step, fault in steps.filter(pl.col("skipped").is_not_null()).select("step", "skipped").rows()[:50]:
+        fig.add_vline(
+            x=step,
+            line={"color": RED, "width": 1},
+            annotation_text=escape("skipped"),
+            annotation_hovertext=escape(fault),
+        )
+    fig.update_layout(title="Loss by term", xaxis_title="step", yaxis_title="nats a slot")
+    return fig
+
+
+def accuracies(metrics: pl.DataFrame) -> go.Figure:
+    """Share of right slots, and how often the target's argmax is the data token: the ceiling of hard labels."""
+    fig = go.Figure()
+    for kind, colour in (("train", BLUE), ("heldout", ORANGE)):
+        frame = metrics.filter(pl.col("kind") == kind)
+        frame = frame[thin(frame.height)]
+        fig.add_scatter(
+            x=frame["step"], y=frame["accuracy"], name=f"accuracy, {kind}", line={"color": colour}
+        )
+        fig.add_scatter(
+            x=frame["step"],
+            y=frame["ece"],
+            name=f"calibration error, {kind}",
+            line={"color": colour, "dash": "dot"},
+        )
+    ceiling = metrics.filter(pl.col("agreement").is_not_null())
+    if ceiling.height:
+        value = float(ceiling["agreement"][-1])
+        fig.add_hline(
+            y=value,
+            line={"color": GREY, "dash": "dash"},
+            annotation_text=f"target agrees with data: {value:.1%}",
+        )
+    fig.update_layout(title="Accuracy of slots", xaxis_title="step", yaxis_title="share")
+    fig.update_yaxes(range=[0, 1.02])
+    return fig
+
+
+def streaks(metrics: pl.DataFrame) -> go.Figure:
+    """Accepted tokens a round: the streak of uniform anchors, the chained tau, and what the k best could reach."""
+    fig = go.Figure()
+    heldout = metrics.filter(pl.col("kind") == "heldout")
+    train = metrics.filter(pl.col("kind") == "train")
+    train = train[thin(train.height)]
+    fig.add_scatter(x=train["step"], y=train["streak"], name="streak, train", line={"color": SKY})
+    lines = {
+        "streak": ("streak, held out", BLUE, "solid"),
+        "chained_tau": ("chained tau", RED, "solid"),
+        "tree16_tau": ("tau of a tree of 16", GREEN, "solid"),
+        "top4_streak": ("streak if one of 4 were enough", GREY, "dot"),
+        "top16_streak": ("... of 16", GREY, "dash"),
+    }
+    for column, (name, colour, dash) in lines.items():
+        if column in heldout.columns and heldout[column].count():
+            fig.add_scatter(
+                x=heldout["step"],
+                y=heldout[column],
+                name=name,
+                mode="lines+markers",
+                line={"color": colour, "dash": dash},
+            )
+    fig.update_layout(title="Tokens a round", xaxis_title="step", yaxis_title="accepted + 1")
+    fig.update_yaxes(rangemode="tozero")
+    return fig
+
+
+def positions(frame: pl.DataFrame, kind: str = "heldout", column: str = "accuracy") -> go.Figure:
+    """Accuracy of each slot over the run; `conditional` counts only slots whose predecessors were right."""
+    shown = frame.filter(pl.col("kind") == kind)
+    steps = shown["step"].unique(maintain_order=True)
+    steps = steps[thin(len(steps), 300)]
+    grid = (
+        shown.filter(pl.col("step").is_in(steps.implode()))
+        .pivot(on="step", index="slot", values=column, aggregate_function="first")
+        .sort("slot")
+    )
+    fig = go.Figure(
+        go.Heatmap(
+            x=[int(name) for name in grid.columns[1:]],
+            y=grid["slot"].to_list(),
+            z=[list(row[1:]) for row in grid.rows()],
+            zmin=0,
+            zmax=1,
+            colorscale="Cividis",
+            colorbar={"title": "share right"},
+            hovertemplate="step %{x}, slot %{y}: %{z:.1%}<extra></extra>",
+        )
+    )
+    words = "given the slots before it" if column == "conditional" else "by slot"
+    fig.update_layout(title=f"Right {words}, {kind}", xaxis_title="step", yaxis_title="slot")
+    return fig
+
+
+def pace(steps: pl.DataFrame, metrics: pl.DataFrame) -> go.Figure:
+    """Context tokens and anchors a second, with the learning rate and the gradient norm below."""
+    fig = make_subplots(
+        rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.1, specs=[[{"secondary_y": True}]] * 2
+    )
+    train = metrics.filter(pl.col("kind") == "train")
+    if train.height and "context_tokens" in train.columns:
+        rates = train.with_columns(
+            pl.col("seconds", "context_tokens", "blocks_seen")
+            .diff()
+            .fill_null(strategy="zero")
+            .name.suffix("_more")
+        ).filter(pl.col("seconds_more") > 0)
+        rates = rates[thin(rates.height)]
+        tokens, anchors = (
+            rates[f"{c}_more"] / rates["seconds_more"] for c in ("context_tokens", "blocks_seen")
+        )
+        fig.add_scatter(
+            x=rates["step"], y=tokens, name="context tokens / s", line={"color": BLUE}, row=1, col=1
+        )
+        fig.add_scatter(
+            x=rates["step"],
+            y=anchors,
+            name="anchors / s",
+            line={"color": ORANGE},
+            row=1,
+            col=1,
+            secondary_y=True,
+        )
+    shown = steps[thin(steps.height)]
+    fig.add_scatter(x=shown["step"], y=shown["lr"], name="learning rate", line={"color": GREEN}, row=2, col=1)
+    fig.add_scatter(
+        x=shown["step"],
+        y=shown["grad_norm"],
+        name="gradient norm",
+        line={"color": GREY, "width": 1},
+        row=2,
+        col=1,
+        secondary_y=True,
+    )
+    fig.update_layout(title="Pace and schedule", height=520)
+    fig.update_xaxes(title_text="step", row=2, col=1)
+    fig.update_yaxes(rangemode="tozero", title_text="tokens / s", row=1, col=1, secondary_y=False)
+    fig.update_yaxes(
+        rangemode="tozero", title_text="anchors / s", row=1, col=1, secondary_y=True, showgrid=False
+    )
+    fig.update_yaxes(title_text="learning rate", row=2, col=1, secondary_y=False)
+    fig.update_yaxes(type="log", title_text="norm", row=2, col=1, secondary_y=True, showgrid=False)
+    return fig
+
+
+def mask(row: dict[str, Any], block: int = 0, kind: str = "") -> go.Figure:
+    """What the slots of one block see in a layer of a kind: context tokens to the left, the own block to the right."""
+    if not row["anchors"]:
+        return go.Figure().update_layout(title="No document of the first row has an anchor")
+    chosen = next((k for k in row["kinds"] if k["name"] == kind), row["kinds"][0])
+    block = min(max(block, 0), len(row["anchors"]) - 1)
+    anchor, size = row["anchors"][block], row["block_size"]
+    first = max(0, anchor - 40)
+    columns = [f"{p}: {escape(row['texts'][p])!s}" for p in range(first, anchor)]
+    columns += [
+        f"slot {k}" + (f": {escape(row['texts'][anchor])}" if k == 0 else ": mask") for k in range(size)
+    ]
+    context = [[int(p >= chosen["low"][block][k]) for p in range(first, anchor)] for k in range(size)]
+    counted = row["slot_mask"][block]
+    z = [context[k] + [2 * seen for seen in chosen["block"][k]] for k in range(size)]
+    fig = go.Figure(
+        go.Heatmap(
+            x=columns,
+            y=[f"slot {k}" + ("" if k == 0 or counted[k] else " (not counted)") for k in range(size)],
+            z=z,
+            zmin=0,
+            zmax=2,
+            colorscale=[[0, "rgba(123,128,135,0.12)"], [0.5, BLUE], [1, ORANGE]],
+            showscale=False,
+            xgap=1,
+            ygap=1,
+            hovertemplate="%{y} looks at %{x}<extra></extra>",
+        )
+    )
+    window = f", window {chosen['window']}" if chosen["window"] else ""
+    layers = ", ".join(map(str, chosen["layers"]))
+    fig.update_layout(
+        title=f"Anchor {anchor} in {chosen['name']} layers ({layers}{window})", yaxis_title="query"
+    )
+    fig.update_xaxes(tickangle=-60, title_text="key")
+    fig.update_yaxes(autorange="reversed")
+    return fig
+
+
+def anchors(row: dict[str, Any]) -> go.Figure:
+    """Where the blocks of a real document start and how far each counts."""
+    fig = go.Figure()
+    size = row.get("block_size", 0)
+    for number, (anchor, counted) in enumerate(zip(row["anchors"], row.get("slot_mask", []), strict=False)):
+        reach = sum(counted)
+        fig.add_scatter(
+            x=[anchor, anchor + reach],
+            y=[number, number],
+            mode="lines+markers",
+            line={"color": BLUE if reach == size - 1 else ORANGE},
+            marker={"size": [9, 4]},
+            showlegend=False,
+            hovertemplate=f"anchor {anchor} {escape(row['texts'][anchor])}: {reach} of {size - 1} slots count<extra></extra>",
+        )
+    fig.update_layout(
+        title=f"Anchors of one document ({len(row['anchors'])} shown of {row.get('row_blocks', 0)} in its row)",
+        xaxis_title="position",
+        yaxis_title="block",
+    )
+    return fig

@@ -1,0 +1,247 @@
+"""Stage `train_drafter`: a DFlash drafter from stored target states.
+
+Reads the feature store and, of the target, only embedding, final norm and head. The run below `<run_dir>/train_drafter`
+resumes from its last checkpoint; with other parameters the earlier run is set aside, never overwritten. At the end the
+drafter (`export`: the best on held-out rows, or the last) is written to `<run_dir>/drafter`, ready to be served.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import polars as pl
+
+from dflash_lab import files
+from dflash_lab.errors import InputError
+from dflash_lab.workbench.params import StageParams, param
+
+if TYPE_CHECKING:
+    from dflash_lab.extraction.store import FeatureStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainDrafterParams(StageParams):
+    """Parameters of `train_drafter`."""
+
+    stage: ClassVar[str] = "train_drafter"
+
+    store: str = param("", "feature store folder; empty: <run_dir>/store")
+    drafter: str = param("", "where the finished drafter goes; empty: <run_dir>/drafter")
+    start_from: str = param("", "drafter checkpoint to start from; empty: random weights")
+
+    num_layers: int = param(5, "draft layers", low=1, high=64)
+    block_size: int = param(16, "slots of a block, the anchor included", low=2, high=256)
+    sliding_layers: list[int] = param([], "draft layers with a sliding window, from 0", low=0)
+    sliding_window: int = param(2048, "window of those layers", unit="tokens", low=1)
+    mask_token_id: int = param(-1, "token of masked slots; -1: chosen from the tokenizer", low=-1)
+    num_heads: int = param(0, "attention heads; 0: the target's", low=0)
+    num_kv_heads: int = param(0, "key/value heads; 0: the target's", low=0)
+    head_dim: int = param(0, "size of a head; 0: the target's", low=0)
+    intermediate_size: int = param(0, "feed-forward width; 0: the target's", low=0)
+    second: bool = param(False, "DFlash 2: dynamic convolutions and a candidate selector")
+    drafter_dtype: str = param(
+        "auto", "weights; auto: bfloat16 on CUDA, else float32", choices=("auto", "float32", "bfloat16")
+    )
+
+    context_tokens: int = param(8192, "context of a packed row", unit="tokens", low=2)
+    anchors: int = param(512, "blocks of a packed row", low=1)
+    accumulate: int = param(1, "rows of an optimizer step", low=1)
+    noise_std: float = param(0.0, "uniform noise on the states, half width", low=0.0)
+
+    gamma: float = param(7.0, "slot k weighs exp(-(k-1)/gamma); 0: all alike", low=0.0)
+    weighting: str = param("decay", "of slots: decay alone, or times D-PACE's", choices=("decay", "dpace"))
+    dpace_alpha: float = param(0.5, "floor of D-PACE's confidences", low=0.0, high=1.0)
+    denominator: str = param(
+        "weights",
+        "loss is divided by the sum of slot weights, or by the number of slots",
+        choices=("weights", "mask"),
+    )
+    labels: str = param(
+        "data", "hard labels: stored tokens or the target's argmax", choices=("data", "argmax")
+    )
+    hard_weight: float = param(1.0, "factor of cross-entropy", low=0.0)
+    soft_weight: float = param(0.0, "factor of KL(target || drafter)", low=0.0)
+    temperature: float = param(1.0, "of the KL term", low=0.01)
+    cap_weight: float = param(0.0, "factor of the entropy of right predictions (CAP)", low=0.0)
+    tv_weight: float = param(0.0, "factor of the total variation distance", low=0.0)
+    lk_weight: float = param(0.0, "factor of the LK hybrid", low=0.0)
+
+    optimizer: str = param(
+        "adamw", "muon takes the layers' matrices, adamw the rest", choices=("adamw", "muon")
+    )
+    lr: float = param(6e-4, "peak learning rate of AdamW", low=0.0)
+    weight_decay: float = param(0.0, "of AdamW", low=0.0)
+    muon_lr: float = param(1e-3, "peak learning rate of Muon", low=0.0)
+    warmup: float = param(0.04, "share of the run", low=0.0, high=1.0)
+    floor: float = param(0.0, "last learning rate as a share of the peak", low=0.0, high=1.0)
+    clip_norm: float = param(1.0, "gradient norm above which gradients shrink; 0: never", low=0.0)
+
+    max_steps: int = param(0, "optimizer steps; 0: from epochs", low=0)
+    epochs: float = param(6.0, "passes over the training samples when max_steps is 0", low=0.0)
+    time_limit_s: float = param(
+        0.0, "time in steps after which training winds up; 0: none", unit="s", low=0.0
+    )
+    log_every: int = param(10, "steps between records of training metrics", low=1)
+    eval_every: int = param(100, "steps between held-out metrics", low=1)
+    eval_rows: int = param(4, "packed held-out rows to measure", low=0)
+    tau_samples: int = param(8, "held-out samples for the chained tau; 0: none", low=0)
+    checkpoint_every: int = param(500, "steps between checkpoints", low=1)
+    keep: int = param(2, "checkpoints kept", low=1)
+    max_bad_steps: int = param(5, "skipped steps in a row that end the run", low=1)
+    explode_factor: float = param(50.0, "skip a gradient this many times the usual norm", low=1.01)
+    gradient_checkpointing: bool = param(False, "recompute layers in the backward pass")
+    attention: str = param("auto", "auto: flex on CUDA, else dense", choices=("auto", "dense", "flex"))
+    export: str = param("best", "which weights become the drafter", choices=("best", "last"))
+
+    def check(self) -> None:
+        """Rules between fields that need neither store nor target."""
+        over = [layer for layer in self.sliding_layers if layer >= self.num_layers]
+        self.require(not over, "sliding_layers", f"the drafter has layers 0..{self.num_layers - 1}")
+        self.require(bool(self.max_steps or self.epochs), "max_steps", "give max_steps or epochs")
+        terms = (self.hard_weight, self.soft_weight, self.cap_weight, self.tv_weight, self.lk_weight)
+        self.require(any(terms), "hard_weight", "every term of the loss is 0; give at least one a weight")
+
+    @property
+    def store_path(self) -> Path:
+        """The feature store to read."""
+        return Path(self.store) if self.store else self.run / "store"
+
+    @property
+    def drafter_path(self) -> Path:
+        """The folder of the finished drafter."""
+        return Path(self.drafter) if self.drafter else self.run / "drafter"
+
+    def inputs(self) -> list[Path]:
+        """The store, and the drafter to start from."""
+        return [self.store_path, *([Path(self.start_from)] if self.start_from else [])]
+
+    def outputs(self) -> list[Path]:
+        """The finished drafter."""
+        return [self.drafter_path / "model.safetensors"]
+
+
+@dataclass(frozen=True)
+class TrainDrafterResult:
+    """Headline figures and what the notebook draws.
+
+    `steps`: step, loss, grad_norm, lr, skipped (the fault, or null). `metrics`: kind (train | heldout), step and the
+    metrics of `drafter.metrics`. `positions`: kind, step, slot, accuracy, conditional. `row`: the inspected packed row.
+    """
+
+    figures: dict[str, Any]
+    steps: pl.DataFrame
+    metrics: pl.DataFrame
+    positions: pl.DataFrame
+    row: dict[str, Any]
+
+    def save(self, folder: Path) -> None:
+        """Leave the result in the stage's folder."""
+        for name in ("steps", "metrics", "positions"):
+            with files.atomic_path(folder / f"{name}.parquet") as temporary:
+                getattr(self, name).write_parquet(temporary)
+        files.write_json(folder / "row.json", self.row)
+        files.write_json(folder / "figures.json", self.figures)
+
+    @classmethod
+    def load(cls, folder: Path) -> TrainDrafterResult:
+        """Read a finished result again."""
+        frames = {n: pl.read_parquet(folder / f"{n}.parquet") for n in ("steps", "metrics", "positions")}
+        return cls(
+            figures=files.read_json(folder / "figures.json"),
+            row=files.read_json(folder / "row.json"),
+            **frames,
+        )
+
+
+def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> TrainDrafterResult:
+    """Train, export, and collect what the figures need."""
+    import torch
+
+    from dflash_lab.drafter.checkpoint import load_checkpoint
+    from dflash_lab.drafter.model import Drafter
+    from dflash_lab.drafter.serving import write_serving_notes
+    from dflash_lab.drafter.train import train
+    from dflash_lab.extraction.store import open_store
+    from dflash_lab.target.loading import choose_device, load_head
+    from dflash_lab.workbench.stages import train_setup
+
+    device = choose_device(params.device)
+    name = params.drafter_dtype
+    dtype = getattr(torch, ("bfloat16" if device.type == "cuda" else "float32") if name == "auto" else name)
+    store = open_store(params.store_path)
+    config = train_setup.drafter_config(params, store)
+    settings = train_setup.train_settings(params, store, config)
+    head = load_head(params.target, device=device, dtype=dtype, seed=params.seed)
+    if params.start_from:
+        drafter = load_checkpoint(params.start_from, device, dtype)
+        if drafter.config != config:
+            raise InputError(
+                f"{params.start_from} is a drafter of another shape or target than these parameters say."
+            )
+    else:
+        drafter = Drafter(config).initialize(torch.Generator().manual_seed(params.seed)).to(device, dtype)
+    drafter.gradient_checkpointing = params.gradient_checkpointing
+    run = params.folder / "run"
+    train_setup.set_aside_other_run(run, settings, drafter, store)
+    probe = train_setup.tau_probe(params, store, head) if params.tau_samples else None
+    report = train(store, head, drafter, settings, folder=run, probe=probe, on_progress=progress)
+    chosen = report.best if params.export == "best" else report.last_checkpoint
+    for file in ("model.safetensors", "config.json"):
+        files.write_bytes(params.drafter_path / file, (chosen / file).read_bytes())
+    write_serving_notes(params.drafter_path, config, params.target)
+    result = collect(params, report, run, drafter, store)
+    result.save(params.folder)
+    return result
+
+
+def collect(
+    params: TrainDrafterParams, report: Any, run: Path, drafter: Any, store: FeatureStore
+) -> TrainDrafterResult:
+    """Turn a finished run into tables and headline figures."""
+    from dflash_lab.drafter.inspect import inspect_row
+    from dflash_lab.drafter.journal import read_journal
+    from dflash_lab.workbench.stages.train_frames import metric_frame, position_frame, step_frame
+
+    records = read_journal(run)
+    steps, metrics = step_frame(records), metric_frame(records)
+    losses = steps.filter(pl.col("loss").is_not_null())["loss"]
+    best = files.read_json(report.best / "metrics.json") if report.last else {}
+    seconds = max(report.seconds, 1e-9)
+    figures = {
+        "steps": report.steps,
+        "skipped_steps": report.skipped,
+        "loss_first": losses[0] if len(losses) else None,
+        "loss_last": losses.tail(min(10, len(losses))).mean(),
+        "heldout_loss_first": report.first.get("loss"),
+        "heldout_loss_last": report.last.get("loss"),
+        "accuracy_first": report.first.get("accuracy"),
+        "accuracy_last": report.last.get("accuracy"),
+        "streak_first": report.first.get("streak"),
+        "streak_last": report.last.get("streak"),
+        "streak_best": best.get("streak"),
+        "chained_tau_first": report.first.get("chained_tau"),
+        "chained_tau_last": report.last.get("chained_tau"),
+        "best_step": report.best_step,
+        "agreement": report.last.get("agreement"),
+        "train_seconds": seconds,
+        "context_tokens_per_s": report.context_tokens / seconds,
+        "anchors_per_s": report.blocks / seconds,
+        "loader_share_pct": 100 * report.loader_share,
+        "drafter_parameters": sum(parameter.numel() for parameter in drafter.parameters()),
+    }
+    row = inspect_row(
+        store, drafter.config, params.context_tokens, params.anchors, params.seed, _decoder(params)
+    )
+    return TrainDrafterResult(figures, steps, metrics, position_frame(records), row)
+
+
+def _decoder(params: TrainDrafterParams) -> Any:
+    """token id -> text, or None for targets without a tokenizer."""
+    if params.target.startswith("random:"):
+        return None
+    from dflash_lab.target.sources import load_tokenizer
+
+    tokenizer = load_tokenizer(params.target)
+    return lambda token: tokenizer.decode([token])

@@ -1,0 +1,61 @@
+"""A run's journal as tables: steps, window metrics, and metrics by slot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+
+STEP_SCHEMA = {
+    "step": pl.Int64,
+    "loss": pl.Float64,
+    "grad_norm": pl.Float64,
+    "lr": pl.Float64,
+    "skipped": pl.String,
+}
+POSITION_SCHEMA = {
+    "kind": pl.String,
+    "step": pl.Int64,
+    "slot": pl.Int64,
+    "accuracy": pl.Float64,
+    "conditional": pl.Float64,
+}
+_LISTS = ("position_accuracy", "conditional_accuracy")
+
+
+def step_frame(records: list[dict[str, Any]]) -> pl.DataFrame:
+    """One row a step: loss, gradient norm, learning rate, and the fault of a skipped one."""
+    rows = [{name: r.get(name) for name in STEP_SCHEMA} for r in records if r["kind"] == "step"]
+    return pl.DataFrame(rows, schema=STEP_SCHEMA)
+
+
+def metric_frame(records: list[dict[str, Any]]) -> pl.DataFrame:
+    """One row a record of kind `train` or `heldout`; a metric that a kind lacks is null."""
+    rows = [
+        {name: _number(value) for name, value in r.items() if name not in _LISTS}
+        for r in records
+        if r["kind"] in ("train", "heldout")
+    ]
+    names = dict.fromkeys(
+        ["kind", "step", "loss", "ce", "kl", "entropy", "accuracy", "streak", "agreement", "ece"]
+    )
+    names |= dict.fromkeys(name for row in rows for name in row)
+    schema = {n: pl.String if n == "kind" else pl.Int64 if n == "step" else pl.Float64 for n in names}
+    return pl.DataFrame([{name: row.get(name) for name in names} for row in rows], schema=schema)
+
+
+def position_frame(records: list[dict[str, Any]]) -> pl.DataFrame:
+    """One row a record and slot 1..B-1."""
+    rows = [
+        {"kind": r["kind"], "step": r["step"], "slot": slot, "accuracy": accuracy, "conditional": conditional}
+        for r in records
+        if r["kind"] in ("train", "heldout")
+        for slot, (accuracy, conditional) in enumerate(
+            zip(*(r[name] for name in _LISTS), strict=True), start=1
+        )
+    ]
+    return pl.DataFrame(rows, schema=POSITION_SCHEMA)
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value

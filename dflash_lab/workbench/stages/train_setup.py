@@ -1,0 +1,126 @@
+"""From the stage's flat parameters to what the training room is told, and the measure it is given to run on the side."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash_lab.errors import InputError
+
+if TYPE_CHECKING:
+    from dflash_lab.drafter.config import DrafterConfig
+    from dflash_lab.drafter.settings import TrainSettings
+    from dflash_lab.extraction.store import FeatureStore
+    from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+
+logger = logging.getLogger(__name__)
+
+
+def drafter_config(params: TrainDrafterParams, store: FeatureStore) -> DrafterConfig:
+    """The drafter's shape, from parameters, target and the store's taps."""
+    from dflash_lab.drafter.config import DrafterConfig, resolve_mask_token_id
+    from dflash_lab.target.sources import load_config, load_tokenizer
+
+    target = load_config(params.target)
+    tokenizer = None if params.target.startswith("random:") else load_tokenizer(params.target)
+    mask, why = resolve_mask_token_id(target.vocab_size, explicit=params.mask_token_id, tokenizer=tokenizer)
+    logger.info("masked slots hold token %d: %s", mask, why)
+    if store.hidden_size != target.hidden_size:
+        raise InputError(
+            f"{params.store_path} holds states of width {store.hidden_size}, target {params.target} has "
+            f"{target.hidden_size}: the store was made by another target."
+        )
+    second: dict[str, Any] = dict(
+        conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16
+    )
+    if params.second:
+        second["is_causal"] = (
+            False  # as released: bidirectional in every layer, the convolutions being causal
+        )
+    shape = {
+        n: getattr(params, n) or None for n in ("num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+    }
+    return DrafterConfig.from_target(
+        target,
+        mask_token_id=mask,
+        num_layers=params.num_layers,
+        block_size=params.block_size,
+        tap_ids=store.tap_ids,
+        sliding_layers=tuple(params.sliding_layers),
+        sliding_window=params.sliding_window,
+        **shape,
+        **(second if params.second else {}),
+    )
+
+
+def train_settings(params: TrainDrafterParams, store: FeatureStore, config: DrafterConfig) -> TrainSettings:
+    """The training room's settings; `epochs` become steps by counting the packed rows."""
+    import numpy as np
+
+    from dflash_lab.drafter.loss.config import LossConfig
+    from dflash_lab.drafter.optimizer import OptimizerConfig
+    from dflash_lab.drafter.rows import PackedRows
+    from dflash_lab.drafter.settings import TrainSettings
+
+    steps = params.max_steps
+    if not steps:
+        sizes = dict(context_tokens=params.context_tokens, anchors=params.anchors, seed=params.seed)
+        rows = PackedRows(store, np.flatnonzero(~store.heldout), config, **sizes).count(0)
+        steps = max(1, math.ceil(params.epochs * rows / params.accumulate))
+    same = (
+        "context_tokens anchors accumulate gamma denominator noise_std warmup floor clip_norm log_every eval_every "
+        "eval_rows checkpoint_every keep max_bad_steps explode_factor time_limit_s attention seed"
+    )
+    return TrainSettings(
+        max_steps=steps,
+        loss=LossConfig(
+            hard_weight=params.hard_weight,
+            soft_weight=params.soft_weight,
+            temperature=params.temperature,
+            cap_weight=params.cap_weight,
+            tv_weight=params.tv_weight,
+            lk_weight=params.lk_weight,
+            label_source=params.labels,  # type: ignore[arg-type]
+            weighting="dpace" if params.weighting == "dpace" else "given",
+            dpace_alpha=params.dpace_alpha,
+        ),
+        optimizer=OptimizerConfig(
+            kind=params.optimizer, lr=params.lr, weight_decay=params.weight_decay, muon_lr=params.muon_lr
+        ),
+        **{name: getattr(params, name) for name in same.split()},
+    )
+
+
+def set_aside_other_run(run: Path, settings: TrainSettings, drafter: Any, store: FeatureStore) -> None:
+    """Rename a run of another setup out of the way (`run-1`, `run-2`, ...), so that nothing of it is lost."""
+    from dflash_lab.drafter.state import differences, saved_setup, setup
+
+    saved = saved_setup(run)
+    lengths = store.lengths[~store.heldout]
+    if saved is None or not (changed := differences(saved, setup(settings, drafter, lengths.tolist(), 1))):
+        return
+    number = 1
+    while (other := run.with_name(f"{run.name}-{number}")).exists():
+        number += 1
+    run.rename(other)
+    logger.info("the earlier run had another setup (%s) and is kept as %s", "; ".join(changed[:4]), other)
+
+
+def tau_probe(params: TrainDrafterParams, store: FeatureStore, head: Any) -> Any:
+    """Chained acceptance length on the first held-out samples, as decoding would walk them."""
+    import numpy as np
+
+    from dflash_lab.acceptance.offline import offline
+
+    items = [store[int(i)] for i in np.flatnonzero(store.heldout)[: params.tau_samples]]
+    items = [item for item in items if len(item) > 2]
+
+    def probe(drafter: Any) -> dict[str, Any]:
+        if not items:
+            return {}
+        report = offline(items, head, drafter, budgets=(16,), top_k=())
+        return {"chained_tau": report.tau().mean, "tree16_tau": report.tau(16).mean}
+
+    return probe

@@ -1,0 +1,100 @@
+"""Live views of training: a monitor that follows a run's journal, and an explorer of what blocks see."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash_lab.workbench.figures import train_drafter as figures
+
+if TYPE_CHECKING:
+    import ipywidgets
+
+    from dflash_lab.workbench.stages.train_drafter import TrainDrafterResult
+
+VIEWS = ("losses", "accuracies", "streaks", "positions", "pace")
+
+
+def snapshot(run: Path | str, view: str) -> tuple[Any, str]:
+    """The figure `view` of the run in a folder as it stands, and a line of text about it."""
+    from dflash_lab.drafter.journal import read_journal
+    from dflash_lab.workbench.stages.train_frames import metric_frame, position_frame, step_frame
+
+    records = read_journal(Path(run))
+    steps, metrics, places = step_frame(records), metric_frame(records), position_frame(records)
+    drawn = {
+        "losses": lambda: figures.losses(steps, metrics),
+        "accuracies": lambda: figures.accuracies(metrics),
+        "streaks": lambda: figures.streaks(metrics),
+        "positions": lambda: figures.positions(places),
+        "pace": lambda: figures.pace(steps, metrics),
+    }[view]()
+    if not steps.height:
+        return drawn, f"nothing recorded yet in {run}"
+    last = steps.row(-1, named=True)
+    loss = "skipped" if last["loss"] is None else f"{last['loss']:.4f}"
+    return drawn, f"step {last['step']:,}: loss {loss}, learning rate {last['lr']:.2e}"
+
+
+def monitor(run: Path | str, *, every_s: float = 5.0) -> ipywidgets.Widget:
+    """Follow a running or finished training: `run` is `<run_dir>/train_drafter/run`. Close the widget to stop it."""
+    import ipywidgets as widgets
+    import plotly.graph_objects as go
+
+    view = widgets.ToggleButtons(options=list(VIEWS), value="losses")
+    follow = widgets.ToggleButton(
+        value=False, description="follow", tooltip=f"read the journal every {every_s:g} s"
+    )
+    refresh = widgets.Button(description="refresh")
+    line = widgets.Label()
+    figure, line.value = snapshot(run, view.value)
+    holder = widgets.VBox([go.FigureWidget(figure)])
+    stop = threading.Event()
+
+    def update(*_: Any) -> None:
+        drawn, line.value = snapshot(run, view.value)
+        holder.children[0].close()
+        holder.children = [go.FigureWidget(drawn)]
+
+    def work() -> None:
+        while not stop.wait(every_s):
+            try:
+                update()
+            except Exception as error:  # shown, for a thread's exception reaches nobody
+                line.value = f"cannot read {run}: {error}"
+                return
+
+    def switch(change: dict[str, Any]) -> None:
+        stop.set()
+        if change["new"]:
+            stop.clear()
+            threading.Thread(target=work, name="training-monitor", daemon=True).start()
+
+    view.observe(update, "value")
+    refresh.on_click(update)
+    follow.observe(switch, "value")
+    box = widgets.VBox([widgets.HBox([view, refresh, follow]), line, holder])
+    box.stop = stop
+    return box
+
+
+def mask_explorer(result: TrainDrafterResult) -> ipywidgets.Widget:
+    """Step through the blocks of a real document and the kinds of layers."""
+    import ipywidgets as widgets
+    import plotly.graph_objects as go
+
+    row = result.row
+    block = widgets.IntSlider(
+        description="block", min=0, max=max(0, len(row["anchors"]) - 1), continuous_update=False
+    )
+    kind = widgets.ToggleButtons(options=[k["name"] for k in row["kinds"]] or ["none"])
+    holder = widgets.VBox([go.FigureWidget(figures.mask(row))])
+
+    def update(*_: Any) -> None:
+        holder.children[0].close()
+        holder.children = [go.FigureWidget(figures.mask(row, block.value, kind.value))]
+
+    block.observe(update, "value")
+    kind.observe(update, "value")
+    return widgets.VBox([widgets.HBox([block, kind]), holder])

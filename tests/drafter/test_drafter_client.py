@@ -1,0 +1,112 @@
+"""Our checkpoints in the released `dflash` 0.1.0 package, as a client in a process of its own.
+
+It is installed apart, for its pins would rule ours: `pip install --no-deps --target <prefix>/clients dflash==0.1.0`, where
+<prefix> is the virtual environment; DFLASH_CLIENTS names another folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.tiny_drafters import HIDDEN, SECOND, TAPS, VOCAB, relative_error, tiny_config, tiny_drafter
+
+from dflash_lab.drafter.cache import DraftCache
+from dflash_lab.drafter.checkpoint import save_checkpoint
+from dflash_lab.drafter.config import FULL, SLIDING
+
+CLIENTS = Path(os.environ.get("DFLASH_CLIENTS", Path(sys.prefix) / "clients"))
+SCRIPT = Path(__file__).parent.parent / "support" / "zlab_client.py"
+pytestmark = pytest.mark.skipif(
+    not (CLIENTS / "dflash").is_dir(),
+    reason=f"the dflash package is not in {CLIENTS} (see this file's first lines)",
+)
+
+
+def client(*arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(CLIENTS), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+VARIANTS = {
+    "full": dict(layer_types=(FULL,) * 3),
+    "mixed": {},
+    "bidirectional-window": dict(is_causal=False),
+    "causal": dict(is_causal=True),
+    "second": dict(**SECOND, is_causal=False),
+}
+
+
+def test_hidden_states_are_the_same(tmp_path):
+    ours = {}
+    for name, changes in VARIANTS.items():
+        drafter = tiny_drafter(tiny_config(**changes))
+        save_checkpoint(tmp_path / name, drafter)
+        generator = torch.Generator().manual_seed(4)
+        head = torch.randn(VOCAB, HIDDEN, generator=generator)
+        inputs: dict[str, torch.Tensor] = {"head": head}
+        for length in (1, 5, 23):
+            taps = torch.randn(length, len(TAPS) * HIDDEN, generator=generator)
+            embeddings = torch.randn(4, HIDDEN, generator=generator)
+            inputs |= {f"{length}.taps": taps, f"{length}.embeddings": embeddings}
+            cache = DraftCache(drafter)
+            cache.extend(taps)
+            ours[name, f"{length}"] = cache.block(embeddings)
+            if drafter.candidate_selector is not None:
+                anchor = inputs[f"{length}.anchor"] = torch.tensor([length])
+                hidden = ours[name, f"{length}"][None, 1:]
+                with torch.no_grad():
+                    tokens, _, _ = drafter.candidate_selector.select(
+                        hidden, drafter.logits(hidden, head), anchor
+                    )
+                ours[name, f"{length}.tokens"] = tokens[0]
+        save_file(inputs, tmp_path / name / "inputs.safetensors")
+    client("forward", str(tmp_path))
+    theirs = {(n, k): t for n in VARIANTS for k, t in load_file(tmp_path / n / "outputs.safetensors").items()}
+    assert theirs.keys() == ours.keys()
+    for key, wanted in theirs.items():
+        if key[1].endswith("tokens"):
+            assert torch.equal(ours[key], wanted)
+        else:
+            assert (
+                float((ours[key] - wanted).abs().max()) <= 1e-5 and relative_error(ours[key], wanted) < 1e-5
+            )
+
+
+def test_greedy_generation_through_its_own_loop_gives_our_tokens(tmp_path, tiny_target):
+    from dflash_lab.acceptance.decode import decode
+    from dflash_lab.drafter.config import DrafterConfig
+    from dflash_lab.drafter.model import Drafter
+    from dflash_lab.target.loading import load_target
+
+    folder = tiny_target("llama")
+    target = load_target(str(folder))
+    config = DrafterConfig.from_target(
+        target.config,
+        mask_token_id=280,
+        num_layers=2,
+        block_size=4,
+        tap_ids=(1, 3, 5),
+        sliding_layers=1,
+        sliding_window=9,
+        initializer_range=0.3,
+    )
+    assert config.layer_types == (SLIDING, FULL)
+    drafter = Drafter(config).initialize(torch.Generator().manual_seed(0))
+    save_checkpoint(tmp_path / "drafter", drafter)
+    prompt = [5, 99, 104, 7, 61, 33]
+    ours = decode(target, drafter, prompt, max_new_tokens=20, stop_ids=[])
+    theirs = json.loads(
+        client("generate", str(tmp_path / "drafter"), str(folder), ",".join(map(str, prompt)), "20")
+    )
+    assert list(ours.tokens) == theirs["tokens"]

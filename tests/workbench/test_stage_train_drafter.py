@@ -1,0 +1,203 @@
+"""The stage on a tiny real target: store in, drafter out; finished, resumed, set aside; its figures and widget."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+
+from dflash_lab.data.samples import Sample, write_samples
+from dflash_lab.drafter.checkpoint import load_checkpoint, read_config
+from dflash_lab.errors import InputError
+from dflash_lab.workbench.figures import train_drafter as figures
+from dflash_lab.workbench.stage import execute
+from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams, TrainDrafterResult
+from dflash_lab.workbench.widgets import train_drafter as widgets
+
+TINY = dict(
+    device="cpu",
+    interactive=False,
+    num_layers=2,
+    block_size=4,
+    sliding_layers=[0],
+    sliding_window=6,
+    context_tokens=96,
+    anchors=24,
+    gamma=4.0,
+    soft_weight=0.15,
+    hard_weight=0.85,
+    lr=2e-3,
+    max_steps=6,
+    log_every=2,
+    eval_every=3,
+    checkpoint_every=3,
+    tau_samples=2,
+)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tiny_target, tmp_path_factory) -> Path:
+    """A run folder with a store of 14 samples, a third of them held out, extracted from a tiny llama."""
+    from dflash_lab.extraction.loop import extract
+    from dflash_lab.target.loading import load_target
+
+    run = tmp_path_factory.mktemp("run")
+    generator = np.random.default_rng(0)
+    samples = [
+        Sample(f"s{i}", generator.integers(0, 256, n), (np.arange(n) >= n // 3).astype(np.uint8), "test")
+        for i, n in enumerate([20, 31, 17, 44, 25, 38, 29, 33, 18, 40, 22, 27, 35, 30])
+    ]
+    write_samples(run / "samples.parquet", samples, heldout_fraction=0.3, provenance={"test": True})
+    target = load_target(str(tiny_target("llama")))
+    extract(
+        target,
+        run / "samples.parquet",
+        run / "store",
+        tap_ids=[1, 3, 5],
+        token_budget=256,
+        max_batch=8,
+        store_final=True,
+    )
+    return run
+
+
+def params(folder, tiny_target, **changes) -> TrainDrafterParams:
+    return TrainDrafterParams(
+        **{**TINY, "run_dir": str(folder), "target": str(tiny_target("llama")), **changes}
+    )
+
+
+@pytest.fixture(scope="module")
+def result(run_dir, tiny_target) -> TrainDrafterResult:
+    return execute(params(run_dir, tiny_target))
+
+
+def test_stage_leaves_a_drafter_and_its_figures(result, run_dir):
+    drafter = load_checkpoint(run_dir / "drafter")
+    assert drafter.config.tap_ids == (1, 3, 5) and drafter.config.block_size == 4
+    assert drafter.config.layer_types == ("sliding_attention", "full_attention")
+    assert 'num_speculative_tokens": 3' in (run_dir / "drafter" / "serve.md").read_text()
+    found = json.loads((run_dir / "train_drafter" / "result.json").read_text())["figures"]
+    for name in (
+        "loss_first",
+        "loss_last",
+        "streak_last",
+        "chained_tau_last",
+        "context_tokens_per_s",
+        "agreement",
+    ):
+        assert np.isfinite(found[name]), name
+    assert found["loss_last"] < found["loss_first"]
+    assert found["steps"] == 6 and found["skipped_steps"] == 0
+    assert result.steps["step"].to_list() == [1, 2, 3, 4, 5, 6]
+    assert result.positions["slot"].unique().sort().to_list() == [1, 2, 3]
+    heldout = result.metrics.filter(kind="heldout")
+    assert heldout["step"].to_list() == [0, 3, 6] and heldout["chained_tau"].null_count() == 0
+
+
+def test_finished_stage_is_shown_again_without_training(result, run_dir, tiny_target):
+    before = (run_dir / "drafter" / "model.safetensors").stat().st_mtime_ns
+    again = execute(params(run_dir, tiny_target))
+    assert again.figures == result.figures and again.steps.equals(result.steps) and again.row == result.row
+    assert (run_dir / "drafter" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_other_parameters_set_the_earlier_run_aside(result, run_dir, tiny_target, tmp_path):
+    other = params(
+        run_dir,
+        tiny_target,
+        gamma=2.0,
+        max_steps=2,
+        drafter=str(tmp_path / "other"),
+        store=str(run_dir / "store"),
+    )
+    execute(other)
+    assert (run_dir / "train_drafter" / "run-1" / "checkpoints" / "step-00000006").is_dir()
+    assert read_config(tmp_path / "other").block_size == 4
+
+
+def test_fine_tuning_starts_from_a_checkpoint(result, run_dir, tiny_target, tmp_path):
+    common = dict(store=str(run_dir / "store"), max_steps=1)
+    tuned = execute(params(tmp_path, tiny_target, start_from=str(run_dir / "drafter"), **common))
+    assert tuned.figures["streak_first"] == pytest.approx(result.figures["streak_best"])
+    with pytest.raises(InputError, match="another shape"):
+        execute(params(tmp_path, tiny_target, start_from=str(run_dir / "drafter"), num_layers=3, **common))
+
+
+def test_epochs_become_steps(run_dir, tiny_target):
+    from dflash_lab.extraction.store import open_store
+    from dflash_lab.workbench.stages.train_setup import drafter_config, train_settings
+
+    store = open_store(run_dir / "store")
+    chosen = params(run_dir, tiny_target, max_steps=0, epochs=3.0, accumulate=2)
+    steps = train_settings(chosen, store, drafter_config(chosen, store)).max_steps
+    rows = int(store.lengths[~store.heldout].sum()) / 96
+    assert 3 * rows / 2 <= steps <= 3 * (rows + 3) / 2
+
+
+def test_wrong_parameters_are_named(run_dir, tiny_target):
+    with pytest.raises(InputError, match=r"sliding_layers=\[2\].*layers 0\.\.1"):
+        params(run_dir, tiny_target, sliding_layers=[2])
+    with pytest.raises(InputError, match="every term"):
+        params(run_dir, tiny_target, hard_weight=0.0, soft_weight=0.0)
+    with pytest.raises(InputError, match="made by another target"):
+        execute(
+            params(
+                run_dir,
+                tiny_target,
+                target="random:qwen3-0.6b",
+                store=str(run_dir / "store"),
+            )
+        )
+
+
+def test_every_figure_draws(result):
+    drawn = [
+        figures.losses(result.steps, result.metrics),
+        figures.accuracies(result.metrics),
+        figures.streaks(result.metrics),
+        figures.positions(result.positions),
+        figures.positions(result.positions, "train", "conditional"),
+        figures.pace(result.steps, result.metrics),
+        figures.anchors(result.row),
+    ]
+    for figure in drawn:
+        assert isinstance(figure, go.Figure) and figure.data and figure.layout.title.text
+    heat = figures.positions(result.positions).data[0]
+    wanted = result.positions.filter(kind="heldout", step=3, slot=2)["accuracy"][0]
+    assert heat.z[list(heat.y).index(2)][list(heat.x).index(3)] == wanted
+
+
+def test_mask_figure_shows_the_rule(result):
+    row = result.row
+    assert row["anchors"] and len(row["texts"]) == len(row["tokens"])
+    number = max(range(len(row["anchors"])), key=lambda i: row["anchors"][i])
+    anchor = row["anchors"][number]
+    assert anchor > 6
+    for kind, window in (("sliding", 6), ("full", None)):
+        heat = figures.mask(row, number, kind).data[0]
+        first = max(0, anchor - 40)
+        for k in range(4):
+            seen = [bool(v) for v in heat.z[k]]
+            context, own = seen[: anchor - first], seen[anchor - first :]
+            wanted = [window is None or anchor + k - p < window for p in range(first, anchor)]
+            assert context == wanted
+            assert own == [kind == "full" or j <= k for j in range(4)]
+
+
+def test_monitor_reads_a_run_and_says_where_it_is(result, run_dir):
+    folder = next(
+        p for p in sorted((run_dir / "train_drafter").glob("run*")) if (p / "metrics.jsonl").exists()
+    )
+    for view in widgets.VIEWS:
+        drawn, line = widgets.snapshot(folder, view)
+        assert drawn.data and "step " in line
+    drawn, line = widgets.snapshot(run_dir / "nowhere", "losses")
+    assert "nothing recorded" in line
+    box = widgets.monitor(folder)
+    box.children[0].children[0].value = "streaks"
+    assert box.children[2].children[0].layout.title.text == "Tokens a round"
+    assert widgets.mask_explorer(result).children
