@@ -115,6 +115,9 @@ def _prove(target: Target, fused: dict[int, FusedLayer]) -> dict[int, float]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             plain: Tensor = output[0] if isinstance(output, tuple) else output
             before: Tensor = args[0] if args else kwargs["hidden_states"]
+            if not fused[index].covers(args[1:], kwargs):
+                errors[index] = float("inf")  # the model passes a mask or a cache: nothing would be fused
+                return
             other = fused[index](*args, **kwargs)
             error = (other.double() - plain.double()).norm() - rounding * plain.double().norm()
             added = (plain.double() - before.double()).norm().clamp_min(1e-30)

@@ -235,10 +235,15 @@ class FusedLayer:
         self._mixer.prepare()
         self._mlp.prepare()
 
+    @staticmethod
+    def covers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call (its arguments after the hidden states) has no mask and no cache."""
+        absent = ("attention_mask", "cache", "past_key_values")
+        return not args and not kwargs.get("use_cache") and all(kwargs.get(name) is None for name in absent)
+
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the layer's output [B, L, H]."""
-        caches = ("attention_mask", "cache", "past_key_values")
-        if args or any(kwargs.get(name) is not None for name in caches) or kwargs.get("use_cache"):
+        if not self.covers(args, kwargs):
             return self._plain(hidden_states, *args, **kwargs)
         batch, length, hidden = hidden_states.shape
         x = hidden_states.reshape(batch * length, hidden)
