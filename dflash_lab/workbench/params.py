@@ -45,7 +45,7 @@ from dflash_lab.workbench.coerce import coerce, type_name
 from dflash_lab.workbench.kernel import enter_workspace, started_by_papermill
 from dflash_lab.workbench.secrets import redact
 
-P = TypeVar("P", bound="StageParams")
+P = TypeVar("P", bound="Params")
 
 
 def param(
@@ -68,20 +68,12 @@ def param(
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageParams:
-    """What every stage takes. A subclass sets `stage`, adds fields, and may override the methods below."""
+class Params:
+    """Parameters checked when they are made: types, ranges, choices, no access token, then the class's own
+    rules.
+    """
 
     stage: ClassVar[str] = ""
-
-    run_dir: str = param("runs/demo", "folder of the run; every stage reads and writes below it")
-    target: str = param(
-        "smollm2", "smollm2, a hub id, a local folder, or random:<config.json or named shape>"
-    )
-    device: str = param("auto", "auto, cpu, cuda or cuda:N")
-    dtype: str = param("auto", "of the target's weights", choices=("auto", "float32", "bfloat16", "float16"))
-    seed: int = param(0, "seed of everything random in this stage", low=0, high=2**31 - 1)
-    interactive: bool = param(True, "widgets and live bars; false for headless runs")
-    force: bool = param(False, "run again although the finished result matches")
 
     def __post_init__(self) -> None:
         kinds = field_types(type(self))
@@ -98,17 +90,39 @@ class StageParams:
                     f"{self.stage}: {field.name}: holds an access token, and notebooks save parameters. "
                     "Put it in the environment (HF_TOKEN) instead."
                 )
-        self.require(bool(self.run_dir), "run_dir", "the run folder must have a name, such as runs/mine")
-        self.require(bool(self.target), "target", "name a target, such as smollm2")
         self.check()
 
     def check(self) -> None:
-        """Check rules between fields; a stage overrides it."""
+        """Check rules between fields; a subclass overrides it."""
 
     def require(self, holds: bool, name: str, why: str) -> None:
         """Raise an `InputError` that names the field and its value unless `holds`."""
         if not holds:
             raise InputError(f"{self.stage}: {name}={_shown(getattr(self, name))}: {why}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the parameters as plain JSON values, in declaration order."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageParams(Params):
+    """What every stage takes. A subclass sets `stage`, adds fields, and may override the methods below."""
+
+    run_dir: str = param("runs/demo", "folder of the run; every stage reads and writes below it")
+    target: str = param(
+        "smollm2", "smollm2, a hub id, a local folder, or random:<config.json or named shape>"
+    )
+    device: str = param("auto", "auto, cpu, cuda or cuda:N")
+    dtype: str = param("auto", "of the target's weights", choices=("auto", "float32", "bfloat16", "float16"))
+    seed: int = param(0, "seed of everything random in this stage", low=0, high=2**31 - 1)
+    interactive: bool = param(True, "widgets and live bars; false for headless runs")
+    force: bool = param(False, "run again although the finished result matches")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(bool(self.run_dir), "run_dir", "the run folder must have a name, such as runs/mine")
+        self.require(bool(self.target), "target", "name a target, such as smollm2")
 
     @property
     def run(self) -> Path:
@@ -128,12 +142,8 @@ class StageParams:
         """What a finished stage leaves outside its own folder; when one is gone, the stage runs again."""
         return []
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the parameters as plain JSON values, in declaration order."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
-
-def field_types(cls: type[StageParams]) -> dict[str, Any]:
+def field_types(cls: type[Params]) -> dict[str, Any]:
     """Return the resolved type of each parameter of `cls`."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
@@ -163,7 +173,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 100 else text[:100] + "..."
 
 
-def check_names(cls: type[StageParams], values: Mapping[Any, Any], *, where: str = "") -> None:
+def check_names(cls: type[Params], values: Mapping[Any, Any], *, where: str = "") -> None:
     """Raise an `InputError` with the near match for a name that is no parameter of `cls`."""
     known = [field.name for field in dataclasses.fields(cls)]
     for name in values:
@@ -229,7 +239,7 @@ class FieldRow:
     help: str
 
 
-def fields_table(cls: type[StageParams]) -> list[FieldRow]:
+def fields_table(cls: type[Params]) -> list[FieldRow]:
     """Return what help shows of each parameter: the stage's own first, then those every stage has."""
     kinds = field_types(cls)
     shared = {field.name for field in dataclasses.fields(StageParams)}

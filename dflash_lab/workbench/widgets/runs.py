@@ -1,0 +1,95 @@
+"""The run browser: filter and sort runs, select some, see their curves together and what differs."""
+
+from __future__ import annotations
+
+import html
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from dflash_lab.errors import LabError
+from dflash_lab.workbench.figures import runs as figures
+from dflash_lab.workbench.runs import compare_figures, compare_parameters, overview
+
+if TYPE_CHECKING:
+    import ipywidgets
+
+SORTS = ("last", "run", "state", "seconds", "loss_last", "tau_trained")
+
+
+def matching(table: pl.DataFrame, words: str, sort: str) -> pl.DataFrame:
+    """Return the rows whose run or state contains every word, sorted; numbers and times the largest first."""
+    for word in words.lower().split():
+        text = pl.concat_str(["run", "state"], separator=" ").str.to_lowercase()
+        table = table.filter(text.str.contains(word, literal=True))
+    return table.sort(sort, "run", descending=[sort not in ("run", "state"), False], nulls_last=True)
+
+
+def browser(root: Path | str = "runs") -> ipywidgets.Widget:
+    """Return the browser of the runs below `root`; select two or more to compare them."""
+    import ipywidgets as widgets
+    import plotly.graph_objects as go
+
+    root = Path(root)
+    words = widgets.Text(placeholder="filter by name or state", layout={"width": "240px"})
+    sort = widgets.Dropdown(options=SORTS, value="last", description="sort by", layout={"width": "200px"})
+    metric = widgets.Dropdown(
+        options=list(figures.CURVES), value="loss", description="curve", layout={"width": "220px"}
+    )
+    refresh = widgets.Button(description="read again", icon="refresh")
+    chosen = widgets.SelectMultiple(rows=8, description="runs", layout={"width": "98%"})
+    message, table, differing, numbers = (widgets.HTML() for _ in range(4))
+    figure = go.FigureWidget(figures.curves({}, "loss"))
+    state: dict[str, Any] = {"table": overview(root)}
+
+    def list_runs(*_: Any) -> None:
+        rows = matching(state["table"], words.value, sort.value)
+        kept = [name for name in chosen.value if name in rows["run"].to_list()]
+        chosen.options = [(_line(row), row["run"]) for row in rows.iter_rows(named=True)]
+        chosen.value = kept
+        table.value = rows._repr_html_()
+        message.value = html.escape(
+            f"{rows.height} of {state['table'].height} runs; select two or more to compare"
+        )
+
+    def compare(*_: Any) -> None:
+        frames = {name: figures.curve(root / name, metric.value) for name in chosen.value}
+        fresh = figures.curves(frames, metric.value)
+        with figure.batch_update():
+            figure.data = []
+            figure.add_traces(fresh.data)
+            figure.layout.title, figure.layout.annotations = fresh.layout.title, fresh.layout.annotations
+            figure.layout.yaxis.title = fresh.layout.yaxis.title
+        differing.value = numbers.value = ""
+        if len(chosen.value) < 2:
+            return
+        folders = [root / name for name in chosen.value]
+        try:
+            with pl.Config(tbl_rows=200, fmt_str_lengths=80):
+                differing.value = (
+                    "<h4>parameters that differ</h4>" + compare_parameters(folders)._repr_html_()
+                )
+                numbers.value = "<h4>figures</h4>" + compare_figures(folders)._repr_html_()
+        except LabError as error:
+            message.value = f"<b>{html.escape(str(error))}</b>"
+
+    def read_again(*_: Any) -> None:
+        state["table"] = overview(root)
+        list_runs()
+        compare()
+
+    words.observe(list_runs, "value")
+    sort.observe(list_runs, "value")
+    chosen.observe(compare, "value")
+    metric.observe(compare, "value")
+    refresh.on_click(read_again)
+    list_runs()
+    return widgets.VBox(
+        [widgets.HBox([words, sort, metric, refresh]), chosen, message, figure, differing, numbers, table]
+    )
+
+
+def _line(row: dict[str, Any]) -> str:
+    tau = "" if row["tau_trained"] is None else f", tau {row['tau_trained']:.2f}"
+    return f"{row['run']}: {row['state']}, {row['finished']} stages, {row['seconds']:.0f} s{tau}"

@@ -1,0 +1,98 @@
+"""The run browser without a browser: the widget's values drive its figure and tables."""
+
+from __future__ import annotations
+
+import ipywidgets as widgets
+import plotly.graph_objects as go
+import polars as pl
+import pytest
+
+from dflash_lab.files import write_json
+from dflash_lab.workbench.figures import runs as figures
+from dflash_lab.workbench.runs import overview
+from dflash_lab.workbench.widgets.runs import browser, matching
+
+
+@pytest.fixture
+def root(tmp_path):
+    for name, lr, tau in (("alpha", 1e-3, 2.5), ("beta", 1e-4, 3.0), ("<i>gamma", 1e-4, None)):
+        folder = tmp_path / name / "train_drafter"
+        record = {
+            "schema_version": 1,
+            "stage": "train_drafter",
+            "parameters": {"lr": lr},
+            "figures": {},
+            "seconds": 1.0,
+        }
+        write_json(folder / "result.json", record)
+        pl.DataFrame({"step": range(5000), "loss": [lr * step for step in range(5000)]}).write_parquet(
+            folder / "steps.parquet"
+        )
+        figures_ = {"tau_trained": tau, "tau_untrained": 1.0}
+        write_json(
+            tmp_path / name / "acceptance" / "result.json",
+            {**record, "stage": "acceptance", "figures": figures_},
+        )
+    return tmp_path
+
+
+def parts(box):
+    bar, chosen, message, figure, differing, numbers, table = box.children
+    return bar.children, chosen, message, figure, differing, numbers, table
+
+
+def test_selecting_runs_overlays_curves_and_shows_differences(root):
+    _, chosen, _, figure, differing, numbers, _ = parts(browser(root))
+    chosen.value = ("alpha", "beta")
+    assert isinstance(figure, go.FigureWidget) and [trace.name for trace in figure.data] == ["alpha", "beta"]
+    assert all(len(trace.x) <= 2000 and trace.x[-1] == 4999 for trace in figure.data)
+    assert "lr" in differing.value and "0.0001" in differing.value and "tau_trained" in numbers.value
+    chosen.value = ("alpha",)
+    assert [trace.name for trace in figure.data] == ["alpha"] and differing.value == ""
+
+
+def test_filter_and_sort_rule_the_list(root):
+    (words, sort, *_), chosen, message, *_ = parts(browser(root))
+    sort.value = "tau_trained"
+    assert [value for _, value in chosen.options] == ["beta", "alpha", "<i>gamma"]
+    chosen.value = ("alpha", "beta")
+    words.value = "alp"
+    assert [value for _, value in chosen.options] == ["alpha"] and chosen.value == ("alpha",)
+    assert "1 of 3 runs" in message.value
+
+
+def test_names_are_escaped_everywhere(root):
+    box = browser(root)
+    _, chosen, _, figure, differing, numbers, table = parts(box)
+    chosen.value = ("<i>gamma", "alpha")
+    assert "<i>gamma" not in table.value + differing.value + numbers.value
+    assert figure.data[0].name == "&lt;i&gt;gamma"
+
+
+def test_reading_again_sees_new_runs(root):
+    (_, _, _, refresh), chosen, *_ = parts(browser(root))
+    write_json(root / "delta" / "prepare" / "failure.json", {"state": "failed"})
+    refresh.click()
+    assert "delta" in [value for _, value in chosen.options]
+
+
+def test_a_curve_nobody_has_is_said(root):
+    fig = figures.curves({"alpha": figures.curve(root / "alpha", "accuracy")}, "accuracy")
+    assert "no run here" in fig.layout.annotations[0].text
+
+
+def test_held_out_records_are_the_curve(root):
+    frame = pl.DataFrame({"kind": ["train", "heldout"], "step": [1, 1], "accuracy": [0.9, 0.5]})
+    frame.write_parquet(root / "alpha" / "train_drafter" / "metrics.parquet")
+    assert figures.curve(root / "alpha", "accuracy")["value"].to_list() == [0.5]
+
+
+def test_acceptance_bars_leave_out_runs_without_tau(root):
+    fig = figures.acceptance(overview(root))
+    assert len(fig.data) == 2 and all(len(bar.x) == 2 for bar in fig.data)
+    assert "tokens a round" in fig.layout.yaxis.title.text
+
+
+def test_matching_is_plain_text_not_a_pattern(root):
+    assert matching(overview(root), "[", "run").height == 0
+    assert isinstance(browser(root), widgets.VBox)
