@@ -54,7 +54,7 @@ def choose_dtype(dtype: str | torch.dtype, config: PretrainedConfig) -> torch.dt
 
 @dataclass(frozen=True)
 class _Order:
-    """What to load, settled: which config (wrapper included), from where, onto which device, in which dtype."""
+    """What to load, settled: config (wrapper included), origin of the weights, device and dtype."""
 
     source: Source
     whole: PretrainedConfig
@@ -144,9 +144,7 @@ def load_head(
         if order.device.type == "meta":
             continue
         if order.checkpoint is None:
-            shapes.fill_module(
-                module, body, seed=seed, name=name, device=order.device, dtype=order.dtype, fp32_names=()
-            )
+            shapes.randomise_alone(module, name, body, seed=seed, device=order.device, dtype=order.dtype)
             continue
         prefix = order.checkpoint.text_prefix(parts.embedding_name, parts.norm_name)
         for key, _ in list(module.named_parameters(recurse=False)):
@@ -177,7 +175,7 @@ def _read_body(
     if absent:
         raise UnsupportedTarget(
             f"{order.source.name}: {len(absent)} tensors of {type(body).__name__} are missing or of another "
-            f"shape in the checkpoint, first {absent[0]}. Its config.json and its weights do not belong together."
+            f"shape in the checkpoint, first {absent[0]}. The config and the weights do not match."
         )
     return body
 
@@ -193,24 +191,22 @@ def _head_weight(order: _Order, embedding: torch.Tensor) -> torch.Tensor:
             return order.checkpoint.read(tensor, device=device, dtype=order.dtype)
         if tensor is None and not tied:
             raise UnsupportedTarget(
-                f"{order.source.name}: no {head}.weight in the checkpoint, and its config does not tie the head "
-                "to the embedding."
+                f"{order.source.name}: no {head}.weight in the checkpoint, and its config does not tie "
+                "the head to the embedding."
             )
     if tied or device.type == "meta":
         return embedding if tied else torch.empty_like(embedding)
     module = nn.Linear(embedding.shape[1], embedding.shape[0], bias=False, device="meta", dtype=order.dtype)
     body, _ = order.skeleton(structure.cut_config(text, 0))
-    shapes.fill_module(
-        module, body, seed=order.seed, name=head, device=device, dtype=order.dtype, fp32_names=()
-    )
+    shapes.randomise_alone(module, head, body, seed=order.seed, device=device, dtype=order.dtype)
     return module.weight.detach()
 
 
 def _require_fast_kernels(name: str) -> None:
     if importlib.util.find_spec("fla") is None:
         raise InputError(
-            f"{name} has gated-delta-net layers and flash-linear-attention is not installed: on CUDA the fallback "
-            "is many times slower and takes more memory. pip install 'dflash-lab[gpu]', or set "
+            f"{name} has gated-delta-net layers and flash-linear-attention is not installed: on CUDA the "
+            "fallback is many times slower and takes more memory. pip install 'dflash-lab[gpu]', or set "
             "allow_slow_kernels=True."
         )
 

@@ -38,8 +38,8 @@ def self_prompts(
     closing = closing_id(tokenizer, "user")
     if closing is None:
         raise InputError(
-            f"{target.name}: its template closes a user turn without a special token, so a sampled turn never ends. "
-            "Give prompts from a file."
+            f"{target.name}: its template closes a user turn without a special token, so a sampled turn "
+            "never ends. Give prompts from a file."
         )
     opening = user_opening(tokenizer)
     found: dict[str, None] = {}

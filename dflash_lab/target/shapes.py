@@ -66,33 +66,50 @@ def randomise(model: PreTrainedModel, *, seed: int, device: torch.device, dtype:
     strict = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for name, module in model.named_modules():
         _check_buffers(name, module)
-        fill_module(module, model, seed=seed, name=name, device=device, dtype=dtype, fp32_names=strict)
+        _allocate(module, name, device, dtype, strict)
+    for name, module in reversed(list(model.named_modules())):  # a block may set its children's weights again
+        _initialise(module, model, seed, name, device)
+    empty = [name for name, parameter in model.named_parameters() if bool(parameter.isnan().any())]
+    if empty:
+        raise UnsupportedTarget(
+            f"random: {type(model).__name__} does not initialise {len(empty)} of its parameters, "
+            f"first {empty[0]}. Save a checkpoint of it and give the folder as target."
+        )
 
 
-def fill_module(
+def randomise_alone(
     module: nn.Module,
+    name: str,
     model: PreTrainedModel,
     *,
     seed: int,
-    name: str,
     device: torch.device,
     dtype: torch.dtype,
-    fp32_names: Collection[str],
 ) -> None:
-    """Allocate and initialise the tensors that `module` itself holds, seeded by (seed, name).
+    """Give one module the weights that it would have as `name` in a whole random model of `model`'s class."""
+    _allocate(module, name, device, dtype, ())
+    _initialise(module, model, seed, name, device)
 
-    The class's own initialiser draws from the global generators, so their state is put back afterwards.
-    """
-    parameters = list(module.named_parameters(recurse=False))
-    buffers = list(module.named_buffers(recurse=False))
-    if not parameters and not buffers:
-        return
-    for key, tensor in parameters:
+
+def _allocate(
+    module: nn.Module, name: str, device: torch.device, dtype: torch.dtype, fp32_names: Collection[str]
+) -> None:
+    """Put the tensors that `module` itself holds on the device; parameters are NaN until initialised."""
+    for key, tensor in list(module.named_parameters(recurse=False)):
         kind = torch.float32 if any(part in f"{name}.{key}" for part in fp32_names) else dtype
-        fresh = torch.empty(tensor.shape, dtype=kind, device=device)
+        fresh = torch.full(tensor.shape, float("nan"), dtype=kind, device=device)
         setattr(module, key, nn.Parameter(fresh, requires_grad=False))
-    for key, buffer in buffers:
+    for key, buffer in list(module.named_buffers(recurse=False)):
         setattr(module, key, torch.empty_like(buffer, device=device))
+
+
+def _initialise(
+    module: nn.Module, model: PreTrainedModel, seed: int, name: str, device: torch.device
+) -> None:
+    """Call the class's own initialiser on one module, seeded by (seed, name).
+
+    It draws from the global generators, so their state is put back afterwards.
+    """
     devices = list(range(torch.cuda.device_count())) if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         torch.manual_seed(xxhash.xxh3_64_intdigest(f"{seed}/{name}".encode()) >> 1)
@@ -103,6 +120,6 @@ def _check_buffers(name: str, module: nn.Module) -> None:
     buffers = [key for key, _ in module.named_buffers(recurse=False)]
     if buffers and "RotaryEmbedding" not in type(module).__name__:
         raise UnsupportedTarget(
-            f"random: {type(module).__name__} ({name}) computes the buffers {buffers} when it is built, which a "
-            "model made on the meta device lacks. Save a checkpoint of it and give the folder as target."
+            f"random: {type(module).__name__} ({name}) computes the buffers {buffers} when it is built, "
+            "which a model made on the meta device lacks. Save a checkpoint of it and give its folder."
         )

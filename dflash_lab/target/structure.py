@@ -67,8 +67,8 @@ def check_causal(config: PretrainedConfig, name: str) -> None:
         value = getattr(text, field, None)
         if value not in neutral:
             raise UnsupportedTarget(
-                f"{name}: {text.model_type} has {field}={value}, which changes its logits after the head. It would "
-                "need that step in TargetHead, the fused loss and the decoder."
+                f"{name}: {text.model_type} has {field}={value}, which changes its logits after the head. "
+                "It would need that step in TargetHead, the fused loss and the decoder."
             )
 
 
@@ -94,8 +94,8 @@ def skeleton(
             return AutoModel.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except ValueError as error:
         raise UnsupportedTarget(
-            f"{name}: transformers has no text model for model_type {config.model_type!r} ({error}). It would "
-            "need one, or trust_remote_code=True if the checkpoint brings its own code and you trust it."
+            f"{name}: transformers has no text model for model_type {config.model_type!r} ({error}). "
+            "It would need one, or trust_remote_code=True if it brings code of its own that you trust."
         ) from error
 
 
@@ -149,8 +149,8 @@ def head_of(config: PretrainedConfig, *, name: str, trust_remote_code: bool = Fa
     head = causal.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise UnsupportedTarget(
-            f"{name}: the head of {type(causal).__name__} is {head!r}. It would need to be one matrix without "
-            "bias: the losses compute hidden @ weight.T and no more."
+            f"{name}: the head of {type(causal).__name__} is {head!r}. It would need to be one matrix "
+            "without bias: the losses compute hidden @ weight.T and no more."
         )
     return next(child for child, module in causal.named_modules() if module is head)
 

@@ -48,8 +48,8 @@ def check_tap_ids(ids: Sequence[int], num_layers: int) -> list[int]:
     wrong = [i for i in ids if not 0 <= i < num_layers]
     if wrong:
         raise InputError(
-            f"tap_ids {wrong}: the target has layers 0..{num_layers - 1}. Id k is the output of the 0-based decoder "
-            "layer k; vLLM and speculators count one more."
+            f"tap_ids {wrong}: the target has layers 0..{num_layers - 1}. Id k is the output of the 0-based "
+            "decoder layer k; vLLM and speculators count one more."
         )
     if ids != sorted(set(ids)):
         raise InputError(f"tap_ids {ids}: write each layer once, in rising order.")
@@ -106,7 +106,7 @@ class Taps:
         if any(count != 1 for count in counts.values()):
             self.clear()
             raise TapError(
-                f"Tensors caught a layer since the last take: {counts}; expected one each. 0: no forward reached the "
-                "layer, or it was compiled before the hook. 2 or more: forwards without a take between."
+                f"Tensors caught a layer since the last take: {counts}; expected one each. 0: no forward "
+                "reached the layer, or it was compiled before the hook. 2: forwards without a take between."
             )
         return [self._caught[i].pop() for i in self.ids]

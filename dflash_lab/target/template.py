@@ -32,7 +32,7 @@ class TemplateFailure(InputError):
 
 @dataclass(frozen=True)
 class Rendered:
-    """One conversation: token ids [L], and [L] ones on what the assistant generates, closing token included."""
+    """One conversation: token ids [L]; ones [L] on what the assistant generates, closing token included."""
 
     input_ids: list[int]
     loss_mask: list[int]
@@ -105,8 +105,8 @@ def template_of(tokenizer: Tokenizer) -> str:
         return tokenizer.get_chat_template()
     except ValueError as error:
         raise TemplateFailure(
-            "This tokenizer has no chat template, so conversations cannot be rendered. Use the instruction-tuned "
-            "checkpoint, or set tokenizer.chat_template."
+            "This tokenizer has no chat template, so conversations cannot be rendered. Use the "
+            "instruction-tuned checkpoint, or set tokenizer.chat_template."
         ) from error
 
 
@@ -154,14 +154,14 @@ def _text(tokenizer: Tokenizer, messages: Sequence[Message], thinking: bool, *, 
 def _answer_span(
     tokenizer: Tokenizer, messages: list[Message], turn: int, text: str, thinking: bool
 ) -> tuple[int, int]:
-    """Return where assistant turn `turn` starts and ends in `text`, in characters, without its closing token."""
+    """Return the characters start..end of `text` that assistant turn `turn` is, without its closing token."""
     start, tail = len(text), len(text)
     for mark in _MARKS:
         marked = [*messages[:turn], {**messages[turn], "content": mark}, *messages[turn + 1 :]]
         other = _text(tokenizer, marked, thinking)
         if mark not in other:
             raise TemplateFailure(
-                f"The chat template does not show the content of assistant turn {turn}, so it cannot be masked."
+                f"The chat template does not show the content of assistant turn {turn}, so no mask."
             )
         start = min(start, _shared(text, other))
         tail = min(tail, _shared(text[::-1], other[::-1]))

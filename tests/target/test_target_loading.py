@@ -1,0 +1,236 @@
+"""Loading every kind of checkpoint, only what was asked for; refusals that name what is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from support.tiny_targets import CHATML, KINDS, build_tiny, tiny_config, tiny_tokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMultimodalLM
+
+from dflash_lab.errors import InputError, UnsupportedTarget
+from dflash_lab.target import loading
+from dflash_lab.target.checkpoint import Checkpoint
+from dflash_lab.target.loading import load_head, load_target
+from dflash_lab.target.sources import load_config, load_tokenizer
+
+TOKENS = torch.randint(0, 256, (2, 70), generator=torch.Generator().manual_seed(3))
+
+
+def save_config(folder, config, **changes):
+    config.save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_the_causal_model_of_transformers(tiny_target, kind):
+    folder = tiny_target(kind)
+    auto = AutoModelForMultimodalLM if kind.endswith("_wrapped") else AutoModelForCausalLM
+    whole = auto.from_pretrained(folder)
+    target = load_target(str(folder))
+    with torch.no_grad():
+        expected = whole(TOKENS, use_cache=False).logits
+        states = target.body(input_ids=TOKENS, use_cache=False).last_hidden_state
+        assert torch.equal(target.head.logits(states), expected)
+    assert target.num_layers == 8 and target.hidden_size == 48 and target.vocab_size == 288
+    assert target.is_hybrid == ("qwen3_5" in kind)
+    assert target.dtype == target.body.dtype == torch.float32
+    assert not target.body.training and not any(p.requires_grad for p in target.body.parameters())
+    assert target.stop_ids == [258]
+
+
+def test_the_vision_tower_is_not_loaded(tiny_target):
+    target = load_target(str(tiny_target("qwen3_5_wrapped")))
+    assert not [name for name, _ in target.body.named_parameters() if "visual" in name or "vision" in name]
+    assert type(target.body).__name__ == "Qwen3_5TextModel"
+
+
+def test_a_wrapper_whose_text_model_has_no_causal_class(tmp_path):
+    text = tiny_config("qwen3").to_dict() | {
+        "model_type": "qwen3_vl_text",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    }
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 48, "intermediate_size": 32}
+    tokens = {
+        "image_token_id": 270,
+        "video_token_id": 271,
+        "vision_start_token_id": 272,
+        "vision_end_token_id": 273,
+    }
+    vision |= {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    config = AutoConfig.for_model("qwen3_vl", text_config=text, vision_config=vision, **tokens)
+    whole = AutoModelForMultimodalLM.from_config(config)
+    whole.save_pretrained(tmp_path)
+    target = load_target(str(tmp_path))
+    with torch.no_grad():
+        states = target.body(input_ids=TOKENS, use_cache=False).last_hidden_state
+        assert torch.equal(target.head.logits(states), whole(TOKENS, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5", "qwen3_5_moe", "qwen3_5_wrapped"])
+def test_last_layer_cuts_what_comes_after_it(tiny_target, kind):
+    whole = load_target(str(tiny_target(kind)))
+    cut = load_target(str(tiny_target(kind)), last_layer=4, with_head=False)
+    assert cut.num_layers == cut.config.num_hidden_layers == 5
+    with torch.no_grad():
+        expected = whole.body(input_ids=TOKENS, use_cache=False, output_hidden_states=True).hidden_states
+        caught = []
+        cut.layers[4].register_forward_hook(lambda m, i, o: caught.append(o))
+        cut.body(input_ids=TOKENS, use_cache=False)
+    assert torch.equal(caught[0], expected[5])
+    assert cut.head_weight is None
+    with pytest.raises(InputError, match="with_head=False"):
+        cut.logits(caught[0])
+    with pytest.raises(InputError, match=r"layers 0\.\.7"):
+        load_target(str(tiny_target(kind)), last_layer=8)
+
+
+def test_only_asked_tensors_are_read(tiny_target, monkeypatch):
+    folder, read = str(tiny_target("qwen3_5_wrapped")), []
+    honest = Checkpoint.read
+
+    def spy(self, name, **kwargs):
+        read.append(name)
+        return honest(self, name, **kwargs)
+
+    monkeypatch.setattr(Checkpoint, "read", spy)
+    cut = load_target(folder, last_layer=2, with_head=False)
+    assert read == []
+    assert {name.split(".")[1] for name, _ in cut.body.named_parameters() if "layers" in name} == {
+        "0",
+        "1",
+        "2",
+    }
+    load_head(folder)
+    prefix = "model.language_model."
+    assert read == [f"{prefix}embed_tokens.weight", f"{prefix}norm.weight", "lm_head.weight"]
+
+
+def test_dtype_and_device_are_what_was_asked(tiny_target):
+    target = load_target(str(tiny_target("qwen3_5")), dtype="bfloat16")
+    assert {p.dtype for p in target.body.parameters()} == {torch.bfloat16}
+    assert target.head_weight.dtype == target.dtype == torch.bfloat16
+    shapes = load_target(str(tiny_target("qwen3_5")), device="meta")
+    assert shapes.body.device.type == shapes.head_weight.device.type == "meta"
+    with pytest.raises(InputError, match=r"did you mean 'bfloat16'"):
+        load_target(str(tiny_target("llama")), dtype="bfloat")
+    with pytest.raises(InputError, match="expected auto, cpu"):
+        load_target(str(tiny_target("llama")), device="gpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(InputError, match="no CUDA device"):
+            load_target(str(tiny_target("llama")), device="cuda")
+        assert load_target(str(tiny_target("llama")), device="auto").device.type == "cpu"
+
+
+def test_config_and_tokenizer_come_without_weights(tiny_target, tmp_path):
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_target("qwen3_5_wrapped") / file, tmp_path)
+    shutil.copy(tiny_target("qwen3_5_wrapped") / "chat_template.jinja", tmp_path)
+    config = load_config(str(tmp_path))
+    assert config.num_hidden_layers == 8 and config.model_type == "qwen3_5_text"
+    assert load_tokenizer(str(tmp_path)).chat_template == CHATML
+    with pytest.raises(InputError, match="Only safetensors"):
+        load_target(str(tmp_path))
+
+
+def test_unknown_names_get_a_near_match():
+    with pytest.raises(InputError, match=r"did you mean 'smollm2'"):
+        load_target("smolm2")
+    with pytest.raises(InputError, match="no folder, no Hugging Face id"):
+        load_target("./not/here/at/all")
+
+
+def test_what_is_not_causal_is_refused(tmp_path):
+    bert = AutoConfig.for_model(
+        "bert", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=99
+    )
+    folder = save_config(tmp_path / "bert", bert, architectures=["BertForMaskedLM"])
+    with pytest.raises(UnsupportedTarget, match="BertForMaskedLM is not a causal language model"):
+        load_target(folder)
+    t5 = save_config(tmp_path / "t5", AutoConfig.for_model("t5", d_model=32, num_layers=2))
+    with pytest.raises(UnsupportedTarget, match="encoder-decoder"):
+        load_target(t5)
+    both = tiny_config("llama")
+    both.is_causal = False
+    with pytest.raises(UnsupportedTarget, match="attends to later tokens"):
+        load_target(save_config(tmp_path / "both", both))
+
+
+def test_a_causal_model_that_is_not_understood_is_refused_by_name(tmp_path):
+    gemma = tiny_config("llama").to_dict() | {"model_type": "gemma2", "final_logit_softcapping": 30.0}
+    folder = save_config(tmp_path / "gemma2", AutoConfig.for_model(**gemma))
+    with pytest.raises(UnsupportedTarget, match=r"gemma2 has final_logit_softcapping=30.0"):
+        load_target(folder)
+    opt = AutoConfig.for_model(
+        "opt", hidden_size=32, word_embed_proj_dim=16, num_hidden_layers=2, ffn_dim=32, num_attention_heads=2
+    )
+    AutoModelForCausalLM.from_config(opt).save_pretrained(tmp_path / "opt")
+    with pytest.raises(UnsupportedTarget, match=r"OPTModel is not understood"):
+        load_target(str(tmp_path / "opt"))
+
+
+def test_a_head_with_bias_is_refused(tmp_path):
+    phi = tiny_config("llama").to_dict() | {"model_type": "phi", "num_key_value_heads": 4}
+    phi.pop("head_dim")
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**phi)).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedTarget, match="without bias"):
+        load_target(str(tmp_path))
+
+
+def test_a_checkpoint_that_lacks_tensors_is_refused(tiny_target, tmp_path):
+    AutoModelForCausalLM.from_pretrained(tiny_target("qwen3")).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["num_hidden_layers"] = 9
+    config["layer_types"] = ["full_attention"] * 9
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedTarget, match=r"11 tensors of Qwen3Model are missing"):
+        load_target(str(tmp_path))
+
+
+def test_an_untied_head_that_is_absent_is_refused(tiny_target, tmp_path):
+    body = AutoModel.from_pretrained(tiny_target("qwen3"))
+    body.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["Qwen3ForCausalLM"]}))
+    assert load_target(str(tmp_path), with_head=False).num_layers == 8  # names without the prefix "model."
+    with pytest.raises(UnsupportedTarget, match=r"no lm_head.weight in the checkpoint"):
+        load_target(str(tmp_path))
+    with pytest.raises(UnsupportedTarget, match=r"no lm_head.weight in the checkpoint"):
+        load_head(str(tmp_path))
+
+
+def test_code_of_a_checkpoint_is_not_run_unless_trusted(tiny_target, tmp_path):
+    build_tiny("llama", tmp_path)
+    witness = tmp_path / "it-ran"
+    (tmp_path / "own.py").write_text(
+        "from pathlib import Path\n"
+        f"Path({str(witness)!r}).touch()\n"
+        "from transformers import LlamaConfig\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError):
+        load_target(str(tmp_path))
+    assert not witness.exists()
+    load_config(str(tmp_path), trust_remote_code=True)
+    assert witness.exists()
+
+
+def test_a_hybrid_target_on_cuda_needs_fast_kernels(tiny_target, monkeypatch):
+    monkeypatch.setattr(loading, "choose_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="flash-linear-attention is not installed"):
+        load_target(str(tiny_target("qwen3_5")), device="cuda")
+
+
+def test_head_and_body_of_wrapped_tokenizer_agree(tiny_target):
+    target = load_target(str(tiny_target("qwen3_5_wrapped")))
+    ids = target.tokenizer("hello")["input_ids"]
+    assert target.tokenizer.decode(ids) == "hello"
+    assert tiny_tokenizer().decode(tiny_tokenizer()("hé!")["input_ids"]) == "hé!"
