@@ -181,20 +181,23 @@ class CachingAllocator:
 
 
 def replay(
-    tracker: LiveTensors, *, static_label: str = "", expandable: bool = False, rounds: int = 1
+    tracker: LiveTensors, *, static_labels: tuple[str, ...] = (), expandable: bool = False, start: int = 0
 ) -> Replayed:
     """Replay a tracker's trace and return what the allocator would have reserved and needed.
 
-    Blocks labelled `static_label` are counted but take no part (weights lie in segments of their own). With
-    `rounds` > 1 the trace is run again over the cache it left, as later batches of the same shape are.
+    Blocks labelled with one of `static_labels` are counted but take no part: weights and optimizer state
+    lie in segments of their own. Events before `start` are left out (a first step that later ones do not
+    repeat).
     """
     labels = [tracker.label(number) for number in range(len(tracker.blocks))]
-    static = sum(block.size for block, label in zip(tracker.blocks, labels) if label == static_label)
-    events = [event for event in tracker.trace if labels[event[0]] != static_label]
     sizes = [block.size for block in tracker.blocks]
+    static = sum(size for size, label in zip(sizes, labels) if label in static_labels)
+    before = {number for number, sign in tracker.trace[:start] if sign > 0}
+    before -= {number for number, sign in tracker.trace[:start] if sign < 0}
+    alive = [(number, 1) for number in sorted(before) if labels[number] not in static_labels]
+    events = alive + [event for event in tracker.trace[start:] if labels[event[0]] not in static_labels]
     free = CachingAllocator(expandable=expandable)
-    for _ in range(rounds):
-        _run(events, sizes, free)
+    _run(events, sizes, free)
     low, high = free.peak_allocated, free.reserved
     while high - low > max(SEGMENT_ROUND, high // 200):  # half a percent is finer than any other error here
         middle = (low + high) // 2

@@ -66,7 +66,7 @@ def count_extraction(config: Any, setup: ExtractionSetup) -> tuple[Account, Live
             tracker.add([ids], "token ids")
             tracker.start_peak_here()
             _run(model, ids, setup, [kept.index(tap) for tap in taps], tracker)
-    reserved = replay(tracker, static_label="target weights")
+    reserved = replay(tracker, static_labels=("target weights",))
     for number, block in enumerate(tracker.blocks):
         if block.dtype == "bool" and len(block.shape) == 4:
             tracker.rename(number, "mask")
@@ -86,7 +86,7 @@ def count_extraction(config: Any, setup: ExtractionSetup) -> tuple[Account, Live
         title=f"extraction {setup.batch} x {setup.length}",
         terms=terms,
         formulas={"fragmentation": "simulated caching allocator: reserved - live at the peak"},
-        moment=_moment(tracker),
+        moment=moment_of(tracker),
         notes=notes,
     )
     return account, tracker
@@ -172,7 +172,8 @@ def _run(
     del output
 
 
-def _moment(tracker: LiveTensors) -> str:
+def moment_of(tracker: LiveTensors) -> str:
+    """Name what was made last before the peak."""
     blocks = tracker.blocks
     last = tracker.trace[tracker.peak_event - 1][0] if tracker.peak_event else 0
     block = blocks[last]

@@ -7,7 +7,7 @@ The same descriptions go to the analytic account, the fake-tensor count, the mea
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from dflash_lab.errors import InputError
 from dflash_lab.memory.kernels import Kernels

@@ -37,8 +37,10 @@ class LiveTensors(TorchDispatchMode):
     inside it; `relabel` names a tensor afterwards. `trace` holds ``(block number, +1 | -1)`` in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, device: str = "") -> None:
+        """Count tensors on `device` only (``"cuda"``, ``"meta"``), or everywhere when it is empty."""
         super().__init__()
+        self.device = device
         self.current = 0
         self.peak = 0
         self.blocks: list[Block] = []
@@ -116,6 +118,8 @@ class LiveTensors(TorchDispatchMode):
                 self._visit(item, operation)
 
     def _see(self, tensor: torch.Tensor, operation: str, label: str) -> None:
+        if self.device and tensor.device.type != self.device:
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._alive:

@@ -114,5 +114,4 @@ def test_the_replay_repeats_the_count():
     replayed = replay(live)
     assert replayed.allocated == live.peak == 32 * MIB
     assert replayed.reserved == 32 * MIB
-    assert replay(live, rounds=3).reserved == replayed.reserved
     assert replayed.needed == 32 * MIB
