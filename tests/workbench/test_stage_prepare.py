@@ -1,0 +1,247 @@
+"""prepare: files in, samples out, on tiny targets; every record accounted for; stopping, resuming and bad
+input."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import polars as pl
+import pytest
+
+from dflash_lab.data.samples import content_hash, read_provenance, read_samples
+from dflash_lab.errors import InputError
+from dflash_lab.target.sources import load_tokenizer
+from dflash_lab.workbench.figures.prepare import mask_html, outcome, problem_kinds, problems_html
+from dflash_lab.workbench.stage import execute
+from dflash_lab.workbench.stages.prepare import PrepareParams, PrepareResult, run_prepare
+
+
+def line(question, answer):
+    return json.dumps(
+        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    )
+
+
+LINES = [
+    line("Hi", "Hello."),
+    line("Hi", "Hello."),
+    "{broken",
+    json.dumps({"conversations": [{"from": "human", "value": "A"}, {"from": "gpt", "value": "B"}]}),
+    json.dumps({"instruction": "Say", "input": "x", "output": "x"}),
+    line("long" * 10, "y" * 300),
+    json.dumps({"messages": [{"role": "user", "content": "no answer"}]}),
+]
+
+
+@pytest.fixture
+def made(tmp_path, tiny_target):
+    """Return a function that makes parameters for a run on LINES."""
+    (tmp_path / "in.jsonl").write_text("\n".join(LINES) + "\n")
+
+    def make(kind="qwen3", **options):
+        defaults = {
+            "run_dir": str(tmp_path / "run"),
+            "target": str(tiny_target(kind)),
+            "input": str(tmp_path / "in.jsonl"),
+            "max_length": 128,
+            "heldout_fraction": 0.5,
+            "device": "cpu",
+            "interactive": False,
+            "max_new_tokens": 8,
+            "batch_size": 2,
+        }
+        return PrepareParams(**{**defaults, **options})
+
+    return make
+
+
+def counts(figures):
+    return {name: value for name, value in figures.items() if name.startswith("lost_")}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_every_record_is_stored_merged_or_named(made, kind):
+    params = made(kind)
+    result = run_prepare(params)
+    frame = read_samples(params.samples_path)
+    assert frame["id"].to_list() == ["in.jsonl:1", "in.jsonl:4", "in.jsonl:5"]
+    assert (result.figures["samples_in"], result.figures["samples_stored"]) == (7, 3)
+    assert (result.figures["duplicates"], result.figures["lost"]) == (1, 3)
+    assert counts(result.figures) == {"lost_malformed": 1, "lost_no_answer": 1, "lost_too_long": 1}
+    found = result.problems.select("file", "line", "kind", "records").rows()
+    assert found == [
+        ("in.jsonl", 3, "malformed", 1),
+        ("in.jsonl", 6, "too long", 1),
+        ("in.jsonl", 7, "no answer", 1),
+    ]
+    decode = load_tokenizer(params.target).decode
+    for row, answer in zip(frame.iter_rows(named=True), ("Hello.", "B", "x"), strict=True):
+        trained = [token for token, on in zip(row["input_ids"], row["loss_mask"], strict=True) if on]
+        assert decode(trained) == f"{answer}<|im_end|>"
+        assert decode(row["input_ids"]).endswith(f"<|im_start|>assistant\n{answer}<|im_end|>\n")
+        closing = row["input_ids"][len(row["loss_mask"]) - 1 - row["loss_mask"][::-1].index(1)]
+        assert closing == 258  # <|im_end|> is generated, so it is trained on
+        assert row["response_start"] == row["loss_mask"].index(1) and row["length"] == len(row["input_ids"])
+        assert row["content_hash"] == content_hash(row["input_ids"], row["loss_mask"])
+    heldout = (frame["split"] == "heldout").sum()
+    assert (result.figures["heldout"], result.figures["train"]) == (heldout, 3 - heldout)
+    made_by = read_provenance(params.samples_path)
+    assert made_by["tokenizer_hash"] and made_by["template_hash"] and made_by["thinking"] is False
+    assert sorted(path.name for path in params.run.iterdir()) == [
+        "prepare",
+        "samples.json",
+        "samples.parquet",
+    ]
+    again = PrepareResult.load(params.folder)
+    assert again.figures == result.figures and again.problems.equals(result.problems)
+
+
+def test_truncating_keeps_the_sample_and_notes_it(made):
+    params = made(over_long="truncate", max_length=100)
+    result = run_prepare(params)
+    assert result.figures["truncated"] == 1 and result.figures["samples_stored"] == 4
+    assert read_samples(params.samples_path)["length"].max() == 100
+    note = result.problems.filter(pl.col("kind") == "truncated to max_length").row(0, named=True)
+    assert (note["line"], note["records"]) == (6, 0)
+    params = made(over_long="truncate", max_length=45)
+    assert "begins after" in run_prepare(params).problems.filter(pl.col("line") == 6)["reason"][0]
+
+
+def test_limit_reads_only_so_many(made):
+    assert run_prepare(made(limit=1)).figures["samples_in"] == 1
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_greedy_answers_are_what_the_target_says(made, kind):
+    from dflash_lab.target.generation import generate
+    from dflash_lab.target.loading import load_target
+    from dflash_lab.target.template import render_prompt
+
+    params = made(kind, regenerate="greedy")
+    result = run_prepare(params)
+    assert result.figures["samples_in"] == 7  # the question without an answer gets one
+    target = load_target(params.target)
+    prompt = render_prompt(target.tokenizer, [{"role": "user", "content": "Hi"}])
+    (answer,) = generate(target, [prompt], max_new_tokens=8)
+    row = read_samples(params.samples_path).row(0, named=True)
+    assert row["input_ids"] == prompt + answer
+    assert row["loss_mask"] == [0] * len(prompt) + [1] * len(answer)
+    again = run_prepare(params)
+    assert again.figures["answers_generated"] == 0 and again.figures["answers_reused"] == 6
+    assert again.figures["tokens"] == result.figures["tokens"]
+
+
+def test_sampled_answers_follow_the_seed(made):
+    def tokens(**options):
+        params = made(regenerate="sampled", **options)
+        run_prepare(params)
+        return read_samples(params.samples_path)["input_ids"].to_list()
+
+    first = tokens(seed=1)
+    (made().folder / "answers.jsonl").unlink()
+    assert tokens(seed=1) == first
+    assert tokens(seed=2) != first
+
+
+def test_a_stopped_generation_goes_on(made):
+    params = made(regenerate="greedy")
+
+    def stop(description, done, total, **fields):
+        if description == "answers" and done >= 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_prepare(params, stop)
+    assert not params.samples_path.exists()
+    result = run_prepare(params)
+    assert result.figures["answers_reused"] >= 2 and result.figures["answers_generated"] > 0
+    assert result.figures["samples_in"] == 7
+
+
+def test_the_target_writes_prompts_too(made):
+    params = made(input="", regenerate="greedy", self_prompts=3, self_prompt_tokens=200, max_length=512)
+    result = run_prepare(params)
+    frame = read_samples(params.samples_path)
+    assert result.figures["samples_in"] == 3
+    assert frame["source"].unique().to_list() == ["self_prompts"]
+    before = (params.folder / "self_prompts.jsonl").read_bytes()
+    with open(params.folder / "self_prompts.jsonl", "ab") as file:
+        file.write(b'{"torn')
+    assert run_prepare(params).figures["tokens"] == result.figures["tokens"]
+    assert (params.folder / "self_prompts.jsonl").read_bytes() == before
+
+
+def test_nothing_stored_is_an_error_that_says_why_and_keeps_the_old_samples(made, tmp_path):
+    params = made()
+    run_prepare(params)
+    before = params.samples_path.read_bytes()
+    (tmp_path / "bad.jsonl").write_text("{broken\n")
+    with pytest.raises(InputError, match=r"bad\.jsonl:1: not valid JSON"):
+        run_prepare(made(input=str(tmp_path / "bad.jsonl")))
+    assert params.samples_path.read_bytes() == before
+    assert pl.read_parquet(params.folder / "problems.parquet")["line"].to_list() == [1]
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(InputError, match="holds no record"):
+        run_prepare(made(input=str(tmp_path / "empty.jsonl")))
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"input": ""}, "self_prompts"),
+        ({"self_prompts": 3}, "set regenerate"),
+        ({"regenerate": "greedy", "max_new_tokens": 128}, "leaves no room"),
+        ({"over_long": "trim"}, "drop, truncate"),
+        ({"heldout_fraction": 1.0}, "0.9"),
+    ],
+)
+def test_parameters_are_checked(made, options, word):
+    with pytest.raises(InputError, match=word):
+        made(**options)
+
+
+def test_missing_input_and_random_targets_are_named(made, tmp_path):
+    with pytest.raises(InputError, match="no such file"):
+        run_prepare(made(input=str(tmp_path / "none.jsonl")))
+    with pytest.raises(InputError, match="no tokenizer"):
+        run_prepare(made(target="random:smollm2-135m"))
+
+
+def test_execute_skips_what_is_done_until_the_input_changes(made, tmp_path):
+    params = made()
+    execute(params)
+    record = json.loads((params.folder / "result.json").read_text())
+    assert record["figures"]["samples_stored"] == 3
+    stamp = params.samples_path.stat().st_mtime_ns
+    assert execute(params).figures["samples_stored"] == 3
+    assert params.samples_path.stat().st_mtime_ns == stamp
+    with open(tmp_path / "in.jsonl", "a") as file:
+        file.write(line("new", "one") + "\n")
+    assert execute(params).figures["samples_stored"] == 4
+
+
+def test_figures_hold_the_counts_and_escape_text(made, tmp_path):
+    evil = "<script>alert(1)</script>"
+    (tmp_path / "in.jsonl").write_text(line(evil, f"{evil} ok") + "\n" + line("q", "a") + "\n{bad\n")
+    result = run_prepare(made())
+    bars = outcome(result.figures)
+    assert sum(bar.x[0] for bar in bars.data) == 3
+    assert evil not in mask_html(result.previews) and "&lt;script&gt;" in mask_html(result.previews)
+    bars = problem_kinds(result.problems)
+    assert list(bars.data[0].y) == ["malformed"] and list(bars.data[0].x) == [1]
+    many = pl.DataFrame(
+        {
+            "file": [evil] * 60,
+            "line": list(range(60)),
+            "kind": ["k"] * 60,
+            "reason": [evil] * 60,
+            "records": [1] * 60,
+        }
+    )
+    html = problems_html(many)
+    assert evil not in html and "20 more" in html and len(re.findall("<tr>", html)) == 41
+    empty = many.clear()
+    assert problem_kinds(empty).layout.title.text == "No problems" and "No problems" in problems_html(empty)
+    assert all(np.isfinite(value) for value in result.figures.values())
