@@ -1,0 +1,204 @@
+"""Rendering: ids as the template gives them, a mask on exactly what the assistant generates."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.tiny_targets import CHATML, tiny_tokenizer
+
+from dflash_lab.errors import InputError
+from dflash_lab.target.template import TemplateFailure, closing_id, render, render_prompt, user_opening
+
+# The template of thinking models: the opening of the thinking is part of the generation prompt only when
+# thinking is off, and the thinking of a turn goes away once the user has answered.
+THINKING = (
+    "{%- set ns = namespace(last=-1) -%}"
+    "{%- for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor -%}"
+    "{%- for m in messages -%}"
+    "{%- set parts = m['content'].split('</think>') -%}"
+    "{%- set thought = parts[0].split('<think>')[-1] if parts|length > 1 else '' -%}"
+    "{%- set content = parts[-1].strip() -%}"
+    "{{- '<|im_start|>' + m['role'] + '\n' -}}"
+    "{%- if m['role'] == 'assistant' and loop.index0 > ns.last -%}"
+    "{{- '<think>\n' + thought.strip() + '\n</think>\n\n' -}}"
+    "{%- endif -%}"
+    "{{- content + '<|im_end|>\n' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}"
+    "{%- if not enable_thinking -%}{{- '<think>\n\n</think>\n\n' -}}{%- endif -%}{%- endif -%}"
+)
+MARKED = (
+    "{%- for m in messages -%}{%- if m['role'] == 'assistant' -%}"
+    "<|im_start|>assistant\n{% generation %}{{- m['content'] -}}{% endgeneration %}<|im_end|>\n"
+    "{%- else -%}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
+)
+# Turns that end in plain text: nothing special closes them.
+PLAIN = (
+    "{% for m in messages %}{{ m['role'].upper() + ': ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
+)
+# A blank between the answer and its closing token, as Llama 2 has it.
+SPACED = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ ' ' + m['content'] + ' <|im_end|>' }}"
+    "{% else %}{{ '<|im_start|>[INST] ' + m['content'] + ' [/INST]' }}{% endif %}{% endfor %}"
+)
+# Tool calls are shown after the content.
+TOOLS = CHATML.replace(
+    "message['content'] + '<|im_end|>'",
+    "message['content'] + ('<call>' + message['tool_calls'] + '</call>' if message['tool_calls'] else '')"
+    " + '<|im_end|>'",
+)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def masked(tokenizer, messages, **options):
+    """Return the text of each masked run."""
+    rendered = render(tokenizer, messages, **options)
+    runs, before = [], 0
+    for token, live in zip(rendered.input_ids, rendered.loss_mask, strict=True):
+        if live:
+            if not before:
+                runs.append([])
+            runs[-1].append(token)
+        before = live
+    return [tokenizer.decode(run) for run in runs]
+
+
+TWO_TURNS = [
+    {"role": "system", "content": "Be brief."},
+    user("Hi there"),
+    assistant("Hello!"),
+    user("And 12?"),
+    assistant("12\nis even."),
+]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, THINKING])
+def test_answers_and_their_closing_token_are_masked_and_nothing_else(template):
+    tokenizer = tiny_tokenizer(template)
+    runs = masked(tokenizer, TWO_TURNS)
+    assert runs == ["Hello!<|im_end|>", "12\nis even.<|im_end|>"]
+    ids = tokenizer.apply_chat_template(TWO_TURNS, enable_thinking=False)["input_ids"]
+    assert render(tokenizer, TWO_TURNS).input_ids == ids
+
+
+def test_every_prompt_is_a_token_prefix_up_to_the_mask():
+    tokenizer = tiny_tokenizer()
+    for turns in (3, 5):
+        rendered = render(tokenizer, TWO_TURNS[:turns])
+        prompt = render_prompt(tokenizer, TWO_TURNS[: turns - 1])
+        assert rendered.input_ids[: len(prompt)] == prompt
+        start = len(rendered.loss_mask) - rendered.loss_mask[::-1].index(1)
+        answer = tokenizer(TWO_TURNS[turns - 1]["content"] + "<|im_end|>")["input_ids"]
+        assert rendered.input_ids[len(prompt) : start] == answer
+
+
+def test_thinking_is_part_of_the_answer_when_the_model_opens_it():
+    tokenizer = tiny_tokenizer(THINKING)
+    messages = [
+        user("Q"),
+        assistant("<think>\nhm\n</think>\n\nA"),
+        user("R"),
+        assistant("<think>\nso\n</think>\n\nB"),
+    ]
+    assert masked(tokenizer, messages, thinking=True) == [
+        "A<|im_end|>",
+        "<think>\nso\n</think>\n\nB<|im_end|>",
+    ]
+    prompt = render_prompt(tokenizer, messages[:3], thinking=True)
+    assert render(tokenizer, messages, thinking=True).input_ids[: len(prompt)] == prompt
+    # Off: the empty thinking comes from the prompt, so it is not the model's.
+    assert masked(tokenizer, [user("Q"), assistant("A")], thinking=False) == ["A<|im_end|>"]
+    assert tokenizer.decode(render_prompt(tokenizer, [user("Q")])).endswith("<think>\n\n</think>\n\n")
+
+
+def test_other_ways_to_close_a_turn():
+    assert masked(tiny_tokenizer(SPACED), [user("Q"), assistant("A")]) == ["A <|im_end|>"]
+    assert masked(tiny_tokenizer(PLAIN), [user("Q"), assistant("A"), user("R"), assistant("B")]) == ["A", "B"]
+    assert closing_id(tiny_tokenizer(PLAIN), "assistant") is None
+    assert closing_id(tiny_tokenizer(), "assistant") == closing_id(tiny_tokenizer(), "user") == 258
+
+
+def test_a_tool_call_belongs_to_the_answer():
+    tokenizer = tiny_tokenizer(TOOLS)
+    messages = [
+        user("Q"),
+        assistant(None, tool_calls="f(1)"),
+        {"role": "tool", "content": "2"},
+        assistant("It is 2."),
+    ]
+    assert masked(tokenizer, messages) == ["<call>f(1)</call><|im_end|>", "It is 2.<|im_end|>"]
+
+
+def test_a_token_that_reaches_over_the_start_is_not_masked():
+    """SmolLM2-like merges: a line break of the header and one of the answer can become one token."""
+    from tokenizers import AddedToken
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken("\n\n", normalized=False, special=False)])
+    rendered = render(tokenizer, [user("Q"), assistant("\nA")])
+    tokens = [
+        tokenizer.decode([t]) for t, live in zip(rendered.input_ids, rendered.loss_mask, strict=True) if live
+    ]
+    assert tokens == ["A", "<|im_end|>"]
+
+
+def test_a_conversation_without_an_answer_has_an_empty_mask():
+    for template in (CHATML, MARKED):
+        assert sum(render(tiny_tokenizer(template), [user("Q")]).loss_mask) == 0
+
+
+def test_the_opening_of_a_user_turn():
+    assert tiny_tokenizer().decode(user_opening(tiny_tokenizer())) == "<|im_start|>user\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "words"),
+    [
+        (None, [user("Q")], "no chat template"),
+        (CHATML, [], "No messages"),
+        (CHATML, [{"role": "user", "content": ["parts"]}], "must be text"),
+        (CHATML, [{"role": "user"}], "must be text"),
+        ("{{ raise_exception('Only one turn, please') }}", [user("Q")], "Only one turn, please"),
+        ("{% for m in messages %}{{ m['role'] }}{% endfor %}", [user("Q"), assistant("A")], "does not show"),
+        (
+            CHATML.replace("message['content']", "message['content'][::-1]"),
+            [user("Q"), assistant("A")],
+            "not show",
+        ),
+        (
+            MARKED.replace("m['content'] -}}{% end", "'' -}}{% end"),
+            [user("Q"), assistant("A")],
+            "mark nothing",
+        ),
+    ],
+)
+def test_what_cannot_be_masked_says_so(template, messages, words):
+    tokenizer = tiny_tokenizer(template) if template else tiny_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(TemplateFailure, match=words) as caught:
+        render(tokenizer, messages)
+    assert isinstance(caught.value, InputError)
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3), st.sampled_from([CHATML, MARKED]))
+def test_any_text_comes_back_from_the_mask(turns, template):
+    tokenizer = tiny_tokenizer(template)
+    messages = [m for question, answer in turns for m in (user(question), assistant(answer))]
+    runs = masked(tokenizer, messages)
+    expected = [answer + "<|im_end|>" for _, answer in turns]
+    if template == CHATML or all(answer for _, answer in turns):
+        assert runs == expected
