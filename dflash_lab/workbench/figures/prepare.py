@@ -37,8 +37,8 @@ def outcome(figures: dict[str, Any]) -> go.Figure:
         title=f"What became of {figures['samples_in']:,} records",
         xaxis_title="records",
         barmode="stack",
-        height=220,
-        legend_traceorder="normal",
+        height=240,
+        legend={"traceorder": "normal", "y": -0.45, "yanchor": "top", "x": 0, "xanchor": "left"},
     )
     return figure
 
@@ -69,6 +69,7 @@ def problem_kinds(problems: pl.DataFrame, *, keep: int = 20) -> go.Figure:
         xaxis_rangemode="tozero",
         yaxis_type="category",
         barmode="stack",
+        legend_traceorder="normal",
         height=max(220, 150 + 26 * table.height),
     )
     return figure
