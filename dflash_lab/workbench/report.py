@@ -1,8 +1,8 @@
 """One HTML file a run, and an index of runs: interactive figures, offline, nothing trusted.
 
 The content is that of the executed notebooks: their prose, their figures (the data, drawn by the one embedded
-copy of plotly.js) and their printed results. Text is escaped wherever it came from, HTML outputs are left
-out, and a content security policy forbids the page to load anything.
+copy of plotly.js) and their printed results. Text is escaped wherever it came from, HTML outputs pass a
+short list of harmless tags and styles, and a content security policy forbids the page to load anything.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from dflash_lab.errors import InputError, StoreError
 from dflash_lab.files import write_bytes
 from dflash_lab.workbench.closing import closing_figures, closing_lines
 from dflash_lab.workbench.progress import duration
-from dflash_lab.workbench.report_page import figure_block, page
+from dflash_lab.workbench.report_page import figure_block, harmless, page
 from dflash_lab.workbench.runs import overview, run_folders, stage_table
 from dflash_lab.workbench.secrets import redact
 
 REPORT = "report.html"
 LONGEST_OUTPUT = 20_000  # characters of one printed output
+LONGEST_HTML = 400_000  # characters of one table or coloured text
 
 
 def write_report(run: Path) -> Path:
@@ -161,6 +162,8 @@ def _output_block(output: dict[str, Any], number: int) -> tuple[str, bool]:
     data = output.get("data", {})
     if "application/vnd.plotly.v1+json" in data:
         return figure_block(data["application/vnd.plotly.v1+json"], number), True
+    if "text/html" in data:
+        return harmless(data["text/html"][:LONGEST_HTML]), False
     if "text/markdown" in data:
         return _prose(data["text/markdown"]), False
     if "text/plain" in data:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from typing import Any
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+
+_TAGS = frozenset(
+    "b br code div em h3 h4 i li ol p pre small span strong table tbody td th thead tr ul".split()  # noqa: SIM905
+)
+_LOOKS = ["background", "background-color", "border", "border-radius", "color", "font-size", "font-style"]
+_LOOKS += ["font-weight", "line-height", "margin", "max-width", "padding", "text-align", "white-space"]
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; }
@@ -16,7 +23,7 @@ margin-top: 2rem; } table { border-collapse: collapse; margin: 1rem 0; font-size
 overflow-x: auto; } td, th { padding: 0.25rem 0.75rem; border-bottom: 1px solid var(--line); text-align: left;
 vertical-align: top; } pre { background: #8881; padding: 0.75rem; overflow-x: auto; font-size: 13px;
 line-height: 1.35; border-radius: 4px; } pre.error { border-left: 4px solid #D55E00; }
-code { font-size: 0.92em; } .figure { margin: 1rem 0; }
+code { font-size: 0.92em; } .figure { margin: 1rem 0; } .html { overflow-x: auto; margin: 1rem 0; }
 """
 
 _DRAW = """
@@ -42,6 +49,19 @@ def page(title: str, body: str, with_figures: bool) -> str:
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>"
         f"<body>{body}{scripts}</body></html>\n"
     )
+
+
+def harmless(content: str) -> str:
+    """Return HTML with only plain tags, titles and a few styles; everything else is dropped, its text
+    escaped.
+    """
+    import bleach
+    from bleach.css_sanitizer import CSSSanitizer
+
+    content = re.sub(r"(?is)<(style|script)\b.*?</\1\s*>", "", content)
+    looks = CSSSanitizer(allowed_css_properties=_LOOKS)
+    cleaned = bleach.clean(content, _TAGS, {"*": ["style", "title"]}, css_sanitizer=looks, strip=True)
+    return f'<div class="html">{cleaned}</div>'
 
 
 def figure_block(figure: dict[str, Any], number: int) -> str:
