@@ -2,49 +2,40 @@
 
 torch    plain operations on any device and dtype; the reference.
 compile  the same operations fused by torch.compile; portable, needs a compiler on the machine.
-triton   two hand-written kernels; CUDA, float32 logits.
+triton   hand-written kernels for CUDA; float32 logits, so not for float64 hidden states.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from dflash_lab.drafter.loss.terms import Partials, Rows, Terms
-from dflash_lab.drafter.loss.weighting import Coefficients
+from dflash_lab.drafter.loss.row_pass import RowPass
 from dflash_lab.errors import InputError, near
 
 
-class RowPass(Protocol):
-    """What a backend offers; `rows_torch` documents each function and is what the others must equal."""
-
-    def argmax(self, s: Tensor, offset: int) -> tuple[Tensor, Tensor]: ...
-
-    def partials(self, rows: Rows, label_logit: Tensor, temperature: float) -> Partials: ...
-
-    def overlap(self, rows: Rows, terms: Terms) -> tuple[Tensor, Tensor]: ...
-
-    def gradient(
-        self,
-        rows: Rows,
-        terms: Terms,
-        coefficients: Coefficients,
-        temperature: float,
-        softcap: float,
-        out: Tensor,
-    ) -> Tensor: ...
-
-
 def _torch() -> RowPass:
-    from dflash_lab.drafter.loss import rows_torch
+    from dflash_lab.drafter.loss.rows_torch import TorchRows
 
-    return rows_torch
+    return TorchRows()
 
 
-_BACKENDS: dict[str, Callable[[], RowPass]] = {"torch": _torch}
+def _compile() -> RowPass:
+    from dflash_lab.drafter.loss.rows_compiled import CompiledRows
+
+    return CompiledRows()
+
+
+def _triton() -> RowPass:
+    from dflash_lab.drafter.loss.rows_triton import TritonRows
+
+    return TritonRows()
+
+
+_BACKENDS: dict[str, Callable[[], RowPass]] = {"torch": _torch, "compile": _compile, "triton": _triton}
 
 
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -53,14 +44,35 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
     Raises:
         InputError: unknown name, or a backend that this device, dtype or installation cannot run.
     """
-    if name == "auto":
-        return "torch"
-    if name not in _BACKENDS:
-        known = ("auto", *_BACKENDS)
+    known = ("auto", *_BACKENDS)
+    if name not in known:
         raise InputError(f"backend {name!r}: choose one of {', '.join(known)}{near(name, known)}.")
+    reason = _no_triton(device, dtype)
+    if name == "auto":
+        return "torch" if reason else "triton"
+    if name == "triton" and reason:
+        raise InputError(f"backend 'triton' {reason}: use 'auto', 'torch' or 'compile'.")
     return name
 
 
+@functools.cache
 def load_backend(name: str) -> RowPass:
     """Import and return a backend by its resolved name."""
     return _BACKENDS[name]()
+
+
+def _no_triton(device: torch.device, dtype: torch.dtype) -> str:
+    """Why the Triton pass cannot run, or an empty string. With TRITON_INTERPRET=1 it runs on the CPU too (tests)."""
+    if dtype == torch.float64:
+        return "computes in float32 but the hidden states are float64"
+    if importlib.util.find_spec("triton") is None:
+        return "needs the triton package, which is not installed"
+    if device.type != "cuda" and not _interpreted():
+        return f"needs a CUDA device but the hidden states are on {device}"
+    return ""
+
+
+def _interpreted() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)

@@ -6,10 +6,11 @@ Per live row with drafter logits z, target logits s, label y and weight w:
           + cap * 1[argmax z = y] * H(softmax z)  +  tv * TV(softmax s, softmax z)
           + lk * (lam * KL + (1 - lam) * TV),   lam = exp(-lk_decay * (1 - TV)) held constant ]
 
-The third term is the confidence-aware parallel loss of LLaDA 2.0 (arXiv:2512.15745), the last one the LK hybrid of
-arXiv:2602.23881. `weighting="dpace"` multiplies the given weights of a block by D-PACE's: with s_k = (1-alpha) exp(-CE_k)
-+ alpha (1 where the slot is not live) and P_k = s_1 ... s_k, slot k weighs the sum of P_j over the live j >= k. With
-alpha = 0 and the hard term alone the gradient is then exactly that of minus the expected accepted length, sum_k p_1 ... p_k.
+The third term is the confidence-aware parallel loss of LLaDA 2.0 (arXiv:2512.15745), the last one the LK
+hybrid of arXiv:2602.23881. `weighting="dpace"` multiplies the given weights of a block by D-PACE's: with s_k
+= (1-alpha) exp(-CE_k) + alpha (1 where the slot is not live) and P_k = s_1 ... s_k, slot k weighs the sum of
+P_j over the live j >= k. With alpha = 0 and the hard term alone the gradient is then exactly that of minus
+the expected accepted length, sum_k p_1 ... p_k.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ class LossConfig:
         cap_weight: factor of the drafter's entropy (nats) on rows whose argmax is the label.
         tv_weight: factor of the total variation distance, 1 - sum min(p, q).
         lk_weight, lk_decay: factor of the LK hybrid and its decay; needs temperature 1.
-        label_source: 'data' takes the labels given; 'argmax' takes the target's argmax, found in the same pass.
+        label_source: 'data' takes the labels given; 'argmax' takes the target's argmax, found in the same
+            pass.
         weighting: 'given' takes the weights as they are; 'dpace' multiplies them by D-PACE's block weights.
         dpace_alpha: floor of D-PACE's confidences, in [0, 1].
-        logit_scale: logits are multiplied by it before anything else (a model's output multiplier), both sides.
+        logit_scale: logits are multiplied by it before anything else (a model's output multiplier), both
+            sides.
         logit_softcap: c > 0 replaces logits by c * tanh(logit / c), both sides; 0 is off.
     """
 

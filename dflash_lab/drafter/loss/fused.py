@@ -1,14 +1,16 @@
-"""The draft loss as one function and one module: hard and soft targets, CAP, TV, every row's metrics, one sweep.
+"""The draft loss as one function and one module: hard and soft targets, CAP, TV, every row's metrics, one
+sweep.
 
     loss = fused_draft_loss(hidden, head, labels, weights, target_hidden=..., target_rows=..., config=config)
     (loss.total * world_size / denominator).backward()
 
-The sum is returned without a denominator on purpose: the gradient it carries only needs one scalar at backward time, so a
-denominator all-reduced over accumulation steps and ranks may arrive late and everything stays exact. Anything divided by
-a total that depends on the model could not be computed in one pass; CAP therefore shares the same denominator.
+The sum is returned without a denominator on purpose: the gradient it carries only needs one scalar at
+backward time, so a denominator all-reduced over accumulation steps and ranks may arrive late and everything
+stays exact. Anything divided by a total that depends on the model could not be computed in one pass; CAP
+therefore shares the same denominator.
 
-The gradient is first order: a second derivative is refused. Keep the call outside activation checkpointing, which would run
-the sweep twice, and outside compiled regions, where it is one clean graph break.
+The gradient is first order: a second derivative is refused. Keep the call outside activation checkpointing,
+which would run the sweep twice, and outside compiled regions, where it is one clean graph break.
 """
 
 from __future__ import annotations
@@ -49,20 +51,27 @@ def fused_draft_loss(
     target_head: Tensor | None = None,
     shard: VocabShard | None = None,
 ) -> DraftLoss:
-    """Weighted sum of the draft loss over all live slots, its gradient computed on the way, and every slot's statistics.
+    """Weighted sum of the draft loss over all live slots, its gradient computed on the way, and every slot's
+    statistics.
 
     Args:
-        hidden: [A, B, H] drafter states after its final norm, A blocks of B slots; any strides. bf16, fp32 or fp64.
+        hidden: [A, B, H] drafter states after its final norm, A blocks of B slots; any strides. bf16, fp32 or
+            fp64.
         head: [V, H] frozen head in the same dtype (this rank's slice of it with `shard`).
-        labels: [A, B] int: the token at position a+k for slot k; read only where the weight is not 0. None with
+        labels: [A, B] int: the token at position a+k for slot k; read only where the weight is not 0. None
+            with
             label_source='argmax'.
         weights: [A, B] float >= 0; slots of weight 0 (slot 0, masked positions) take no part at all.
-        target_hidden: [R, H] target states AFTER the target's final norm, so that target_hidden @ head.T are its logits.
-        target_rows: [A, B] int: the row of target_hidden that predicts slot k's token, that of position a+k-1.
+        target_hidden: [R, H] target states AFTER the target's final norm, so that target_hidden @ head.T are
+            its logits.
+        target_rows: [A, B] int: the row of target_hidden that predicts slot k's token, that of position
+            a+k-1.
         config: terms and options.
-        plan: rows a chunk holds; None measures free memory at the first call of this shape and keeps the answer.
+        plan: rows a chunk holds; None measures free memory at the first call of this shape and keeps the
+            answer.
         backend: 'auto', 'torch', 'compile' or 'triton'.
-        target_head: the target's head beside target_hidden, on a second device if you like; None projects with `head`.
+        target_head: the target's head beside target_hidden, on a second device if you like; None projects
+            with `head`.
         shard: vocabulary-parallel mode; hidden, labels, weights and target states are the same on every rank.
 
     labels, weights and target_rows may stay on the CPU; then the call never waits for the device.
@@ -86,9 +95,9 @@ def fused_draft_loss(
         device=hidden.device,
         dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
     )
-    job = Job(head, selection, target_hidden, target_head, config, plan, load_backend(name), shard)
+    job = Job(head, selection, target_hidden, target_head, config, load_backend(name), shard)
     holder: list[Terms] = []
-    total = _Sweep.apply(hidden, job, holder)
+    total = _Sweep.apply(hidden, job, torch.is_grad_enabled() and hidden.requires_grad, holder)
     return _result(total, holder[0], job, hidden.shape[:2])
 
 
@@ -144,8 +153,7 @@ class _Sweep(torch.autograd.Function):
     """Runs the sweep in forward; backward multiplies the finished gradient by the incoming scalar, out of place."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, job: Job, holder: list[Terms]) -> Tensor:
-        want = ctx.needs_input_grad[0]
+    def forward(ctx: Any, hidden: Tensor, job: Job, want: bool, holder: list[Terms]) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             grad, terms = sweep(hidden, job, want_gradient=want)
         holder.append(terms)
@@ -156,10 +164,11 @@ class _Sweep(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:
         (grad,) = ctx.saved_tensors
-        # as a 1-element tensor the scale stays float32; a 0-dimensional one would first be rounded to bfloat16
-        return torch.mul(grad, scale.view(1, 1, 1), out=torch.empty_like(grad)), None, None
+        # as a 1-element tensor the scale stays float32; a 0-dimensional one would first be rounded to
+        # bfloat16
+        return torch.mul(grad, scale.view(1, 1, 1), out=torch.empty_like(grad)), None, None, None
 
 
 def _weighted(terms: Terms, config: LossConfig) -> dict[str, tuple[float, Tensor]]:

@@ -1,8 +1,8 @@
 """How many rows a chunk holds: measured from free memory once, then frozen.
 
-On an H200 matmuls of 512 rows run as fast as those of 4,096, so a chunk need not be large to be fast, and memory decides.
-A reading every step would cost a query, change shapes (recompiles) and make runs differ; so the first step measures, and
-what it found is kept. Ranks that work together agree on the smallest.
+On an H200 matmuls of 512 rows run as fast as those of 4,096, so a chunk need not be large to be fast, and
+memory decides. A reading every step would cost a query, change shapes (recompiles) and make runs differ; so
+the first step measures, and what it found is kept. Ranks that work together agree on the smallest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class ChunkPlan:
 
 
 def bytes_per_row(vocab: int, dtype: torch.dtype, *, soft: bool) -> int:
-    """Bytes of chunk buffers one row needs: drafter logits, its logit gradient, and with `soft` the target's logits.
+    """Bytes of chunk buffers one row needs: drafter logits, its logit gradient, and with `soft` the target's
+    logits.
 
     Logits are float32 (float64 for float64 input); the logit gradient has the dtype of the hidden states.
     """
@@ -61,7 +62,8 @@ def plan_chunks(
     free: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> ChunkPlan:
-    """Choose the rows of a chunk: at most half of what is free and at most the budget, in whole matmul tiles if it can.
+    """Choose the rows of a chunk: at most half of what is free and at most the budget, in whole matmul tiles
+    if it can.
 
     Args:
         vocab: rows of the head on this device.

@@ -10,7 +10,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RowStats:
-    """Statistics of each slot, all [A, B], detached; 0 (index -1) where the slot is not live. Logarithms are natural.
+    """Statistics of each slot, all [A, B], detached; 0 (index -1) where the slot is not live. Logarithms are
+    natural.
 
     kl and target_argmax are None without the target's side, tv is None unless a term needs it.
     """
@@ -33,10 +34,11 @@ class RowStats:
         return self.live & (self.rank == 0)
 
     def accepted(self) -> tuple[Tensor, Tensor]:
-        """Return (sum, count): drafts accepted before the first miss over all blocks with a live slot, and those blocks.
+        """Return (sum, count): drafts accepted before the first miss over all blocks with a live slot, and
+        those blocks.
 
-        Slots before a block's first live one are skipped; a slot that is not live ends the run. Pool across chunks and
-        ranks by adding both; tau = 1 + sum / count.
+        Slots before a block's first live one are skipped; a slot that is not live ends the run. Pool across
+        chunks and ranks by adding both; tau = 1 + sum / count.
         """
         started = self.live.cumsum(1) > 0
         run = (self.correct | ~started).cumprod(1).bool() & self.live
@@ -48,9 +50,11 @@ class DraftLoss:
     """The unnormalised loss and what normalises it.
 
     total: scalar, float32 (float64 for float64 input), the only differentiable part: the sum over rows.
-    weight_sum, row_count: the two usual denominators, detached scalars; all-reduce one of them and divide outside, so
+    weight_sum, row_count: the two usual denominators, detached scalars; all-reduce one of them and divide
+    outside, so
         that accumulation and data-parallel ranks stay exact.
-    sums: detached weighted sums of the terms without their factors ('ce', 'kl' (times T^2), 'cap', 'tv', 'lk'), so that
+    sums: detached weighted sums of the terms without their factors ('ce', 'kl' (times T^2), 'cap', 'tv',
+    'lk'), so that
         total = sum of factor * sums[term], and the count 'correct'.
     """
 

@@ -1,9 +1,11 @@
-"""Which rows take part, in which chunks, and which target rows each chunk needs: decided on the CPU, before any matmul.
+"""Which rows take part, in which chunks, and which target rows each chunk needs: decided on the CPU, before
+any matmul.
 
-Rows of weight zero are left out here, once, by index; nothing later multiplies by a mask. Deciding on the CPU costs one
-copy of the small index tensors (none at all when the caller keeps them on the CPU, as a sampler does) and spares the
-device every data-dependent shape. A chunk holds whole anchors, so that weights that depend on a block can be computed
-within one chunk, and so that the target rows of neighbouring anchors overlap and are projected once.
+Rows of weight zero are left out here, once, by index; nothing later multiplies by a mask. Deciding on the CPU
+costs one copy of the small index tensors (none at all when the caller keeps them on the CPU, as a sampler
+does) and spares the device every data-dependent shape. A chunk holds whole anchors, so that weights that
+depend on a block can be computed within one chunk, and so that the target rows of neighbouring anchors
+overlap and are projected once.
 """
 
 from __future__ import annotations
@@ -59,15 +61,18 @@ def select_rows(
     """Check the values and select the live rows.
 
     Args:
-        labels, weights, target_rows: [A, B] as in `fused_draft_loss`; labels None when the target's argmax is the label.
+        labels, weights, target_rows: [A, B] as in `fused_draft_loss`; labels None when the target's argmax is
+            the label.
         vocab: size of the whole vocabulary, which bounds labels.
         target_size: rows of target_hidden, which bounds target_rows.
         chunk_rows: most live rows a chunk may hold.
         device, dtype: where the selection is used and in which dtype it accumulates.
 
     Raises:
-        InputError: a weight that is NaN, infinite or negative; a label or target row out of range where the weight is
-            not zero; a block with more live rows than a chunk holds. The message names the anchor and the slot.
+        InputError: a weight that is NaN, infinite or negative; a label or target row out of range where the
+            weight is
+            not zero; a block with more live rows than a chunk holds. The message names the anchor and the
+            slot.
     """
     weight = weights.detach().cpu()
     _refuse(~torch.isfinite(weight) | (weight < 0), weight, "weights", "weights are finite and >= 0")

@@ -1,7 +1,7 @@
 """Vocabulary-parallel mode: each rank of a group holds a slice of the head, and a few numbers a row cross.
 
-Every rank sees the same hidden states, labels and weights. Per chunk the ranks exchange the label's logit (1 number a row),
-the partial sums (11 numbers a row), and the hidden gradient [n, H]; logits never leave their rank.
+Every rank sees the same hidden states, labels and weights. Per chunk the ranks exchange the label's logit (1
+number a row), their sums (10 numbers a row), and the hidden gradient [n, H]; logits never leave their rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dflash_lab.drafter.loss.terms import Partials
+from dflash_lab.drafter.loss.terms import DrafterSums, TargetSums
 from dflash_lab.errors import InputError
 
 
@@ -66,17 +66,13 @@ class VocabShard:
         dist.all_reduce(value, group=self.group)
         return value
 
-    def first_largest(self, value: Tensor, token: Tensor) -> Tensor:
-        """The token of the largest value over the ranks [u]; the lowest rank, so the lowest token, among equals."""
-        values, tokens = self._gather(value), self._gather(token)
-        return tokens.gather(0, values.argmax(0, keepdim=True))[0]
+    def merge_drafter(self, sums: DrafterSums, temperature: float) -> DrafterSums:
+        """Combine all ranks' sums of drafter rows into those of the whole vocabulary."""
+        return merge_drafter(DrafterSums(*map(self._gather, _values(sums))), temperature)
 
-    def merge(self, part: Partials, temperature: float) -> Partials:
-        """Combine the partial sums of all ranks into those of the whole vocabulary."""
-        every = Partials(
-            *(None if v is None else self._gather(v) for v in (getattr(part, f.name) for f in fields(part)))
-        )
-        return merge_partials(every, temperature)
+    def merge_target(self, sums: TargetSums, temperature: float) -> TargetSums:
+        """Combine all ranks' sums of target rows into those of the whole vocabulary."""
+        return merge_target(TargetSums(*map(self._gather, _values(sums))), temperature)
 
     def _gather(self, value: Tensor) -> Tensor:
         """[ranks, n]"""
@@ -86,36 +82,39 @@ class VocabShard:
         return out
 
 
-def merge_partials(every: Partials, temperature: float) -> Partials:
-    """Merge partial sums of slices in vocabulary order (every field [slices, n]) as an online softmax does."""
+def merge_drafter(every: DrafterSums, temperature: float) -> DrafterSums:
+    """Merge sums of slices in vocabulary order (every field [slices, n]) as an online softmax does."""
     peak = every.peak.amax(0)
     shift = every.peak - peak  # <= 0; -inf for a slice of padding
     mass = _scaled(every.mass, shift)
-    # sum e^(z - peak) (z - peak): each slice's own slope plus its shift times its mass
+    # sum e^(z - peak) (z - peak): each slice's own slope, plus its shift times its mass
     slope = _scaled(every.slope, shift) + torch.where(mass == 0, 0, mass * shift)
-    drafter = (
-        peak, mass.sum(0), slope.sum(0), _scaled(every.mass_t, shift / temperature).sum(0),
-        every.argmax.gather(0, every.peak.argmax(0, keepdim=True))[0], every.above.sum(0),
-    )  # fmt: skip
-    if every.target_peak is None:
-        return Partials(*drafter)
-    assert every.target_mass is not None and every.target_mass_t is not None
-    assert every.cross is not None and every.target_argmax is not None
-    target_peak = every.target_peak.amax(0)
-    shift = every.target_peak - target_peak
-    return Partials(
-        *drafter,
-        target_peak,
-        _scaled(every.target_mass, shift).sum(0),
-        _scaled(every.target_mass_t, shift / temperature).sum(0),
-        _scaled(every.cross, shift / temperature).sum(0),
-        every.target_argmax.gather(0, every.target_peak.argmax(0, keepdim=True))[0],
+    mass_t = _scaled(every.mass_t, shift / temperature)
+    return DrafterSums(
+        peak, mass.sum(0), slope.sum(0), mass_t.sum(0), _first(every.argmax, every.peak), every.above.sum(0)
     )
+
+
+def merge_target(every: TargetSums, temperature: float) -> TargetSums:
+    """As `merge_drafter` for target rows."""
+    peak = every.peak.amax(0)
+    shift = every.peak - peak
+    mass, mass_t = _scaled(every.mass, shift), _scaled(every.mass_t, shift / temperature)
+    return TargetSums(peak, mass.sum(0), mass_t.sum(0), _first(every.argmax, every.peak))
+
+
+def _first(token: Tensor, value: Tensor) -> Tensor:
+    """The token of the largest value over the slices [n]; the lowest slice, so the lowest token, among equals."""
+    return token.gather(0, value.argmax(0, keepdim=True))[0]
 
 
 def _scaled(value: Tensor, shift: Tensor) -> Tensor:
     """value * e^shift, 0 where the slice is all padding (shift -inf), whose own sums are NaN."""
     return torch.where(shift == -torch.inf, 0, value * shift.exp())
+
+
+def _values(sums: DrafterSums | TargetSums) -> list[Tensor]:
+    return [getattr(sums, field.name) for field in fields(sums)]
 
 
 def _bound(vocab: int, rank: int, size: int) -> int:

@@ -1,8 +1,10 @@
-"""The target's side of a chunk: the distinct target rows it needs, projected once, here or on a second device.
+"""The target's side of a chunk: the distinct target rows it needs, projected once, here or on a second
+device.
 
-Blocks of neighbouring anchors overlap, so a chunk of n drafter rows needs only u <= n distinct target rows (rho = u / n).
-They are a contiguous slice of the target's states when the anchors lie close, else they are gathered. With the target's
-head on another device the projection runs there, and only the chunk's logits [u, V] cross.
+Blocks of neighbouring anchors overlap, so a chunk of n drafter rows needs only u <= n distinct target rows
+(rho = u / n). They are a contiguous slice of the target's states when the anchors lie close, else they are
+gathered. With the target's head on another device the projection runs there, and only the chunk's logits [u,
+V] cross.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dflash_lab.drafter.loss.config import LossConfig
-from dflash_lab.drafter.loss.matmul import logit_dtype, project
+from dflash_lab.drafter.loss.matmul import logit_buffer, logit_dtype, project
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class Teacher:
     ) -> Teacher:
         """Buffers for chunks of at most `rows`; `separate` when the head given is the target's own copy."""
         dtype = logit_dtype(states.dtype)
-        here = torch.empty(rows, head.shape[0], dtype=dtype, device=device)
-        there = torch.empty_like(here, device=states.device) if separate else None
+        here = logit_buffer(rows, head.shape[0], dtype, device)
+        there = logit_buffer(rows, head.shape[0], dtype, states.device) if separate else None
         return cls(states, head, here, there, config)
 
     def logits(self, target_row: Tensor) -> tuple[Tensor, Tensor]:

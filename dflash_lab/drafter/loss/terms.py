@@ -1,10 +1,15 @@
-"""The numbers that one sweep over a row's logits yields, in two steps: partial sums, then the terms of the loss.
+"""The numbers that sweeps over a row's logits yield, in two steps: sums over the vocabulary, then terms of
+the loss.
 
-Partial sums can be taken over any slice of the vocabulary and merged, which is all that the vocabulary-parallel mode
-needs; the terms follow from them row by row. With z the drafter's and s the target's logits of a row, y its label:
+Sums can be taken over any slice of the vocabulary and merged, which is all that the vocabulary-parallel mode
+needs. With z the drafter's logits of a row and y its label:
 
-    lse = log sum e^z            CE = lse - z_y               H = lse - sum p z = log D - E / D
-    KL(q || p) at T = sum q (s - z) / T - lse(s / T) + lse(z / T)
+    lse = log sum e^z = peak + log mass        CE = lse - z_y        H = lse - sum p z = log mass - slope /
+    mass
+
+KL and TV compare both rows element by element once both are normalised; that happens where the gradient is
+written, which reads both rows anyway. (Taking KL from sums alone, sum q (s - z) - lse + lse, cancels near
+convergence.)
 """
 
 from __future__ import annotations
@@ -16,13 +21,45 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class DrafterSums:
+    """Sums over a slice of the vocabulary for each drafter row, all [n]."""
+
+    peak: Tensor  # max z
+    mass: Tensor  # sum e^(z - peak)
+    slope: Tensor  # sum e^(z - peak) (z - peak)
+    mass_t: Tensor  # sum e^((z - peak) / T)
+    argmax: Tensor  # int64, in the whole vocabulary
+    above: Tensor  # int64: tokens before the label
+
+
+@dataclass(frozen=True)
+class TargetSums:
+    """Sums over a slice of the vocabulary for each distinct target row, all [u]."""
+
+    peak: Tensor  # max s
+    mass: Tensor  # sum e^(s - peak)
+    mass_t: Tensor  # sum e^((s - peak) / T)
+    argmax: Tensor  # int64, in the whole vocabulary
+
+
+@dataclass(frozen=True)
+class TargetTerms:
+    """What the loss needs of each distinct target row, all [u]."""
+
+    lse: Tensor
+    lse_t: Tensor  # of s / T
+    argmax: Tensor  # int64
+
+
+@dataclass(frozen=True)
 class Rows:
-    """One chunk for the row pass. n drafter rows, u distinct target rows, V tokens [offset, offset + V) of the vocabulary."""
+    """One chunk for the row pass: n drafter rows, u distinct target rows, tokens [offset, offset + V) of the vocabulary."""
 
     z: Tensor  # [n, V] drafter logits, float32 or float64
-    s: Tensor | None  # [u, V] target logits
-    source: Tensor | None  # [n] int64: which row of s belongs to a drafter row
     label: Tensor  # [n] int64, in the whole vocabulary
+    s: Tensor | None = None  # [u, V] target logits
+    source: Tensor | None = None  # [n] int64: which row of s belongs to a drafter row
+    target: TargetTerms | None = None
     offset: int = 0
 
     @property
@@ -41,26 +78,11 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Partials:
-    """Sums over a slice of the vocabulary, all [n]; target fields are None without the target's side."""
-
-    peak: Tensor  # max z
-    mass: Tensor  # sum e^(z - peak)
-    slope: Tensor  # sum e^(z - peak) (z - peak)
-    mass_t: Tensor  # sum e^((z - peak) / T)
-    argmax: Tensor  # int64, in the whole vocabulary
-    above: Tensor  # int64: tokens before the label
-    target_peak: Tensor | None = None  # max s
-    target_mass: Tensor | None = None  # sum e^(s - target_peak)
-    target_mass_t: Tensor | None = None  # sum e^((s - target_peak) / T)
-    cross: Tensor | None = None  # sum e^((s - target_peak) / T) (s - z) / T
-    target_argmax: Tensor | None = None  # int64
-
-
-@dataclass(frozen=True)
 class Terms:
-    """The terms of each row, all [n]; None for what the pass does not compute."""
+    """The terms of each live row, all [n]; None for what the sweep does not compute."""
 
+    label: Tensor  # int64
+    weight: Tensor  # the weight used
     lse: Tensor
     lse_t: Tensor  # of z / T
     ce: Tensor
@@ -68,61 +90,62 @@ class Terms:
     p_max: Tensor
     argmax: Tensor  # int64
     rank: Tensor  # int64
-    label: Tensor  # int64
-    weight: Tensor  # the weight used
-    target_lse: Tensor | None = None
-    target_lse_t: Tensor | None = None
     kl: Tensor | None = None
     target_argmax: Tensor | None = None  # int64
     tv: Tensor | None = None
     below: Tensor | None = None  # sum of p over tokens with p < q
 
     @classmethod
-    def empty(
-        cls, rows: int, device: torch.device, dtype: torch.dtype, *, target: bool, overlap: bool
-    ) -> Terms:
-        """Allocate the terms of all live rows; chunks write into slices of them."""
+    def empty(cls, label: Tensor | None, weight: Tensor, *, target: bool, overlap: bool) -> Terms:
+        """Allocate the terms of all live rows; chunks write into slices of them. `label` and `weight` are kept if final."""
 
-        def make(kind: torch.dtype = dtype) -> Tensor:
-            return torch.empty(rows, dtype=kind, device=device)
+        def floats() -> Tensor:
+            return torch.empty_like(weight)
 
-        whole = torch.int64
+        def whole() -> Tensor:
+            return torch.empty(weight.shape, dtype=torch.int64, device=weight.device)
+
         return cls(
-            lse=make(), lse_t=make(), ce=make(), entropy=make(), p_max=make(), argmax=make(whole), rank=make(whole),
-            label=make(whole), weight=make(),
-            target_lse=make() if target else None, target_lse_t=make() if target else None,
-            kl=make() if target else None, target_argmax=make(whole) if target else None,
-            tv=make() if overlap else None, below=make() if overlap else None,
-        )  # fmt: skip
+            label=whole() if label is None else label,
+            weight=weight.clone(),
+            lse=floats(),
+            lse_t=floats(),
+            ce=floats(),
+            entropy=floats(),
+            p_max=floats(),
+            argmax=whole(),
+            rank=whole(),
+            kl=floats() if target else None,
+            target_argmax=whole() if target else None,
+            tv=floats() if overlap else None,
+            below=floats() if overlap else None,
+        )
 
     def slice(self, start: int, end: int) -> Terms:
         """Views of rows [start, end)."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Terms(**{name: None if value is None else value[start:end] for name, value in values.items()})
+
+        def cut(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value[start:end]
+
+        return Terms(**{field.name: cut(getattr(self, field.name)) for field in fields(self)})  # type: ignore[arg-type]
 
 
-def finish(
-    partials: Partials, label_logit: Tensor, label: Tensor, vocab: int, temperature: float, out: Terms
+def finish_drafter(
+    sums: DrafterSums, label_logit: Tensor, label: Tensor, vocab: int, temperature: float, out: Terms
 ) -> None:
-    """Turn partial sums over the whole vocabulary into terms. A label outside [0, vocab) makes its row NaN, not a wrong read."""
-    log_mass = partials.mass.log()
-    torch.add(partials.peak, log_mass, out=out.lse)
-    torch.add(partials.peak / temperature, partials.mass_t.log(), out=out.lse_t)
+    """Terms from sums over the whole vocabulary. A label outside [0, vocab) makes its row NaN instead of a wrong read."""
+    log_mass = sums.mass.log()
+    out.lse.copy_(sums.peak + log_mass)
+    out.lse_t.copy_(sums.peak / temperature + sums.mass_t.log())
     out.ce.copy_(torch.where((label >= 0) & (label < vocab), out.lse - label_logit, torch.nan))
-    torch.sub(log_mass, partials.slope / partials.mass, out=out.entropy)
-    torch.reciprocal(partials.mass, out=out.p_max)
-    out.argmax.copy_(partials.argmax)
-    out.rank.copy_(partials.above)
-    if partials.cross is None:
-        return
-    assert (
-        partials.target_peak is not None
-        and partials.target_mass is not None
-        and partials.target_mass_t is not None
+    out.entropy.copy_(log_mass - sums.slope / sums.mass)
+    out.p_max.copy_(1 / sums.mass)
+    out.argmax.copy_(sums.argmax)
+    out.rank.copy_(sums.above)
+
+
+def finish_target(sums: TargetSums, temperature: float) -> TargetTerms:
+    """Terms of target rows from sums over the whole vocabulary."""
+    return TargetTerms(
+        lse=sums.peak + sums.mass.log(), lse_t=sums.peak / temperature + sums.mass_t.log(), argmax=sums.argmax
     )
-    assert out.target_lse is not None and out.target_lse_t is not None and out.kl is not None
-    assert out.target_argmax is not None and partials.target_argmax is not None
-    torch.add(partials.target_peak, partials.target_mass.log(), out=out.target_lse)
-    torch.add(partials.target_peak / temperature, partials.target_mass_t.log(), out=out.target_lse_t)
-    torch.sub(partials.cross / partials.target_mass_t, out.target_lse_t - out.lse_t, out=out.kl)
-    out.target_argmax.copy_(partials.target_argmax)

@@ -1,7 +1,9 @@
-"""From a chunk's terms to each row's coefficients: the given weights, D-PACE's block weights, the LK hybrid's mixture.
+"""From a chunk's terms to each row's coefficients: the given weights, D-PACE's block weights, the LK hybrid's
+mixture.
 
-This step stands between the pass that computes the terms and the pass that writes the gradient, because D-PACE needs the
-cross-entropies of a whole block and the LK hybrid the row's TV. Both are held constant (no gradient flows through them).
+This step stands between the pass that computes the terms and the pass that writes the gradient, because
+D-PACE needs the cross-entropies of a whole block and the LK hybrid the row's TV. Both are held constant (no
+gradient flows through them).
 """
 
 from __future__ import annotations
@@ -17,16 +19,20 @@ from dflash_lab.drafter.loss.terms import Terms
 
 @dataclass(frozen=True)
 class Coefficients:
-    """What multiplies each term's gradient in each row, [n], weight included; None for a term that is off."""
+    """What multiplies each term's gradient in each row, [n], weight included; None for a term that is off.
+
+    `cap` is for every row; the row pass applies it where the rank is 0.
+    """
 
     hard: Tensor | None
     soft: Tensor | None
     cap: Tensor | None
     tv: Tensor | None
 
-    def slice(self, start: int, end: int) -> tuple[Tensor | None, ...]:
+    def slice(self, start: int, end: int) -> Coefficients:
+        """Views of rows [start, end)."""
         values = (self.hard, self.soft, self.cap, self.tv)
-        return tuple(None if value is None else value[start:end] for value in values)
+        return Coefficients(*(None if value is None else value[start:end] for value in values))
 
 
 def row_weights(
@@ -48,9 +54,11 @@ def row_weights(
 
 
 def dpace_weights(ce: Tensor, place: tuple[Tensor, Tensor], blocks: int, block: int, alpha: float) -> Tensor:
-    """D-PACE: w_k = sum over live j >= k of P_j, P_j = prod over i <= j of s_i, s_i = (1 - alpha) e^-CE_i + alpha.
+    """D-PACE: w_k = sum over live j >= k of P_j, P_j = prod over i <= j of s_i, s_i = (1 - alpha) e^-CE_i +
+    alpha.
 
-    s_i = 1 where slot i is not live. w_k is d(sum_j P_j) / d(log s_k), the marginal gain of confidence in slot k.
+    s_i = 1 where slot i is not live. w_k is d(sum_j P_j) / d(log s_k), the marginal gain of confidence in
+    slot k.
     """
     confidence = torch.ones(blocks, block, dtype=ce.dtype, device=ce.device)
     confidence[place] = (1 - alpha) * torch.exp(-ce) + alpha
@@ -69,8 +77,8 @@ def coefficients(terms: Terms, config: LossConfig) -> Coefficients:
     weight = terms.weight * config.logit_scale if config.logit_scale != 1.0 else terms.weight
     hard = config.hard_weight * weight if config.hard_weight else None
     soft = config.soft_weight * config.temperature * weight if config.soft_weight else None
+    cap = config.cap_weight * weight if config.cap_weight else None
     tv = config.tv_weight * weight if config.tv_weight else None
-    cap = config.cap_weight * weight * (terms.rank == 0) if config.cap_weight else None
     if config.lk_weight:
         assert terms.tv is not None
         lam = lk_mixture(terms.tv, config)

@@ -1,0 +1,377 @@
+"""What the fused loss promises about edges, memory, autograd and numerics; one test a promise."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from loss_reference import Case, make_case, reference, relative
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from dflash_lab.drafter.loss.config import LossConfig
+from dflash_lab.drafter.loss.fused import fused_draft_loss
+from dflash_lab.drafter.loss.plan import ChunkPlan
+from dflash_lab.drafter.loss.result import DraftLoss
+
+CONFIG = LossConfig(hard_weight=0.85, soft_weight=0.15, cap_weight=0.3, temperature=2)
+
+
+def run(case: Case, config: LossConfig = CONFIG, rows: int = 12, **options: Any) -> DraftLoss:
+    positional, target = case.arguments(target=config.needs_target)
+    return fused_draft_loss(
+        *positional, **target, config=config, plan=ChunkPlan(rows), backend="torch", **options
+    )
+
+
+class Watch(TorchDispatchMode):
+    """Remembers (operation, shape) of every tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, tuple[int, ...]]] = []
+
+    def matmuls(self, width: int) -> list[int]:
+        """Rows of every matmul whose result has `width` columns."""
+        return [shape[0] for name, shape in self.seen if ".mm" in name and shape[-1] == width]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.seen += [(str(function), tuple(leaf.shape)) for leaf in leaves]
+        return result
+
+
+# -- denominators, accumulation --------------------------------------------------------------------------------------
+
+
+def test_micro_batches_over_one_denominator_equal_the_whole_batch() -> None:
+    whole = make_case(anchors=9)
+    found = run(whole)
+    (found.total / found.weight_sum).backward()
+    parts = make_case(anchors=9)
+    denominator = parts.weights.double().sum()
+    value = torch.zeros((), dtype=torch.float64)
+    for part in (slice(0, 2), slice(2, 3), slice(3, 9)):
+        loss = fused_draft_loss(
+            parts.hidden[part], parts.head, parts.labels[part], parts.weights[part], target_hidden=parts.target_hidden,
+            target_rows=parts.target_rows[part], config=CONFIG, plan=ChunkPlan(12),
+        )  # fmt: skip
+        (loss.total / denominator).backward()
+        value += loss.total.detach() / denominator
+    assert torch.allclose(value, found.total / found.weight_sum, rtol=1e-12)
+    assert relative(parts.hidden.grad, whole.hidden.grad) < 1e-12
+
+
+def test_both_denominators_are_returned_and_differ() -> None:
+    case = make_case()
+    found = run(case)
+    assert math.isclose(found.weight_sum.item(), case.weights.double().sum().item(), rel_tol=1e-12)
+    assert found.row_count.item() == (case.weights != 0).sum().item()
+    assert found.weight_sum.item() != found.row_count.item()
+
+
+# -- empty, masked ----------------------------------------------------------------------------------------------------
+
+
+def test_no_live_row_gives_zero_loss_and_zero_gradient_even_from_nan_states() -> None:
+    case = make_case()
+    case.weights.zero_()
+    case.hidden = torch.full_like(case.hidden, math.nan).requires_grad_()
+    found = run(case)
+    found.total.backward()
+    assert found.total.item() == 0 and found.row_count.item() == 0 and found.weight_sum.item() == 0
+    assert case.hidden.grad.count_nonzero() == 0
+    assert not found.rows.live.any() and found.rows.accepted()[1] == 0
+
+
+def test_no_anchor_at_all() -> None:
+    case = make_case()
+    hidden = case.hidden.detach()[:0].clone().requires_grad_()
+    found = fused_draft_loss(
+        hidden, case.head, case.labels[:0], case.weights[:0], target_hidden=case.target_hidden,
+        target_rows=case.target_rows[:0], config=CONFIG,
+    )  # fmt: skip
+    found.total.backward()
+    assert found.total.item() == 0 and hidden.grad.shape == hidden.shape
+
+
+def test_dead_rows_are_selected_out_so_their_nan_and_wrong_indices_do_no_harm() -> None:
+    clean, dirty = make_case(), make_case()
+    dead = dirty.weights == 0
+    with torch.no_grad():
+        dirty.hidden[dead] = math.inf
+    dirty.labels[dead] = -100
+    dirty.target_rows[dead] = 10**6
+    run(clean).total.backward()
+    found = run(dirty)
+    found.total.backward()
+    assert (dirty.hidden.grad == clean.hidden.grad).all() and dirty.hidden.grad[dead].count_nonzero() == 0
+    assert (found.rows.rank[dead] == -1).all() and (found.rows.ce[dead] == 0).all()
+
+
+def test_masked_anchors_cost_no_matmul() -> None:
+    case = make_case(anchors=8, hole=0.0)
+    case.weights[2:6] = 0
+    with Watch() as watch:
+        run(case, rows=8)
+    target, drafter = watch.matmuls(97)[::2], watch.matmuls(97)[1::2]
+    assert drafter == [8, 8] and all(
+        rows <= 8 for rows in target
+    )  # 4 live anchors of 4 live slots in chunks of 8
+    assert watch.matmuls(16) == [8, 8]
+
+
+@pytest.mark.parametrize("rows", [4, 5, 7, 16, 23])
+def test_every_chunk_size_gives_the_same_result(rows: int) -> None:
+    case = make_case(anchors=11, hole=0.0)
+    found = run(case, rows=rows)
+    found.total.backward()
+    total, grad, _ = reference(case, CONFIG)
+    assert torch.allclose(found.total, total, rtol=1e-12) and relative(case.hidden.grad, grad) < 1e-10
+
+
+def test_same_chunks_twice_are_equal_bit_for_bit() -> None:
+    grads = []
+    for _ in range(2):
+        case = make_case(dtype=torch.float32)
+        run(case).total.backward()
+        grads.append(case.hidden.grad)
+    assert torch.equal(*grads)
+
+
+# -- numerics ---------------------------------------------------------------------------------------------------------
+
+
+def test_huge_logits_stay_finite_and_exact() -> None:
+    case = make_case(sharp=1.0)
+    with torch.no_grad():
+        case.hidden *= 1e4 / (case.hidden @ case.head.T).abs().max()
+        case.target_hidden *= 1e4 / (case.target_hidden @ case.head.T).abs().max()
+    found = run(case, LossConfig(soft_weight=0.5, cap_weight=0.1))
+    found.total.backward()
+    total, grad, _ = reference(case, LossConfig(soft_weight=0.5, cap_weight=0.1))
+    assert torch.isfinite(found.total) and torch.allclose(found.total, total, rtol=1e-12)
+    assert relative(case.hidden.grad, grad) < 1e-10
+
+
+def test_nan_in_a_live_row_stays_visible() -> None:
+    case = make_case()
+    anchor, slot = (case.weights != 0).nonzero()[0].tolist()
+    with torch.no_grad():
+        case.hidden[anchor, slot, 0] = math.nan
+    found = run(case)
+    found.total.backward()
+    assert found.total.isnan() and found.rows.ce[anchor, slot].isnan()
+    assert case.hidden.grad[anchor, slot].isnan().all()
+    others = torch.ones_like(case.weights, dtype=torch.bool)
+    others[anchor, slot] = False
+    assert not case.hidden.grad[others].isnan().any()
+
+
+def test_confident_label_keeps_its_small_gradient_in_bfloat16() -> None:
+    head = torch.eye(8, dtype=torch.bfloat16)
+    hidden = torch.zeros(1, 2, 8, dtype=torch.bfloat16)
+    hidden[0, 1, 3] = 9.0  # p = 0.9991: rounding p before subtracting 1 would give 0
+    hidden.requires_grad_()
+    labels, weights = torch.full((1, 2), 3), torch.tensor([[0.0, 1.0]])
+    fused_draft_loss(hidden, head, labels, weights, config=LossConfig()).total.backward()
+    wanted = hidden.detach()[0, 1].double().softmax(0)[3] - 1
+    assert hidden.grad[0, 1, 3].item() == pytest.approx(wanted.item(), rel=4e-3) and wanted != 0
+
+
+def test_ties_count_by_first_index() -> None:
+    head = torch.ones(6, 1, dtype=torch.float64)
+    hidden = torch.ones(1, 3, 1, dtype=torch.float64)
+    found = fused_draft_loss(
+        hidden, head, torch.tensor([[0, 0, 4]]), torch.tensor([[0.0, 1.0, 1.0]]), config=LossConfig()
+    )
+    assert found.rows.argmax.tolist() == [[-1, 0, 0]] and found.rows.rank.tolist() == [[-1, 0, 4]]
+    assert found.rows.correct.tolist() == [[False, True, False]]
+
+
+def test_accepted_length_is_counted_per_block_and_pooled() -> None:
+    head = torch.eye(4, dtype=torch.float64)
+    tokens = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3], [0, 0, 0, 0]])
+    hidden = torch.nn.functional.one_hot(tokens, 4).double() * 5
+    labels = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 3], [0, 1, 2, 3], [0, 0, 0, 0]])
+    weights = torch.ones(4, 4)
+    weights[:, 0] = 0
+    weights[2, 2] = 0  # a hole ends the run
+    weights[3] = 0  # no live slot: not counted
+    rows = fused_draft_loss(hidden, head, labels, weights, config=LossConfig()).rows
+    total, blocks = rows.accepted()
+    assert (total.item(), blocks.item()) == (3 + 1 + 1, 3)
+
+
+def test_cap_acts_on_correct_rows_only_and_its_mask_carries_no_gradient() -> None:
+    case = make_case()
+    found = run(case, LossConfig(hard_weight=0.0, cap_weight=1.0))
+    found.total.backward()
+    wrong = (case.weights != 0) & ~found.rows.correct
+    assert found.rows.correct.any() and wrong.any()
+    assert (
+        case.hidden.grad[wrong].count_nonzero() == 0 and case.hidden.grad[found.rows.correct].abs().sum() > 0
+    )
+
+
+def test_temperature_touches_the_soft_term_only() -> None:
+    case = make_case()
+    cold = run(case, LossConfig(soft_weight=1.0, cap_weight=1.0))
+    hot = run(case, LossConfig(soft_weight=1.0, cap_weight=1.0, temperature=4.0))
+    assert cold.sums["ce"] == hot.sums["ce"] and cold.sums["cap"] == hot.sums["cap"]
+    assert cold.sums["kl"] != hot.sums["kl"]
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_no_tensor_of_all_rows_by_vocabulary_and_no_head_gradient_ever_exists() -> None:
+    case = make_case(anchors=40, block=5, vocab=97, hole=0.0)
+    live = int((case.weights != 0).sum())
+    with Watch() as watch:
+        run(case, rows=12).total.backward()
+    wide = [math.prod(shape) for _, shape in watch.seen if 97 in shape]
+    assert max(wide) == max(12 * 97, case.head.numel()) < live * 97
+    assert not any(shape == case.head.shape for name, shape in watch.seen if ".mm" in name)
+
+
+def test_chunk_buffers_do_not_outlive_the_forward() -> None:
+    case = make_case(anchors=40)
+    kept: list[tuple[int, ...]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run(case)
+    assert kept == [tuple(case.hidden.shape)]
+
+
+def test_no_grad_skips_the_gradient_matmul() -> None:
+    case = make_case()
+    with Watch() as with_gradient:
+        run(case)
+    with torch.no_grad(), Watch() as without:
+        run(case)
+    assert with_gradient.matmuls(97) == without.matmuls(97) != []
+    assert with_gradient.matmuls(16) != [] and without.matmuls(16) == []
+
+
+# -- autograd ---------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_are_not_written_to() -> None:
+    case = make_case()
+    before = [tensor.detach().clone() for tensor in vars(case).values()]
+    run(case).total.backward()
+    assert all(torch.equal(old, new.detach()) for old, new in zip(before, vars(case).values()))
+
+
+def test_second_backward_gives_the_same_gradient_scaled() -> None:
+    case = make_case()
+    total = run(case).total
+    (once,) = torch.autograd.grad(total, case.hidden, retain_graph=True)
+    (twice,) = torch.autograd.grad(3 * total, case.hidden)
+    assert torch.allclose(twice, 3 * once, rtol=1e-14)
+
+
+def test_second_derivative_is_refused() -> None:
+    case = make_case()
+    (grad,) = torch.autograd.grad(run(case).total ** 2, case.hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_statistics_carry_no_gradient() -> None:
+    found = run(make_case())
+    tensors = [found.weight_sum, found.row_count, *found.sums.values(), *vars(found.rows).values()]
+    assert not any(tensor.requires_grad for tensor in tensors if tensor is not None)
+
+
+def test_scale_of_a_bfloat16_gradient_is_not_rounded_first() -> None:
+    case = make_case(dtype=torch.bfloat16, anchors=30)
+    total = run(case).total
+    (plain,) = torch.autograd.grad(total, case.hidden, retain_graph=True)
+    (scaled,) = torch.autograd.grad(total / 3, case.hidden)
+    assert torch.equal(scaled, (plain.float() * torch.tensor(1 / 3)).bfloat16())
+
+
+def test_works_inside_activation_checkpointing_at_the_price_of_a_second_sweep() -> None:
+    case = make_case()
+    run(case).total.backward()
+    wanted, case.hidden.grad = case.hidden.grad.clone(), None
+    positional, target = case.arguments()
+
+    def total(hidden: torch.Tensor) -> torch.Tensor:
+        return fused_draft_loss(hidden, *positional[1:], **target, config=CONFIG, plan=ChunkPlan(12)).total
+
+    checkpoint(total, case.hidden, use_reentrant=False).backward()
+    assert torch.equal(case.hidden.grad, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_autocast_around_the_call_changes_nothing(dtype: torch.dtype) -> None:
+    grads, totals = [], []
+    for enabled in (False, True):
+        case = make_case(dtype=dtype)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            loss = run(case)
+        loss.total.backward()
+        grads.append(case.hidden.grad)
+        totals.append(loss.total.detach())
+    assert torch.equal(*grads) and torch.equal(*totals)
+
+
+def test_compiled_caller_breaks_the_graph_once_and_gets_the_same_gradient() -> None:
+    case = make_case()
+    positional, target = case.arguments()
+
+    def step(hidden: torch.Tensor) -> torch.Tensor:
+        loss = fused_draft_loss(2 * hidden, *positional[1:], **target, config=CONFIG, plan=ChunkPlan(12))
+        return loss.total / 7
+
+    compiled = torch.compile(step, backend="eager")
+    (wanted,) = torch.autograd.grad(step(case.hidden), case.hidden)
+    (found,) = torch.autograd.grad(compiled(case.hidden), case.hidden)
+    assert torch.equal(found, wanted)
+    assert torch._dynamo.explain(step)(case.hidden).graph_break_count == 1
+
+
+# -- strides, devices of small tensors --------------------------------------------------------------------------------
+
+
+def test_any_strides_are_accepted() -> None:
+    case = make_case()
+    _, wanted, _ = reference(case, CONFIG)
+    anchors, block, size = case.hidden.shape
+    wide = torch.randn(anchors, block + 1, 2 * size, dtype=torch.float64)
+    wide[:, 1:, ::2] = case.hidden.detach()
+    wide.requires_grad_()
+    labels = case.labels.T.contiguous().T
+    rows = case.target_rows.to(torch.int32).T.contiguous().T
+    found = fused_draft_loss(
+        wide[:, 1:, ::2], case.head.T.contiguous().T, labels, case.weights.double()[:, :, None].expand(-1, -1, 2)[..., 0],
+        target_hidden=case.target_hidden.T.contiguous().T, target_rows=rows, config=CONFIG, plan=ChunkPlan(12),
+    )  # fmt: skip
+    found.total.backward()
+    assert not labels.is_contiguous() and not wide[:, 1:, ::2].is_contiguous()
+    assert relative(wide.grad[:, 1:, ::2], wanted) < 1e-10 and wide.grad[:, 0].count_nonzero() == 0
+
+
+def test_sharded_head_parameter_is_gathered_once(tmp_path: Any) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        case = make_case()
+        plain = run(case)
+        case.head = distribute_tensor(case.head, init_device_mesh("cpu", (1,)), [Shard(0)])
+        assert torch.equal(run(case).total, plain.total)
+    finally:
+        torch.distributed.destroy_process_group()
