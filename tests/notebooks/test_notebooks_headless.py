@@ -1,0 +1,233 @@
+"""Every notebook by papermill, in order, with tiny parameters, on a llama-like and on a hybrid target; assert
+on the files.
+
+The chain runs once a kind of target; each test then looks at what one stage left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import papermill
+import polars as pl
+import pytest
+
+from dflash_lab.files import read_json
+from dflash_lab.workbench.closing import ROWS, closing_figures
+from dflash_lab.workbench.registry import STAGES, params_class, result_class
+from dflash_lab.workbench.report import write_report
+from dflash_lab.workbench.stage import is_finished
+
+REPO = Path(__file__).resolve().parents[2]
+KINDS = ("llama", "qwen3_5")
+TINY: dict[str, dict[str, Any]] = {
+    "prepare": {"max_length": 256, "heldout_fraction": 0.3},
+    "dataset_stats": {"max_length": 128, "token_budget": 512},
+    "extract": {
+        "num_shards": 2,
+        "num_taps": 3,
+        "token_budget": 512,
+        "max_batch": 4,
+        "store_final": True,
+        "part_gib": 0.01,
+    },
+    "memory_sweep": {},
+    "train_drafter": {
+        "num_layers": 2,
+        "block_size": 4,
+        "context_tokens": 256,
+        "anchors": 8,
+        "max_steps": 6,
+        "eval_every": 3,
+        "eval_rows": 1,
+        "tau_samples": 2,
+        "checkpoint_every": 3,
+        "log_every": 1,
+        "soft_weight": 0.5,
+        "hard_weight": 0.5,
+    },
+    "acceptance": {
+        "num_prompts": 2,
+        "max_new_tokens": 8,
+        "untrained_tokens": 8,
+        "budgets": [4, 8],
+        "offline_samples": 4,
+        "cost_repeats": 1,
+    },
+}
+
+
+def conversations(path: Path, count: int = 24) -> Path:
+    """A small file of chats, all different, so that a part is held out."""
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(count):
+            ask = {"role": "user", "content": f"Say number {number} {'please ' * (number % 5)}"}
+            answer = {"role": "assistant", "content": f"The number is {number}. " * (1 + number % 4)}
+            file.write(json.dumps({"messages": [ask, answer]}) + "\n")
+    return path
+
+
+class Run:
+    """One finished chain: its folder, and the parameters each notebook was given."""
+
+    def __init__(self, folder: Path, target: Path) -> None:
+        self.folder = folder
+        self.common = {"run_dir": str(folder), "target": str(target), "device": "cpu", "dtype": "float32"}
+        self.given: dict[str, dict[str, Any]] = {}
+
+    def notebook(self, stage: str, name: str = "", **values: Any) -> None:
+        name = name or stage
+        self.given[name] = {**self.common, **TINY[stage], **values, "interactive": False}
+        papermill.execute_notebook(
+            str(REPO / "notebooks" / f"{stage}.ipynb"),
+            str(self.folder / f"{name}.ipynb"),
+            parameters=self.given[name],
+            kernel_name="python3",
+            cwd=str(REPO),
+            progress_bar=False,
+            execution_timeout=240,
+        )
+
+    def result(self, name: str) -> dict[str, Any]:
+        return read_json(self.folder / name / "result.json")
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def run(request, tmp_path_factory, tiny_target) -> Iterator[Run]:
+    """Run the six notebooks once for a kind of target (the extraction in two shards)."""
+    made = Run(tmp_path_factory.mktemp(f"run-{request.param}"), tiny_target(request.param))
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    made.notebook("prepare", input=str(conversations(made.folder / "chats.jsonl")))
+    made.notebook("dataset_stats")
+    for shard in range(2):
+        made.notebook("extract", f"extract-{shard}", shard=shard)
+    made.notebook("memory_sweep")
+    made.notebook("train_drafter")
+    made.notebook("acceptance")
+    yield made
+    if before is None:
+        del os.environ["OMP_NUM_THREADS"]
+    else:
+        os.environ["OMP_NUM_THREADS"] = before
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def test_prepare_leaves_samples_with_a_held_out_part(run):
+    samples = pl.read_parquet(run.folder / "samples.parquet")
+    assert samples.height == 24 and set(samples["split"]) == {"train", "heldout"}
+    assert (samples["length"] == samples["input_ids"].list.len()).all()
+    assert run.result("prepare")["figures"]["samples_in"] == 24
+
+
+def test_dataset_stats_counts_the_same_samples(run):
+    figures = run.result("dataset_stats")["figures"]
+    samples = pl.read_parquet(run.folder / "samples.parquet")
+    assert figures["longest_tokens"] == samples["length"].max()
+
+
+def test_both_shards_together_store_every_sample_once(run):
+    from dflash_lab.extraction.store import open_store
+    from dflash_lab.extraction.verify import verify
+
+    store = open_store(run.folder / "store")
+    samples = pl.read_parquet(run.folder / "samples.parquet")
+    assert store.num_samples == samples.height and store.num_tokens == samples["length"].sum()
+    assert verify(run.folder / "store") == []
+    stored = [run.result(f"extract-{shard}")["figures"]["samples_stored"] for shard in range(2)]
+    assert sum(stored) == 24 and min(stored) > 0
+
+
+def test_memory_sweep_predicts_and_measures(run):
+    figures = run.result("memory_sweep")["figures"]
+    assert figures["predicted_peak_gib"] > 0 and figures["measured_peak_gib"] > 0
+
+
+def test_training_leaves_a_drafter_in_the_public_layout(run):
+    from safetensors import safe_open
+
+    config = json.loads((run.folder / "drafter" / "config.json").read_text())
+    assert config["block_size"] == 4 and config["num_hidden_layers"] == 2
+    with safe_open(run.folder / "drafter" / "model.safetensors", framework="numpy") as tensors:
+        assert {"fc.weight", "hidden_norm.weight", "norm.weight"} <= set(tensors.keys())
+    assert run.result("train_drafter")["figures"]["steps"] == 6
+
+
+def test_acceptance_is_measured_for_both_drafters(run):
+    figures = run.result("acceptance")["figures"]
+    assert figures["tau_trained"] >= 1.0 and figures["tau_untrained"] >= 1.0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_saved_notebook_is_small_plain_and_whole(run, stage):
+    for path in run.folder.glob(f"{stage}*.ipynb"):
+        assert path.stat().st_size < 2_000_000
+        notebook = nbformat.read(path, as_version=4)
+        kinds = {
+            kind for cell in notebook.cells for out in cell.get("outputs", []) for kind in out.get("data", {})
+        }
+        assert "application/vnd.jupyter.widget-view+json" not in kinds and "widgets" not in notebook.metadata
+        assert "application/vnd.plotly.v1+json" in kinds
+        code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+        assert all(cell.execution_count for cell in code)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_figures_are_small_have_titles_and_axes_with_names(run, stage):
+    folders = [path for path in run.folder.iterdir() if path.name.split("-")[0] == stage and path.is_dir()]
+    paths = [path for folder in folders for path in (folder / "figures").glob("*.json")]
+    assert paths
+    for path in paths:
+        assert path.stat().st_size < 1_000_000, path
+        layout = read_json(path)["layout"]
+        assert layout.get("title", {}).get("text"), path
+        if any("x" in trace or "y" in trace for trace in read_json(path)["data"]):
+            axes = [value for key, value in layout.items() if key.startswith(("xaxis", "yaxis"))]
+            assert any(axis.get("title", {}).get("text") for axis in axes), path
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_finished_stage_is_recognised_and_read_again(run, stage):
+    for name, given in run.given.items():
+        if name.split("-")[0] == stage:
+            params = params_class(stage)(**given)
+            assert is_finished(params), name
+            loaded = result_class(stage).load(params.folder)
+            recorded = run.result(name)["figures"]
+            assert set(loaded.figures) == set(recorded)
+
+
+def test_running_again_does_no_work_and_changing_a_parameter_does(run):
+    before = run.result("dataset_stats")
+    run.notebook("dataset_stats")
+    assert run.result("dataset_stats") == before
+    run.notebook("dataset_stats", max_length=64)
+    changed = run.result("dataset_stats")
+    assert changed["time"] >= before["time"] and changed["parameters"]["max_length"] == 64
+    run.notebook("dataset_stats")
+
+
+def test_the_closing_table_and_the_report_are_complete(run):
+    assert set(closing_figures(run.folder)) >= set(ROWS)
+    page = write_report(run.folder).read_text()
+    assert page.count('<div class="figure"') > 15 and "tau_trained" in page
+
+
+def test_a_mistyped_parameter_stops_the_notebook(run, tmp_path):
+    with pytest.raises(papermill.PapermillExecutionError, match="did you mean 'shard'"):
+        papermill.execute_notebook(
+            str(REPO / "notebooks" / "extract.ipynb"),
+            str(tmp_path / "out.ipynb"),
+            parameters={**run.common, "shrad": 0, "interactive": False},
+            kernel_name="python3",
+            cwd=str(REPO),
+            progress_bar=False,
+            execution_timeout=120,
+        )
