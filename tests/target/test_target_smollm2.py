@@ -1,4 +1,4 @@
-"""The embedded target: found without importing its wheel, converted once and safely, equal to its GGUF file."""
+"""The embedded target: found without importing its wheel, converted once, equal to its GGUF file."""
 
 from __future__ import annotations
 
