@@ -27,7 +27,7 @@ from dflash_lab.acceptance.target_run import TargetRun, check_tree_target
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError
 from dflash_lab.target.head import TargetHead
-from dflash_lab.target.loading import Target
+from dflash_lab.target.model import Target
 
 PHASES = ("draft", "build", "verify", "commit")
 
@@ -140,8 +140,8 @@ def decode(
     """Decode `prompt_ids` with `drafter` guessing `block_size` - 1 tokens a round (default: as it was
     trained).
 
-    tree_budget: verify a tree of that many nodes a round instead of a chain. stop_ids None: the tokenizer's
-    end tokens. last_block: ``full`` drafts whole blocks to the end; ``shrink`` cuts the last block to the
+    tree_budget: verify a tree of that many nodes a round instead of a chain. stop_ids None: the target's
+    own. last_block: ``full`` drafts whole blocks to the end; ``shrink`` cuts the last block to the
     tokens still allowed, as the dflash 0.1.0 package does. `max_new_tokens` counts the first token, which the
     prefill gives.
     """
@@ -211,13 +211,8 @@ def plain_decode(
 
 
 def stop_tokens(target: Target, stop_ids: Collection[int] | None) -> frozenset[int]:
-    """Return the ids that end an answer: those given, or the tokenizer's and the generation config's end
-    tokens."""
-    if stop_ids is not None:
-        return frozenset(stop_ids)
-    ends = [target.tokenizer.eos_token_id, getattr(target.config, "eos_token_id", None)]
-    flat = [i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])]
-    return frozenset(flat)
+    """Return the ids that end an answer: those given, or the target's own."""
+    return frozenset(target.stop_ids if stop_ids is None else stop_ids)
 
 
 def finish(answer: Decoded, start: float, device: torch.device) -> None:

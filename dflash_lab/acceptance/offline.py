@@ -9,6 +9,7 @@ fixed number of elements.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ def offline(
     for item in items:
         ids = item.input_ids.to(head.weight.device).long()
         segments = answer_segments(item.loss_mask)
-        context = _Context(drafter, item.taps.to(head.weight.device)) if segments else None
+        context = Context(drafter, item.taps.to(head.weight.device)) if segments else None
         for start, stop in segments:
             assert context is not None
             columns, seen = _answer(context, head, ids, start, stop, size, budgets, top_k, chunk)
@@ -81,7 +82,7 @@ def answer_segments(loss_mask: torch.Tensor) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop in runs if stop - start >= 2]
 
 
-class _Context:
+class Context:
     """A document's context keys and values, from which blocks are drafted at any of its positions."""
 
     def __init__(self, drafter: Drafter, taps: torch.Tensor) -> None:
@@ -92,20 +93,26 @@ class _Context:
         layers: Any = drafter.layers
         self._contexts = [ContextKeys(*layer.self_attn.keys_values(ctx, angles)) for layer in layers]
 
-    def blocks(self, anchors: list[int], embeddings: torch.Tensor) -> torch.Tensor:
-        """Hidden states [A, B, H] of blocks at `anchors` (rising), from raw embedding rows [A, B, H]."""
+    def blocks(self, anchors: list[int], embeddings: torch.Tensor, *, visible_shift: int = 0) -> torch.Tensor:
+        """Hidden states [A, B, H] of blocks at `anchors` (rising), from raw embedding rows [A, B, H].
+
+        visible_shift: let blocks see that many more context positions than those before their anchor (a
+        diagnosis).
+        """
         layout = row_layout([anchors], [self.length], embeddings.shape[1])
         layout = layout.map(lambda index: index.to(embeddings.device))
+        angles = self.drafter.angles(layout.slot_positions, self.drafter.fc.weight.dtype)
+        if visible_shift:
+            layout = replace(layout, anchors=layout.anchors + visible_shift)
         attend = dense_attend(layout)
         h = self.drafter.scaled(embeddings).to(self.drafter.fc.weight.dtype)
-        angles = self.drafter.angles(layout.slot_positions, h.dtype)
         for layer, context in zip(self.drafter.layers, self._contexts):
             h = layer(h, angles, context, attend)
         return self.drafter.norm(h)
 
 
 def _answer(
-    context: _Context,
+    context: Context,
     head: TargetHead,
     ids: torch.Tensor,
     start: int,

@@ -41,35 +41,40 @@ class OfflineReport:
     budgets: tuple[int, ...]
     top_k: tuple[int, ...]
 
-    def tau(self, budget: int = 0, *, block_size: int = 0, answers: Sequence[int] | None = None) -> Tau:
+    def tau(
+        self, budget: int = 0, *, block_size: int = 0, limit: int = 0, answers: Sequence[int] | None = None
+    ) -> Tau:
         """Return the chained tau of a chain (budget 0) or of trees of `budget` nodes.
 
         block_size below the drafted one cuts each block's drafts, which is exact for a drafter that is causal
-        inside the block and an estimate for a bidirectional one. `answers` restricts to some answers (a dev
-        or a test part).
+        inside the block and an estimate for a bidirectional one. limit: cut answers to so many tokens (0:
+        whole). `answers` restricts to some answers (a dev or a test part).
         """
-        produced = self.rounds(budget, block_size=block_size)
+        produced = self.rounds(budget, block_size=block_size, limit=limit)
         return summarize(produced if answers is None else [produced[i] for i in answers])
 
-    def rounds(self, budget: int = 0, *, block_size: int = 0) -> list[list[int]]:
+    def rounds(self, budget: int = 0, *, block_size: int = 0, limit: int = 0) -> list[list[int]]:
         """Return the tokens produced by each round of each answer."""
-        visited, produced = self.walk(budget, block_size=block_size)
+        visited, produced = self.walk(budget, block_size=block_size, limit=limit)
         answer = self.anchors["answer"].to_numpy()[visited]
         starts = np.searchsorted(answer, np.arange(self.num_answers + 1))
         return [produced[a:b].tolist() for a, b in pairwise(starts)]
 
-    def walk(self, budget: int = 0, *, block_size: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    def walk(self, budget: int = 0, *, block_size: int = 0, limit: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of `anchors` at which decoding starts a round, in order, and the tokens each round
         produces.
 
         All answers step together, so the cost is the rounds of the longest answer.
         """
         accepted = self.anchors[self.column(budget)].to_numpy().astype(np.int64)
+        left, place = (self.anchors[name].to_numpy().astype(np.int64) for name in ("left", "place"))
         if block_size:
             accepted = np.minimum(accepted, block_size - 1)
-        produced = np.minimum(accepted + 1, self.anchors["left"].to_numpy())
-        here = np.flatnonzero(self.anchors["place"].to_numpy() == 0)
-        last = here + self.anchors["left"].to_numpy()[here]  # one past the answer's last anchor
+        if limit:
+            left = np.minimum(left, np.maximum(limit - 1 - place, 0))
+        produced = np.minimum(accepted + 1, left)
+        here = np.flatnonzero((place == 0) & (left > 0))
+        last = here + left[here]  # one past the answer's last anchor
         visited = []
         while len(here):
             visited.append(here)

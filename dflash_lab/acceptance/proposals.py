@@ -17,7 +17,7 @@ from dflash_lab.drafter.cache import DraftCache
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError
 from dflash_lab.target.head import TargetHead
-from dflash_lab.target.loading import Target
+from dflash_lab.target.model import Target
 
 
 def check_pair(target: Target, drafter: Drafter) -> None:

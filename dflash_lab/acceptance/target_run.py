@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 
 from dflash_lab.acceptance.tree import DraftTree
 from dflash_lab.errors import UnsupportedTarget
-from dflash_lab.target.loading import Target
+from dflash_lab.target.model import Target
 from dflash_lab.target.taps import Taps
 
 
@@ -116,7 +116,8 @@ class TargetRun:
             for layer in self.cache.layers:
                 crop_keys(layer, appended)
             restore_states(self.cache, self._saved)
-            self.step(self._pending[:count], certain=True)
+            if count:
+                self.step(self._pending[:count], certain=True)
         else:
             for layer in self.cache.layers:
                 crop_keys(layer, appended - count)

@@ -95,7 +95,7 @@ def overfit(target, drafter: Drafter, items, steps: int = 60) -> Drafter:
             padded = torch.cat([ids, ids.new_full((size,), -100)])
             labels = padded[torch.tensor(anchors)[:, None] + torch.arange(1, size)]
             layout = row_layout([anchors], [len(ids)], size)
-            hidden = drafter(target.head.embed(block), item.taps, layout, attention="dense")[:, 1:]
+            hidden = drafter(target.head.embed(block), item.taps.float(), layout, attention="dense")[:, 1:]
             logits = drafter.logits(hidden, target.head.weight)
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
             optimizer.zero_grad()

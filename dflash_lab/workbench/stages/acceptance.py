@@ -1,0 +1,137 @@
+"""Stage `acceptance`: does the drafter work? Measured by decoding with it.
+
+Plain decoding, the trained drafter and an untrained one of the same shape answer the same prompts, one at a
+time; greedy outputs must be equal token for token. The offline metrics of the same answers, from the feature
+store, must agree with what was decoded; where they do not, checks are run that name the likely cause.
+Measured costs tell the block size and the tree budget that pay; both are then decoded with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import polars as pl
+
+from dflash_lab import files
+from dflash_lab.acceptance.offline_report import OfflineReport
+from dflash_lab.acceptance.whatif import Costs
+from dflash_lab.workbench.params import StageParams, param
+
+FRAMES = ("answers", "rounds", "tokens", "budgets", "costs", "points", "checks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptanceParams(StageParams):
+    """Parameters of `acceptance`."""
+
+    stage: ClassVar[str] = "acceptance"
+
+    drafter: str = param("", "drafter checkpoint folder; empty: <run_dir>/drafter")
+    other_drafter: str = param("", "a second drafter to compare with, same prompts; empty: none")
+    samples: str = param("", "samples file; empty: <run_dir>/samples.parquet")
+    store: str = param("", "feature store folder; empty: <run_dir>/store")
+    prompts: str = param("heldout", "heldout (of the samples), humaneval, or the path of a .jsonl file")
+    num_prompts: int = param(8, "prompts decoded, drawn with the seed; 0: all", low=0)
+    max_new_tokens: int = param(
+        128, "longest answer; a stored answer's length also ends one", unit="tokens", low=2
+    )
+    thinking: bool = param(False, "open prompts from files with thinking on")
+    block_size: int = param(0, "slots of a block, the anchor included; 0: as trained", low=0, high=256)
+    temperature: float = param(0.0, "0: greedy", low=0.0, high=10.0)
+    top_p: float = param(1.0, "smallest mass kept when sampling", low=0.01, high=1.0)
+    top_k: int = param(0, "tokens kept when sampling; 0: all", low=0)
+    budgets: list[int] = param(
+        [16, 32, 64, 128, 256, 512, 1024], "tree budgets", unit="nodes", low=1, high=4096
+    )
+    dev_share: float = param(
+        0.5, "share of the answers on which block size and budget are chosen", low=0.05, high=0.95
+    )
+    decode_tree: bool = param(True, "also decode with trees of the best budget, where the target can")
+    decode_best: bool = param(True, "also decode with the block size of the best expected speed-up")
+    untrained_tokens: int = param(
+        64, "longest answer of the untrained drafter; 0: skip it", unit="tokens", low=0
+    )
+    offline_samples: int = param(64, "more held-out samples of the store analysed offline; 0: none", low=0)
+    cost_repeats: int = param(5, "repeats of each timed step", low=1, high=100)
+    gap_tolerance: float = param(0.03, "offline and decoded tau may differ by this share", low=0.0, high=1.0)
+    diagnose: str = param("auto", "checks for likely faults: auto (when taus disagree), always, never",
+                          choices=("auto", "always", "never"))  # fmt: skip
+
+    @property
+    def drafter_path(self) -> Path:
+        """The drafter to measure."""
+        return Path(self.drafter) if self.drafter else self.run / "drafter"
+
+    @property
+    def samples_path(self) -> Path:
+        """The samples whose held-out part gives prompts."""
+        return Path(self.samples) if self.samples else self.run / "samples.parquet"
+
+    @property
+    def store_path(self) -> Path:
+        """The feature store of the offline metrics."""
+        return Path(self.store) if self.store else self.run / "store"
+
+    def inputs(self) -> list[Path]:
+        """Drafters, prompts and store."""
+        paths = [self.drafter_path, *([Path(self.other_drafter)] if self.other_drafter else [])]
+        if self.prompts == "heldout":
+            return [*paths, self.samples_path, self.store_path]
+        return paths if self.prompts == "humaneval" else [*paths, Path(self.prompts)]
+
+
+@dataclass(frozen=True)
+class AcceptanceResult:
+    """Headline figures and what the notebook draws.
+
+    `answers`, `rounds`, `tokens`: see `acceptance.study`. `budgets`: `part` (dev | test | all), `budget`,
+    `tau`, `low`, `high`. `costs`: `what`, `size`, `ms`. `points`: `block_size`, `budget`, `tau`, `round_ms`,
+    `speedup`, best first. `checks`: `name`, `verdict`, `value`, `detail`. `offline`: every anchor of the
+    analysed answers. `facts`: protocol, phases, sentences.
+    """
+
+    figures: dict[str, Any]
+    answers: pl.DataFrame
+    rounds: pl.DataFrame
+    tokens: pl.DataFrame
+    budgets: pl.DataFrame
+    costs: pl.DataFrame
+    points: pl.DataFrame
+    checks: pl.DataFrame
+    offline: OfflineReport
+    facts: dict[str, Any]
+
+    @property
+    def cost_model(self) -> Costs:
+        """The measured costs, for `acceptance.whatif`."""
+        return Costs.from_frame(self.costs, replay=bool(self.facts["hybrid"]))
+
+    def save(self, folder: Path) -> None:
+        """Leave the result in the stage's folder."""
+        for name in FRAMES:
+            with files.atomic_path(folder / f"{name}.parquet") as temporary:
+                getattr(self, name).write_parquet(temporary)
+        self.offline.save(folder / "offline")
+        files.write_json(folder / "facts.json", self.facts)
+        files.write_json(folder / "figures.json", self.figures)
+
+    @classmethod
+    def load(cls, folder: Path) -> AcceptanceResult:
+        """Read a finished result again."""
+        return cls(
+            figures=files.read_json(folder / "figures.json"),
+            offline=OfflineReport.load(folder / "offline"),
+            facts=files.read_json(folder / "facts.json"),
+            **{name: pl.read_parquet(folder / f"{name}.parquet") for name in FRAMES},
+        )
+
+
+def run_acceptance(params: AcceptanceParams, progress: Any = None) -> AcceptanceResult:
+    """Decode, compare, analyse; the result is saved in the stage's folder."""
+    from dflash_lab.workbench.stages.acceptance_run import AcceptanceRun
+
+    result = AcceptanceRun(params, progress).result()
+    result.save(params.folder)
+    return result

@@ -1,0 +1,373 @@
+"""The work of the stage `acceptance`, step by step; torch is imported here, so this module is loaded only
+to run it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import polars as pl
+import torch
+
+from dflash_lab.acceptance import diagnosis
+from dflash_lab.acceptance.costs import measure_costs
+from dflash_lab.acceptance.decode import Decoded, decode, plain_decode
+from dflash_lab.acceptance.live import live_items, stored_items
+from dflash_lab.acceptance.offline import offline
+from dflash_lab.acceptance.offline_report import OfflineReport
+from dflash_lab.acceptance.prompts import choose, load_prompts, split_dev
+from dflash_lab.acceptance.protocol import Protocol, template_id
+from dflash_lab.acceptance.study import (
+    Study,
+    answers_frame,
+    differences,
+    next_turn,
+    rounds_frame,
+    run_study,
+    tokens_frame,
+)
+from dflash_lab.acceptance.target_run import check_tree_target
+from dflash_lab.acceptance.tau import compare
+from dflash_lab.acceptance.whatif import Costs, operating_points
+from dflash_lab.data.items import FeatureItem
+from dflash_lab.drafter.checkpoint import load_checkpoint
+from dflash_lab.drafter.model import Drafter
+from dflash_lab.errors import InputError, UnsupportedTarget
+from dflash_lab.extraction.store import open_store
+from dflash_lab.target.loading import choose_device, load_target
+from dflash_lab.workbench.stages.acceptance import AcceptanceParams, AcceptanceResult
+
+logger = logging.getLogger(__name__)
+
+
+class AcceptanceRun:
+    """One run of the stage: target, drafter and prompts, and the studies made so far."""
+
+    def __init__(self, params: AcceptanceParams, progress: Any = None) -> None:
+        self.params, self.progress = params, progress
+        device = choose_device(params.device)
+        self.target = load_target(params.target, device=device, dtype=params.dtype, seed=params.seed)
+        self.drafter = self._load(params.drafter_path)
+        self.size = params.block_size or self.drafter.config.block_size
+        available = load_prompts(
+            params.prompts, params.samples_path, lambda: self.target.tokenizer, thinking=params.thinking
+        )
+        self.prompts = choose(available, params.num_prompts, params.seed)
+        self.studies: dict[str, Study] = {}
+        self.figures: dict[str, Any] = {"prompts": len(self.prompts), "prompts_available": len(available)}
+        self.facts: dict[str, Any] = {"hybrid": self.target.is_hybrid}
+
+    def result(self) -> AcceptanceResult:
+        """Do everything in order."""
+        self._decode_basics()
+        report, own = self._offline()
+        costs, points, budgets = self._operating_points(report, own)
+        self._decode_best(points)
+        checks = self._checks(own)
+        self._speed()
+        self.facts["protocol"] = self._protocol().as_dict()
+        self.facts["phases"] = {
+            name: study.phase_share() for name, study in self.studies.items() if name != "plain"
+        }
+        studies = list(self.studies.values())
+        tokens = pl.concat(
+            tokens_frame(study, self._text).with_columns(method=pl.lit(study.method))
+            for study in studies
+            if study.method != "plain"
+        )
+        for name, value in self.figures.items():
+            logger.info("%s: %s", name, value)
+        return AcceptanceResult(
+            figures=self.figures,
+            answers=answers_frame(studies, self.prompts),
+            rounds=rounds_frame(studies),
+            tokens=tokens,
+            budgets=budgets,
+            costs=costs,
+            points=points,
+            checks=checks,
+            offline=report,
+            facts=self.facts,
+        )
+
+    def _load(self, folder: Any) -> Drafter:
+        drafter = load_checkpoint(folder, self.target.device, self.target.dtype).eval()
+        return drafter.requires_grad_(False)
+
+    def _text(self, token: int) -> str:
+        return str(self.target.tokenizer.decode([token]))
+
+    def _study(self, method: str, answer: Callable[..., Decoded], limit: int) -> Study:
+        """Decode all prompts with `answer`, and hold the outcome against plain decoding under greedy
+        choice.
+        """
+        params = self.params
+        generator = torch.Generator(self.target.device).manual_seed(params.seed)
+        sampling = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+
+        def one(ids: Sequence[int], count: int) -> Decoded:
+            return answer(prompt_ids=ids, max_new_tokens=count, generator=generator, **sampling)
+
+        many = any(len(prompt.turns) > 1 for prompt in self.prompts)
+        follow = next_turn(self.target, params.thinking) if many else None
+        study = run_study(
+            method, self.prompts, one, max_new_tokens=limit, follow=follow, progress=self.progress
+        )
+        self.studies[method] = study
+        if method != "plain" and params.temperature == 0:
+            found = differences(self.target, self.studies["plain"], study)
+            self.facts.setdefault("differences", {})[method] = [vars(d) for d in found]
+        return study
+
+    def _speculative(self, method: str, drafter: Drafter, limit: int, **options: Any) -> Study:
+        options.setdefault("block_size", self.size)
+        return self._study(method, partial(decode, self.target, drafter, **options), limit)
+
+    def _decode_basics(self) -> None:
+        """Plain decoding, the trained drafter, an untrained one, and the drafter to compare with."""
+        params = self.params
+        self._study("plain", partial(plain_decode, self.target), params.max_new_tokens)
+        tau = self._speculative("trained", self.drafter, params.max_new_tokens).tau(params.seed)
+        self.figures |= tau.figures("tau_trained")
+        if params.untrained_tokens:
+            generator = torch.Generator().manual_seed(params.seed)
+            untrained = Drafter(self.drafter.config).initialize(generator).eval()
+            untrained = untrained.to(self.target.device, self.target.dtype)
+            limit = min(params.untrained_tokens, params.max_new_tokens)
+            self.figures |= (
+                self._speculative("untrained", untrained, limit).tau(params.seed).figures("tau_untrained")
+            )
+        if params.other_drafter:
+            other = self._load(params.other_drafter)
+            second = self._speculative(
+                "other", other, params.max_new_tokens, block_size=other.config.block_size
+            )
+            self.figures |= second.tau(params.seed).figures("tau_other")
+            taus = [_answer_taus(self.studies[name]) for name in ("trained", "other")]
+            paired = compare(*taus, seed=params.seed)
+            self.figures |= {
+                "other_minus_trained": round(paired.difference, 4),
+                "other_minus_trained_low": round(paired.interval.low, 4),
+                "other_minus_trained_high": round(paired.interval.high, 4),
+            }
+
+    def _offline(self) -> tuple[OfflineReport, list[int]]:
+        """Offline metrics of the decoded prompts, then of more held-out samples; the former's answer
+        numbers.
+        """
+        params = self.params
+        taps = self.drafter.config.tap_ids
+        if params.prompts == "heldout":
+            store = open_store(params.store_path)
+            if tuple(store.tap_ids) != tuple(taps):
+                raise InputError(
+                    f"{params.store_path} holds taps {store.tap_ids}, the drafter was made for "
+                    f"{list(taps)}: give "
+                    "the store that it was trained from."
+                )
+            items: Sequence[FeatureItem] = stored_items(
+                store, [prompt.hash for prompt in self.prompts], extra=params.offline_samples
+            )
+            self.facts["offline_source"] = "stored answers"
+        else:
+            items = live_items(self.target, taps, self.studies["plain"])
+            self.facts["offline_source"] = "answers of plain decoding"
+        done = 0
+
+        def tick(tokens: int) -> None:
+            nonlocal done
+            done += 1
+            if self.progress is not None:
+                self.progress("offline", done, len(items), tokens=tokens)
+
+        report = offline(
+            items, self.target.head, self.drafter, block_size=self.size, budgets=params.budgets, on_item=tick
+        )
+        firsts = report.anchors.group_by("sample", maintain_order=True).agg(pl.col("answer").first())
+        answer_of = dict(firsts.iter_rows())
+        own = [answer_of[item.hash] for item in items[: len(self.prompts)] if item.hash in answer_of]
+        if params.prompts != "heldout":
+            own = list(range(report.num_answers))
+        limit = params.max_new_tokens
+        tau = report.tau(answers=own, limit=limit)
+        gap = tau.mean / self.figures["tau_trained"] - 1
+        self.figures |= {
+            "tau_offline": round(tau.mean, 4),
+            "tau_offline_gap_pct": round(100 * gap, 2),
+            "tau_offline_all": round(report.tau().mean, 4),
+            "streak_uniform": round(report.streak(), 4),
+            "offline_answers": report.num_answers,
+            "offline_anchors": len(report.anchors),
+        }
+        return report, own
+
+    def _operating_points(
+        self, report: OfflineReport, own: list[int]
+    ) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
+        """Measure costs, choose block size and budget on the dev part, report tau by budget on the test
+        part.
+        """
+        params = self.params
+        budgets = report.budgets if self._can_tree() else ()
+        sizes = sorted({2, 3, 4, 6, 8, 12, 16, 24, 32, self.size})
+        sizes = [size for size in sizes if size <= self.size]
+        widths = sorted({1, *sizes, *(1 + budget for budget in budgets)})
+        costs = measure_costs(
+            self.target,
+            self.drafter,
+            widths=widths,
+            block_sizes=sizes,
+            budgets=report.budgets,
+            context_tokens=self._typical_context(),
+            repeats=params.cost_repeats,
+        )
+        dev, test = split_dev(report.num_answers, params.dev_share)
+        rows = []
+        for part, answers in (("dev", dev), ("test", test), ("all", None)):
+            for budget in (0, *report.budgets):
+                tau = report.tau(budget, answers=answers)
+                rows.append((part, budget, tau.mean, tau.interval.low, tau.interval.high))
+        frame = pl.DataFrame(rows, schema=["part", "budget", "tau", "low", "high"], orient="row")
+        model = Costs.from_frame(costs, replay=self.target.is_hybrid)
+        taus = [(size, 0, report.tau(block_size=size, answers=dev).mean) for size in sizes]
+        taus += [(self.size, budget, report.tau(budget, answers=dev).mean) for budget in report.budgets]
+        known = pl.DataFrame(taus, schema=["block_size", "budget", "tau"], orient="row")
+        points = operating_points(model, known)
+        trees = points.filter(pl.col("budget") > 0)
+        if trees.height:
+            best = int(trees["budget"][0])
+            chosen = frame.filter((pl.col("part") == "test") & (pl.col("budget") == best))
+            self.figures |= {"tau_tree": round(chosen["tau"][0], 4), "tree_budget": best}
+        self.figures["tree_build_ms"] = round(
+            max((ms for what, _, ms in costs.iter_rows() if what == "build"), default=0.0), 3
+        )
+        return costs, points, frame
+
+    def _typical_context(self) -> int:
+        """Median tokens before and in half of an answer, from what was just decoded."""
+        plain = self.studies["plain"]
+        lengths = sorted(len(ids) + len(a.tokens) // 2 for ids, a in zip(plain.asked, plain.answers))
+        return max(8, lengths[len(lengths) // 2])
+
+    def _can_tree(self) -> bool:
+        try:
+            check_tree_target(self.target)
+        except UnsupportedTarget as error:
+            self.facts["tree_refused"] = str(error)
+            return False
+        return True
+
+    def _decode_best(self, points: pl.DataFrame) -> None:
+        """Decode at the best expected block size and at the best tree budget, chosen on the dev part."""
+        params = self.params
+        chains = points.filter(pl.col("budget") == 0)
+        self.figures["best_block_size"] = int(chains["block_size"][0])
+        if params.decode_best and self.figures["best_block_size"] != self.size:
+            size = self.figures["best_block_size"]
+            study = self._speculative("best block", self.drafter, params.max_new_tokens, block_size=size)
+            self.figures["tau_best_block"] = round(study.tau(params.seed).mean, 4)
+        if params.decode_tree and "tree_budget" in self.figures and self._can_tree():
+            budget = self.figures["tree_budget"]
+            study = self._speculative("tree", self.drafter, params.max_new_tokens, tree_budget=budget)
+            self.figures |= study.tau(params.seed).figures("tau_tree_decoded")
+
+    def _speed(self) -> None:
+        """Speed-ups over plain decoding, equality of outputs, and the reason when decoding is slower."""
+        plain = self.studies["plain"].seconds_per_token
+        self.figures["plain_ms_per_token"] = round(1e3 * plain, 3)
+        speeds = {
+            name: plain / study.seconds_per_token for name, study in self.studies.items() if name != "plain"
+        }
+        chains = {name: speeds[name] for name in ("trained", "best block") if name in speeds}
+        self.figures["speedup_chain"] = round(max(chains.values()), 4)
+        self.figures["speedup_trained_block"] = round(speeds["trained"], 4)
+        if "tree" in speeds:
+            self.figures["speedup_tree"] = round(speeds["tree"], 4)
+        if self.params.temperature == 0:
+            found = self.facts["differences"]
+            self.figures["greedy_different"] = sum(len(rows) for rows in found.values())
+            self.figures["greedy_ties"] = sum(row["tie"] for rows in found.values() for row in rows)
+        self.facts["speed"] = self._speed_sentence(max(chains, key=chains.__getitem__), max(chains.values()))
+
+    def _speed_sentence(self, name: str, speed: float) -> str:
+        study = self.studies[name]
+        tau = study.tau().mean
+        size = self.size if name == "trained" else self.figures["best_block_size"]
+        rounds = sum(len(a.rounds) for a in study.answers)
+        round_ms = 1e3 * sum(a.seconds for a in study.answers) / max(1, rounds)
+        shares = ", ".join(
+            f"{phase} {100 * share:.0f} %" for phase, share in study.phase_share().items() if share > 0
+        )
+        step = self.figures["plain_ms_per_token"]
+        paid = round_ms / step
+        head = (
+            f"At block size {size} a round took {round_ms:.1f} ms ({shares}) and gave {tau:.2f} tokens; a "
+            f"plain step "
+            f"took {step:.1f} ms."
+        )
+        if speed >= 1:
+            return f"{head} Speculative decoding was {speed:.2f} times as fast."
+        return (
+            f"{head} It was slower ({speed:.2f} times): a round costs {paid:.2f} plain steps, so it pays "
+            f"only above tau "
+            f"{paid:.2f}, and this drafter reaches {tau:.2f} there."
+        )
+
+    def _checks(self, own: list[int]) -> pl.DataFrame:
+        """Run the diagnosis when asked for, or when offline and decoded tau disagree."""
+        params = self.params
+        gap = abs(self.figures["tau_offline_gap_pct"]) / 100
+        disagree = params.temperature == 0 and gap > params.gap_tolerance
+        self.facts["agreement"] = (
+            f"Offline tau {self.figures['tau_offline']:.3f}, decoded {self.figures['tau_trained']:.3f} on "
+            f"the same "
+            f"prompts ({self.figures['tau_offline_gap_pct']:+.1f} %): "
+            f"{'they disagree' if disagree else 'they agree'}."
+        )
+        if params.diagnose == "never" or (params.diagnose == "auto" and not disagree):
+            return pl.DataFrame(schema=diagnosis.SCHEMA)
+        stored = params.prompts == "heldout"
+        store = open_store(params.store_path) if stored else None
+        items = (
+            stored_items(store, [prompt.hash for prompt in self.prompts], extra=0)
+            if store is not None
+            else live_items(self.target, self.drafter.config.tap_ids, self.studies["plain"])
+        )
+        checks = diagnosis.diagnose(
+            self.target,
+            self.drafter,
+            list(items),
+            samples=params.samples_path if stored else None,
+            progress=self.progress,
+        )
+        self.facts["cause"] = diagnosis.likely_cause(checks, disagree)
+        return diagnosis.checks_frame(checks)
+
+    def _protocol(self) -> Protocol:
+        params = self.params
+        has_text = not params.target.startswith("random:")
+        return Protocol(
+            target=self.target.name,
+            dtype=str(self.target.dtype).removeprefix("torch."),
+            device=str(self.target.device),
+            template=template_id(self.target) if has_text else "none",
+            thinking=params.thinking,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            max_new_tokens=params.max_new_tokens,
+            prompts=params.prompts,
+            count=len(self.prompts),
+            seed=params.seed,
+            block_size=self.size,
+        )
+
+
+def _answer_taus(study: Study) -> Any:
+    """Per-answer tau [answers], NaN-free: answers without a round count as 1."""
+    import numpy as np
+
+    return np.asarray([sum(a.produced) / len(a.rounds) if a.rounds else 1.0 for a in study.answers])

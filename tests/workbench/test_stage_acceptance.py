@@ -1,0 +1,158 @@
+"""The stage `acceptance` on tiny targets: figures, equality with plain decoding, agreement with offline,
+refusals.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "acceptance"))
+
+from dflash_lab.errors import InputError
+from dflash_lab.files import read_json
+from dflash_lab.workbench.stage import execute
+from dflash_lab.workbench.stages.acceptance import AcceptanceParams, AcceptanceResult
+
+FAST = {"device": "cpu", "dtype": "float32", "interactive": False, "cost_repeats": 1, "budgets": [4, 16, 64]}
+
+
+@pytest.fixture(scope="module")
+def run_of(tiny_target, tmp_path_factory):
+    """Return (target folder, run folder) of a kind, made once."""
+    from runs import build_run
+
+    made = {}
+
+    def get(kind):
+        if kind not in made:
+            folder = tiny_target(kind)
+            made[kind] = (folder, build_run(folder, tmp_path_factory.mktemp(f"run-{kind}")))
+        return made[kind]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def llama_result(run_of):
+    target, run = run_of("llama")
+    params = AcceptanceParams(run_dir=str(run), target=str(target), diagnose="always", **FAST)
+    return params, execute(params)
+
+
+def test_trained_beats_untrained_and_agrees_with_offline(llama_result):
+    _, result = llama_result
+    figures = result.figures
+    assert figures["tau_trained"] > 1.3 > figures["tau_untrained"]
+    assert figures["greedy_different"] == 0
+    assert figures["tau_offline"] == pytest.approx(figures["tau_trained"], rel=0.03)
+    assert figures["tau_tree"] >= 1 and figures["tree_budget"] in (4, 16, 64)
+    assert figures["speedup_chain"] > 0
+    for name in (
+        "tau_trained",
+        "tau_untrained",
+        "tau_offline",
+        "tau_tree",
+        "speedup_chain",
+        "tau_trained_low",
+    ):
+        assert isinstance(figures[name], float)
+    assert figures["tau_trained_low"] <= figures["tau_trained"] <= figures["tau_trained_high"]
+    assert "they agree" in result.facts["agreement"]
+    assert result.facts["protocol"]["max_new_tokens"] == 128 and result.facts["protocol"]["thinking"] is False
+    assert ("slower" in result.facts["speed"]) == (figures["speedup_chain"] < 1)
+
+
+def test_tables_add_up(llama_result):
+    _, result = llama_result
+    per_answer = result.answers.filter(pl.col("method") == "trained")
+    assert per_answer["tau"].mean() == pytest.approx(result.figures["tau_trained"], abs=1e-4)
+    rounds = result.rounds.filter(pl.col("method") == "trained")
+    sums = rounds.group_by("answer").agg(pl.col("produced").sum()).sort("answer")
+    assert sums["produced"].to_list() == (per_answer["tokens"] - 1).to_list()
+    tokens = result.tokens.filter(pl.col("method") == "trained")
+    assert len(tokens) == per_answer["tokens"].sum()
+    assert tokens.filter(pl.col("kind") == "first").height == per_answer.height
+    rejected = rounds.filter(pl.col("rejected").is_not_null() & (pl.col("produced") > pl.col("accepted")))
+    assert tokens["replaced"].count() == rejected.height
+    tests = result.budgets.filter(pl.col("part") == "test").sort("budget")
+    assert tests["tau"].to_list()[1:] == sorted(tests["tau"].to_list()[1:])
+    assert result.points["speedup"].to_list() == sorted(result.points["speedup"], reverse=True)
+
+
+def test_result_is_read_back_and_not_made_again(llama_result):
+    params, result = llama_result
+    again = AcceptanceResult.load(params.folder)
+    assert again.figures == result.figures
+    assert again.answers.equals(result.answers) and again.offline.anchors.equals(result.offline.anchors)
+    before = (params.folder / "result.json").stat().st_mtime_ns
+    assert execute(params).figures == result.figures
+    assert (params.folder / "result.json").stat().st_mtime_ns == before
+    assert read_json(params.folder / "result.json")["figures"]["tau_trained"] == result.figures["tau_trained"]
+
+
+def test_nothing_is_suspect_in_a_healthy_run(llama_result):
+    _, result = llama_result
+    assert set(result.checks["verdict"]) == {"fine"}
+    assert result.checks.height == 11
+    assert result.facts["cause"] == "No check found anything wrong."
+
+
+def test_hybrid_target_is_decoded_and_its_trees_stay_offline(run_of):
+    target, run = run_of("qwen3_5")
+    result = execute(AcceptanceParams(run_dir=str(run), target=str(target), **FAST))
+    assert result.figures["greedy_different"] == 0
+    assert result.figures["tau_offline"] == pytest.approx(result.figures["tau_trained"], rel=0.03)
+    assert "recurrent state" in result.facts["tree_refused"]
+    assert "tau_tree_decoded" not in result.figures and result.figures["tau_tree"] >= 1
+    assert result.cost_model.replay
+
+
+def test_prompts_from_a_file_with_two_turns_and_a_second_drafter(run_of, tmp_path):
+    target, run = run_of("llama")
+    prompts = tmp_path / "bench.jsonl"
+    prompts.write_text('{"question_id": 7, "turns": ["Hi", "And?"]}\n{"prompt": "What?"}\n')
+    params = AcceptanceParams(
+        run_dir=str(run),
+        target=str(target),
+        prompts=str(prompts),
+        drafter=str(run / "drafter"),
+        other_drafter=str(run / "drafter"),
+        max_new_tokens=12,
+        untrained_tokens=0,
+        decode_best=False,
+        decode_tree=False,
+        force=True,
+        **FAST,
+    )
+    result = execute(params)
+    plain = result.answers.filter(pl.col("method") == "plain")
+    assert sorted(plain["prompt"]) in (["7", "7", "bench.jsonl:2"],)
+    assert result.figures["other_minus_trained"] == 0
+    assert "tau_untrained" not in result.figures
+    assert result.facts["offline_source"] == "answers of plain decoding"
+    assert result.figures["tau_offline"] == pytest.approx(result.figures["tau_trained"], rel=0.03)
+
+
+def test_sampled_decoding_runs_and_is_not_held_against_plain(run_of):
+    target, run = run_of("llama")
+    params = AcceptanceParams(
+        run_dir=str(run), target=str(target), temperature=0.8, decode_best=False, force=True, **FAST
+    )
+    result = execute(params)
+    assert "greedy_different" not in result.figures
+    assert result.figures["tau_trained"] > 1
+
+
+def test_wrong_parameters_say_what_to_type(run_of, tmp_path):
+    target, run = run_of("llama")
+    with pytest.raises(InputError, match="budgets"):
+        AcceptanceParams(budgets=[0])
+    base = {"run_dir": str(run), "target": str(target), **FAST, "force": True}
+    with pytest.raises(InputError, match=r"no such file.*humaneval"):
+        execute(AcceptanceParams(prompts="nothing.jsonl", **base))
+    with pytest.raises(InputError, match="no drafter at"):
+        execute(AcceptanceParams(drafter=str(tmp_path), **base))
