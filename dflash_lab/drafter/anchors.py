@@ -1,12 +1,13 @@
 """Where training blocks start, and which of their slots count.
 
-An anchor is what decoding would start a block from: a response token whose next token is a response token too. So
-position a is valid when 1 <= a, a + 1 < L, loss_mask[a] = 1 and loss_mask[a + 1] = 1 (SpecForge's rule; a = 0 has no
-context). Anchors are shared out over the documents of a row in proportion to their valid positions, drawn without
-replacement, sorted, and drawn anew each epoch: random anchors train better than fixed ones (paper: tau 5.64 / 4.94).
+An anchor is what decoding would start a block from: a response token whose next token is a response token
+too. So position a is valid when 1 <= a, a + 1 < L, loss_mask[a] = 1 and loss_mask[a + 1] = 1 (SpecForge's
+rule; a = 0 has no context). Anchors are shared out over the documents of a row in proportion to their valid
+positions, drawn without replacement, sorted, and drawn anew each epoch: random anchors train better than
+fixed ones (paper: tau 5.64 / 4.94).
 
-Slot k >= 1 counts while every slot up to it stands on a response token of the same document: what lies behind a gap
-could never be accepted in one round.
+Slot k >= 1 counts while every slot up to it stands on a response token of the same document: what lies behind
+a gap could never be accepted in one round.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ def valid_anchors(loss_mask: Tensor) -> Tensor:
 
 
 def draw_anchors(valid: Sequence[Tensor], total: int, generator: torch.Generator) -> list[Tensor]:
-    """Draw `total` anchors from the documents' valid positions, or all of them if there are fewer; each sorted.
+    """Draw `total` anchors from the documents' valid positions, or all of them if there are fewer; each
+    sorted.
 
-    Shares are proportional, rounded at random without bias (systematic sampling), so short documents get their turn.
+    Shares are proportional, rounded at random without bias (systematic sampling), so short documents get
+    their turn.
     """
     counts = torch.tensor([len(positions) for positions in valid], dtype=torch.float64)
     available = int(counts.sum())
@@ -72,7 +75,9 @@ def slot_labels(
 
 
 def decay_weights(block_size: int, gamma: float) -> Tensor:
-    """w [B]: exp(-(k-1)/gamma) for slots k >= 1, 0 for the anchor; gamma 0 means no decay. Source: DFlash paper."""
+    """w [B]: exp(-(k-1)/gamma) for slots k >= 1, 0 for the anchor; gamma 0 means no decay. Source: DFlash
+    paper.
+    """
     slots = torch.arange(block_size, dtype=torch.float32)
     weights = torch.exp(-(slots - 1) / gamma) if gamma > 0 else torch.ones(block_size)
     weights[0] = 0.0

@@ -1,13 +1,15 @@
 """Which tokens a block sees, and attention over them: one rule, two ways to compute it.
 
-A block at anchor a sees the context strictly before a in its own document (the target has not run on the anchor yet)
-and its own slots, never another block. In a sliding layer of window W the query at position t = a + k keeps keys
-p with t - p < W. Since a document is contiguous in its row, the visible context of a slot is one interval of row
-indices; every mask below is that interval plus the own block.
+A block at anchor a sees the context strictly before a in its own document (the target has not run on the
+anchor yet) and its own slots, never another block. In a sliding layer of window W the query at position
+t = a + k keeps keys p with t - p < W. Since a document is contiguous in its row, the visible context of a
+slot is one interval of row indices; every mask below is that interval plus the own block.
 
-- `dense`: scaled_dot_product_attention, a document at a time. Anchors are sorted, so a document's blocks and its
-  context are both slices, and nothing is computed across documents. Exact everywhere; the path of CPUs and decoding.
-- `flex`: flex_attention over the whole row with a block mask that skips empty tiles. The path of CUDA training.
+- `dense`: scaled_dot_product_attention, a document at a time. Anchors are sorted, so a document's blocks and
+  its context are both slices, and nothing is computed across documents. Exact everywhere; the path of CPUs
+  and decoding.
+- `flex`: flex_attention over the whole row with a block mask that skips empty tiles. The path of CUDA
+  training.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, LayerMask], Tensor]
 
 @dataclass(frozen=True)
 class Segment:
-    """A document of a row: its context is rows [context_start, context_stop), its blocks [block_start, block_stop)."""
+    """A document of a row: its context is rows [context_start, context_stop), its blocks [block_start,
+    block_stop).
+    """
 
     context_start: int
     context_stop: int
@@ -54,7 +58,9 @@ class BlockLayout:
         return (self.anchors - self.starts)[:, None] + self._slots
 
     def visible(self, window: int | None) -> tuple[Tensor, Tensor]:
-        """Return (low [A, B], high [A]): slot k of block i sees context row indices low[i, k] <= p < high[i]."""
+        """Return (low [A, B], high [A]): slot k of block i sees context row indices low[i, k] <= p <
+        high[i].
+        """
         low = self.starts[:, None].expand(-1, self.block_size)
         if window is not None:  # t - p < W, both counted in row indices of one document
             low = torch.maximum(low, self.anchors[:, None] + self._slots - window + 1)
@@ -72,7 +78,9 @@ class BlockLayout:
 
 
 def row_layout(anchors: Sequence[Sequence[int]], lengths: Sequence[int], block_size: int) -> BlockLayout:
-    """Lay out a packed row: document d has `lengths[d]` tokens and blocks at positions `anchors[d]` (sorted)."""
+    """Lay out a packed row: document d has `lengths[d]` tokens and blocks at positions `anchors[d]`
+    (sorted).
+    """
     rows, starts, positions, segments = [], [], [], []
     offset = blocks = 0
     for document, length in zip(anchors, lengths, strict=True):
@@ -133,7 +141,9 @@ def dense_mask(layout: BlockLayout, mask: LayerMask, segment: Segment) -> Tensor
 
 
 def dense_attend(layout: BlockLayout) -> Attend:
-    """Attention a document at a time with a boolean mask; masks are built once a layer kind and shared by layers."""
+    """Attention a document at a time with a boolean mask; masks are built once a layer kind and shared by
+    layers.
+    """
     masks: dict[tuple[LayerMask, Segment], Tensor | None] = {}
 
     def mask_of(mask: LayerMask, segment: Segment) -> Tensor | None:
@@ -167,7 +177,9 @@ def dense_attend(layout: BlockLayout) -> Attend:
 
 
 def mask_mod(layout: BlockLayout, mask: LayerMask) -> Callable[..., Tensor]:
-    """The same rule as `dense_mask` for the whole row, as flex_attention's mask_mod over [A*B] x [S + A*B]."""
+    """The same rule as `dense_mask` for the whole row, as flex_attention's mask_mod over [A*B] x [S +
+    A*B].
+    """
     size, context = layout.block_size, layout.positions.shape[0]
     low, high = layout.visible(mask.window)
     low = low.contiguous().view(-1)

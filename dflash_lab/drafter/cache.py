@@ -1,7 +1,8 @@
 """The drafter's memory in decoding: context keys and values of every layer, and nothing of past blocks.
 
-A verify round commits some positions and brings their tapped states; `extend` appends them, `block` drafts after
-them. Block keys and values live for one call, so a rejected draft leaves nothing behind. `crop` forgets positions.
+A verify round commits some positions and brings their tapped states; `extend` appends them, `block` drafts
+after them. Block keys and values live for one call, so a rejected draft leaves nothing behind. `crop` forgets
+positions.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class DraftCache:
 
     @torch.no_grad()
     def block(self, embeddings: Tensor) -> Tensor:
-        """Hidden states [B, H] of a block whose anchor stands at position `length`; embeddings [B, H] are raw rows."""
+        """Hidden states [B, H] of a block whose anchor stands at position `length`; embeddings [B, H] are raw
+        rows.
+        """
         layout = next_block(self.length, embeddings.shape[0], embeddings.device)
         attend = dense_attend(layout)
         h = self.drafter.scaled(embeddings).to(self._store.dtype)[None]

@@ -23,7 +23,9 @@ WEIGHTS = "model.safetensors"
 def save_checkpoint(
     folder: Path | str, drafter: Drafter, tensors: dict[str, torch.Tensor] | None = None
 ) -> None:
-    """Write `config.json` and `model.safetensors`, each atomically. `tensors` replaces the drafter's own (gathered) ones."""
+    """Write `config.json` and `model.safetensors`, each atomically. `tensors` replaces the drafter's own
+    (gathered) ones.
+    """
     folder = Path(folder)
     tensors = drafter.state_dict() if tensors is None else tensors
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
@@ -38,7 +40,7 @@ def read_config(folder: Path | str) -> DrafterConfig:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise InputError(
-            f"no drafter at {folder}: {path} is missing. Give the folder that holds config.json and {WEIGHTS}."
+            f"no drafter at {folder}: {path} is missing. Give a folder with config.json and {WEIGHTS}."
         )
     return DrafterConfig.from_json(files.read_json(path))
 
@@ -46,7 +48,9 @@ def read_config(folder: Path | str) -> DrafterConfig:
 def load_checkpoint(
     folder: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | str = "auto"
 ) -> Drafter:
-    """Load a drafter; `dtype` "auto" keeps the file's. `InputError` lists missing, surplus and misshapen tensors."""
+    """Load a drafter; `dtype` "auto" keeps the file's. `InputError` lists missing, surplus and misshapen
+    tensors.
+    """
     folder = Path(folder)
     config = read_config(folder)
     path = folder / WEIGHTS

@@ -1,7 +1,8 @@
 """What a drafter is: its shapes, its blocks, and how its layers see.
 
-Hidden size and vocabulary are the target's, whose embedding and head a drafter borrows. Partial rotary or multi-axis
-positions of a target never enter: a drafter rotates all of its head dimension by plain absolute positions.
+Hidden size and vocabulary are the target's, whose embedding and head a drafter borrows. Partial rotary or
+multi-axis positions of a target never enter: a drafter rotates all of its head dimension by plain absolute
+positions.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class LayerMask:
-    """How one layer's slots see: `window` W keeps keys p of query t with t - p < W; `causal` hides later slots."""
+    """How one layer's slots see: `window` W keeps keys p of query t with t - p < W; `causal` hides later
+    slots.
+    """
 
     causal: bool
     window: int | None
@@ -26,7 +29,9 @@ class LayerMask:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
-    """Shape and meaning of a drafter. `block_size` counts the anchor; `tap_ids` are 0-based target layer outputs."""
+    """Shape and meaning of a drafter. `block_size` counts the anchor; `tap_ids` are 0-based target layer
+    outputs.
+    """
 
     vocab_size: int
     hidden_size: int  # equals the target's: embedding and head are the target's own
@@ -99,7 +104,7 @@ class DrafterConfig:
         need(bool(self.tap_ids), "tap_ids is empty; name at least one target layer.")
         need(
             all(0 <= tap < self.num_target_layers for tap in self.tap_ids),
-            f"tap_ids {list(self.tap_ids)} must lie in 0..{self.num_target_layers - 1} (0-based decoder layers of the target).",
+            f"tap_ids {list(self.tap_ids)} must lie in 0..{self.num_target_layers - 1}, the target's layers.",
         )
         need(
             0 <= self.mask_token_id < self.vocab_size,
@@ -108,7 +113,7 @@ class DrafterConfig:
         second = (self.conv_kernel_size, self.conv_group_size, self.selector_rank, self.selector_top_k)
         need(
             all(second) or not any(second),
-            "DFlash 2 needs conv_kernel_size, conv_group_size, selector_rank and selector_top_k, or none of them.",
+            "DFlash 2 needs conv_kernel_size, conv_group_size, selector_rank, selector_top_k, or none.",
         )
         if self.conv_group_size:
             need(
@@ -121,8 +126,22 @@ class DrafterConfig:
         """True for DFlash 2 (dynamic convolutions and a candidate selector)."""
         return self.conv_kernel_size > 0
 
+    @property
+    def parameter_count(self) -> int:
+        """Weights of the drafter, the target's embedding and head not counted."""
+        size, heads, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = size * (2 * heads + 2 * kv + 3 * self.intermediate_size) + 2 * size + 2 * self.head_dim
+        total = len(self.tap_ids) * size * size + 2 * size
+        if self.is_second:
+            projection = 2 * self.conv_kernel_size * (size // self.conv_group_size)
+            layer += 2 * (2 * self.conv_kernel_size * size + size * projection)
+            total += (2 * self.vocab_size + size) * self.selector_rank
+        return total + self.num_layers * layer
+
     def layer_mask(self, layer: int) -> LayerMask:
-        """Mask of draft layer `layer`: an explicit `is_causal` rules all layers, else sliding layers are causal."""
+        """Mask of draft layer `layer`: an explicit `is_causal` rules all layers, else sliding layers are
+        causal.
+        """
         sliding = self.layer_types[layer] == SLIDING
         return LayerMask(
             causal=sliding if self.is_causal is None else self.is_causal,
@@ -144,9 +163,10 @@ class DrafterConfig:
     ) -> DrafterConfig:
         """Shape a drafter for `target`, a Hugging Face text configuration.
 
-        `tap_ids` empty means the released rule for `num_layers` taps; `sliding_layers` is a count of leading layers or
-        their indices. Heads, feed-forward width and rotary base follow the target unless given in `overrides`
-        (`num_heads`, `num_kv_heads`, `head_dim`, `intermediate_size`, `rope_theta`, DFlash 2's four, ...).
+        `tap_ids` empty means the released rule for `num_layers` taps; `sliding_layers` is a count of leading
+        layers or their indices. Heads, feed-forward width and rotary base follow the target unless given in
+        `overrides` (`num_heads`, `num_kv_heads`, `head_dim`, `intermediate_size`, `rope_theta`, DFlash 2's
+        four, ...).
         """
         sliding = set(range(sliding_layers)) if isinstance(sliding_layers, int) else set(sliding_layers)
         if any(not 0 <= layer < num_layers for layer in sliding):
@@ -185,7 +205,9 @@ class DrafterConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> DrafterConfig:
-        """Read a z-lab `config.json`; `InputError` names a missing key, `UnsupportedTarget` what is not known."""
+        """Read a z-lab `config.json`; `InputError` names a missing key, `UnsupportedTarget` what is not
+        known.
+        """
         from dflash_lab.drafter.zlab import from_json
 
         return from_json(values)
@@ -201,8 +223,8 @@ def released_tap_ids(num_target_layers: int, count: int) -> tuple[int, ...]:
 def resolve_mask_token_id(vocab_size: int, *, explicit: int = -1, tokenizer: Any = None) -> tuple[int, str]:
     """Return the token id of a masked slot and why it was chosen; the embedding is never resized.
 
-    Order: `explicit` (>= 0), the tokenizer's mask token, the first embedding row without a token, pad, eos, unk.
-    Without a tokenizer the last embedding row is taken.
+    Order: `explicit` (>= 0), the tokenizer's mask token, the first embedding row without a token, pad, eos,
+    unk. Without a tokenizer the last embedding row is taken.
     """
     if explicit >= 0:
         if explicit >= vocab_size:

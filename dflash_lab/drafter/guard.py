@@ -1,7 +1,8 @@
-"""Steps that must not happen: a loss or gradient that is not a number, or a gradient far above its usual size.
+"""Steps that must not happen: a loss or gradient that is not a number, or a gradient far above its usual
+size.
 
-Such a step is left out and counted, and its rows are written down, so that a person can see what was in them. Many in
-a row mean that the run itself is broken; it ends with a message that says what was seen.
+Such a step is left out and counted, and its rows are written down, so that a person can see what was in them.
+Many in a row mean that the run itself is broken; it ends with a message that says what was seen.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ TRUSTED = 16  # as many must be there before a norm can be called exploding
 
 
 class Diverged(LabError, RuntimeError):
-    """Training stopped itself after too many bad steps in a row. `details` and `advice` go into the failure record."""
+    """Training stopped itself after too many bad steps in a row. `details` and `advice` go into the failure
+    record.
+    """
 
     def __init__(self, message: str, details: dict[str, Any]) -> None:
         super().__init__(message)
         self.details = details
         self.advice = (
-            "Lower the learning rate, lengthen the warm-up, or look at the saved rows; the last good checkpoint is "
-            "kept and the run resumes from it."
+            "Lower the learning rate, lengthen the warm-up, or look at the saved rows; the last good "
+            "checkpoint is kept and the run resumes from it."
         )
 
 
@@ -66,7 +69,7 @@ class Guard:
         if self.in_a_row >= self.max_in_a_row:
             details = {"step": step, "fault": fault, "skipped": self.skipped, "rows": str(path)}
             raise Diverged(
-                f"{self.in_a_row} bad steps in a row at step {step}: {fault}. Their rows are in {self.folder}.",
+                f"{self.in_a_row} bad steps in a row at step {step}: {fault}. Rows are in {self.folder}.",
                 details,
             )
 

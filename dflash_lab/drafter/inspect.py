@@ -22,10 +22,11 @@ def inspect_row(
     seed: int,
     decode: Callable[[int], str] | None,
 ) -> dict[str, Any]:
-    """The first document with anchors of the first training row: its tokens, anchors, and each layer kind's rule.
+    """The first document with anchors of the first training row: its tokens, anchors, and each layer kind's
+    rule.
 
-    `low[i][k] <= p < anchors[i]` is the context that slot k of block i sees; `block[k][j]` says whether slot k sees
-    slot j of its own block.
+    `low[i][k] <= p < anchors[i]` is the context that slot k of block i sees; `block[k][j]` says whether slot
+    k sees slot j of its own block.
     """
     source = PackedRows(
         items,

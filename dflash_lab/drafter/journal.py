@@ -1,8 +1,8 @@
 """The run's diary: one JSON object a line in `metrics.jsonl`, readable while the run goes on.
 
-`kind` is `step` (every step: loss, gradient norm, rate), `train` (means over the last steps), `heldout` (fixed held-out
-rows) or `note`. A resumed run first drops the lines behind its checkpoint, so each step is told once. At the end the
-tables are written as parquet too.
+`kind` is `step` (every step: loss, gradient norm, rate), `train` (means over the last steps), `heldout`
+(fixed held-out rows) or `note`. A resumed run first drops the lines behind its checkpoint, so each step is
+told once. At the end the tables are written as parquet too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ NAME = "metrics.jsonl"
 
 
 class Journal:
-    """Appends records; `flush` makes them durable (before a checkpoint that relies on them, and at each log)."""
+    """Appends records; `flush` makes them durable (before a checkpoint that relies on them, and at each
+    log).
+    """
 
     def __init__(self, folder: Path, resume_step: int) -> None:
         self.path = folder / NAME

@@ -1,10 +1,11 @@
 """What training and held-out rows say about a drafter, as sums that add over rows, steps and processes.
 
-All come from the row statistics of the loss, so nothing is projected twice. Definitions: `streak` is the mean over
-blocks of accepted drafts + 1, the +1 being the token that every verify round adds, hence the unit of tau. It ends at
-the response's end, which biases it low there; decoding starts each block after a miss, which biases tau below it.
-`top_k_streak` is the same if the label only had to be among the k best: what a tree or a selector could reach.
-`agreement` is how often the target's own argmax is the data token: the ceiling that the data sets.
+All come from the row statistics of the loss, so nothing is projected twice. Definitions: `streak` is the mean
+over blocks of accepted drafts + 1, the +1 being the token that every verify round adds, hence the unit of
+tau. It ends at the response's end, which biases it low there; decoding starts each block after a miss, which
+biases tau below it. `top_k_streak` is the same if the label only had to be among the k best: what a tree or a
+selector could reach. `agreement` is how often the target's own argmax is the data token: the ceiling that the
+data sets.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ BINS = 15  # of confidence, for calibration
 
 
 class RowStats(Protocol):
-    """Statistics of slots [A, B] that the loss leaves; `kl` and `target_argmax` are None without target states."""
+    """Statistics of slots [A, B] that the loss leaves; `kl` and `target_argmax` are None without target
+    states.
+    """
 
     live: Tensor
     label: Tensor
@@ -95,6 +98,11 @@ class Tally:
         copy = Tally(len(self.sums["slots"]), flat.device)
         copy.load({n: p.view(v.shape) for (n, v), p in zip(self.sums.items(), parts, strict=True)})
         return copy
+
+    def merge(self, other: Tally) -> None:
+        """Add the sums of another tally."""
+        for name, value in self.sums.items():
+            value += other.sums[name]
 
     def load(self, sums: dict[str, Tensor]) -> None:
         """Take over sums that `self.sums` gave."""

@@ -1,12 +1,14 @@
-"""The DFlash drafter: a few Qwen3-like layers that read the target's hidden states and fill a block of masked slots.
+"""The DFlash drafter: a few Qwen3-like layers that read the target's hidden states and fill a block of masked
+slots.
 
-Tapped target states (K layers, concatenated) are fused once, `ctx = hidden_norm(fc(taps))`, and every layer turns the
-same ctx into keys and values with the projections it uses for the block itself ("K/V injection"); ctx is never
-updated and has no queries. The block [anchor, MASK x (B-1)] enters as rows of the target's embedding and leaves
-through the target's head, both frozen and not stored here. Slot k predicts the token AT its own position a + k.
+Tapped target states (K layers, concatenated) are fused once, `ctx = hidden_norm(fc(taps))`, and every layer
+turns the same ctx into keys and values with the projections it uses for the block itself ("K/V injection");
+ctx is never updated and has no queries. The block [anchor, MASK x (B-1)] enters as rows of the target's
+embedding and leaves through the target's head, both frozen and not stored here. Slot k predicts the token AT
+its own position a + k.
 
-Tensor names are those of the released checkpoints (3 + 11 a layer). Shapes: S context tokens, A blocks, B slots,
-H hidden, K taps, nq/nkv query/key heads, d head dimension.
+Tensor names are those of the released checkpoints (3 + 11 a layer). Shapes: S context tokens, A blocks, B
+slots, H hidden, K taps, nq/nkv query/key heads, d head dimension.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ Rope = tuple[Tensor, Tensor]  # cos, sin [..., d]
 
 
 class ContextStates(NamedTuple):
-    """Fused context ctx [S, H] with its rotary angles: training, where every layer makes its keys and values anew."""
+    """Fused context ctx [S, H] with its rotary angles: training, where every layer makes its keys and values
+    anew.
+    """
 
     states: Tensor
     angles: Rope
@@ -54,7 +58,9 @@ class RMSNorm(nn.Module):
 
 
 def rope(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rope:
-    """cos and sin [..., d] of absolute positions [...]; angles in fp32, the two halves of d share frequencies."""
+    """cos and sin [..., d] of absolute positions [...]; angles in fp32, the two halves of d share
+    frequencies.
+    """
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     angles = positions[..., None].float() * (1.0 / theta**exponents)
     angles = torch.cat([angles, angles], dim=-1)
@@ -111,7 +117,9 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm attention and feed-forward; DFlash 2 wraps each in a dynamic convolution over the block's slots."""
+    """Pre-norm attention and feed-forward; DFlash 2 wraps each in a dynamic convolution over the block's
+    slots.
+    """
 
     def __init__(self, config: DrafterConfig, index: int) -> None:
         super().__init__()
@@ -151,7 +159,9 @@ class Drafter(nn.Module):
         self.gradient_checkpointing = False  # recompute each layer in the backward pass
 
     def initialize(self, generator: torch.Generator) -> Drafter:
-        """Draw matrices from N(0, initializer_range), norms to one, DFlash 2's convolutions to the identity."""
+        """Draw matrices from N(0, initializer_range), norms to one, DFlash 2's convolutions to the
+        identity.
+        """
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 if name.endswith("base_kernel"):
@@ -170,7 +180,9 @@ class Drafter(nn.Module):
         return rope(positions, self.config.head_dim, self.config.rope_theta, dtype)
 
     def context(self, taps: Tensor) -> Tensor:
-        """Fuse tapped states [..., S, K*H] into ctx [..., S, H], the input of every layer's context keys and values."""
+        """Fuse tapped states [..., S, K*H] into ctx [..., S, H], the input of every layer's context keys and
+        values.
+        """
         return self.hidden_norm(self.fc(taps))
 
     def forward(
@@ -178,8 +190,9 @@ class Drafter(nn.Module):
     ) -> Tensor:
         """Hidden states of all blocks of a packed row.
 
-        embeddings [A, B, H]: raw rows of the target's embedding for [anchor, MASK, ...]; taps [S, K*H]; returns
-        [A, B, H], the input of the target's head (see `logits`). Slot 0, the anchor, predicts nothing.
+        embeddings [A, B, H]: raw rows of the target's embedding for [anchor, MASK, ...]; taps [S, K*H];
+        returns [A, B, H], the input of the target's head (see `logits`). Slot 0, the anchor, predicts
+        nothing.
         """
         attend = make_attend(layout, attention)
         ctx = self.context(taps)
@@ -199,7 +212,9 @@ class Drafter(nn.Module):
         return embeddings if scale == 1.0 else embeddings * scale
 
     def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
-        """Draft logits [..., V] of hidden [..., H] with the target's head [V, H], scaled and soft-capped as configured."""
+        """Draft logits [..., V] of hidden [..., H] with the target's head [V, H], scaled and soft-capped as
+        configured.
+        """
         logits = F.linear(hidden, head)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier

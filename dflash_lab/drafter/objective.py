@@ -1,8 +1,8 @@
 """From a packed row to its loss: embed the blocks, run the drafter, compare with what the target says.
 
-The head and the embedding are the target's and frozen. Teacher states are the target's own last hidden states at
-a + k - 1 through its own final norm: they give its distribution of the token at a + k, exact when slots 1 .. k-1 are
-right, which is the case that acceptance depends on.
+The head and the embedding are the target's and frozen. Teacher states are the target's own last hidden states
+at a + k - 1 through its own final norm: they give its distribution of the token at a + k, exact when slots 1
+.. k-1 are right, which is the case that acceptance depends on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 
 def add_noise(taps: Tensor, std: float, generator: torch.Generator) -> Tensor:
-    """taps + uniform noise in (-std, std), independent for every element; `generator` lives on the taps' device."""
+    """taps + uniform noise in (-std, std), independent for every element; `generator` lives on the taps'
+    device.
+    """
     noise = torch.rand(taps.shape, generator=generator, device=taps.device, dtype=torch.float32)
     return taps + ((noise * 2 - 1) * std).to(taps.dtype)
 
@@ -50,17 +52,17 @@ def row_loss(
 ) -> DraftLoss:
     """Loss and statistics of one row on the device of `head`.
 
-    `model` is a Drafter or a wrapper of one; `taps` [S, K*H] are the row's states, with noise or without; `weights`
-    [B] weigh the slots of a block. `teacher` compares with the target where the row has its final states, even if
-    no term of the loss needs it (one more matrix product).
+    `model` is a Drafter or a wrapper of one; `taps` [S, K*H] are the row's states, with noise or without;
+    `weights` [B] weigh the slots of a block. `teacher` compares with the target where the row has its final
+    states, even if no term of the loss needs it (one more matrix product).
     """
     hidden = model(head.embed(row.block_ids), taps, row.layout, attention)
     target_hidden = None
     if row.final is None:
         if loss.config.needs_target:
             raise InputError(
-                "this loss compares with the target's distribution, but the features hold no final states. Extract "
-                "with store_final: true, or train on hard labels from the data alone."
+                "this loss compares with the target's distribution, but the features hold no final states. "
+                "Extract with store_final: true, or train on hard labels from the data alone."
             )
     elif teacher or loss.config.needs_target:
         with torch.no_grad():

@@ -1,11 +1,12 @@
 """AdamW and Muon with fp32 master weights, one parameter at a time.
 
-A bf16 parameter cannot take a step of 1e-4 of itself (it has 8 bits), so each keeps an fp32 master that the update
-moves and the parameter is rounded from. Gradients stay in the parameter's type: 2 (weight) + 2 (gradient) + 4
-(master) + 8 (moments) = 16 bytes a parameter. Walking parameter by parameter bounds temporaries by the largest one.
+A bf16 parameter cannot take a step of 1e-4 of itself (it has 8 bits), so each keeps an fp32 master that the
+update moves and the parameter is rounded from. Gradients stay in the parameter's type: 2 (weight) + 2
+(gradient) + 4 (master) + 8 (moments) = 16 bytes a parameter. Walking parameter by parameter bounds
+temporaries by the largest one.
 
-Muon orthogonalises the momentum of matrices inside layers (Newton-Schulz) and gives it the size of an AdamW step;
-`fc`, norms and DFlash 2's codebooks and base kernels always take AdamW.
+Muon orthogonalises the momentum of matrices inside layers (Newton-Schulz) and gives it the size of an AdamW
+step; `fc`, norms and DFlash 2's codebooks and base kernels always take AdamW.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dflash_lab.errors import InputError
 
@@ -60,7 +62,9 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, factor: float, grad_scale: Tensor | float = 1.0) -> None:
-        """Move every parameter; `factor` multiplies the peak rates, `grad_scale` the gradients (clipping, 1/D)."""
+        """Move every parameter; `factor` multiplies the peak rates, `grad_scale` the gradients (clipping,
+        1/D).
+        """
         self.steps += 1
         config = self.config
         for name, parameter in self.parameters.items():
@@ -111,14 +115,22 @@ def adam_direction(grad: Tensor, state: dict[str, Tensor], step: int, config: Op
 
 
 def muon_direction(grad: Tensor, momentum: Tensor, beta: float) -> Tensor:
-    """Orthogonalised Nesterov momentum, scaled so that its rms is about 0.2 as AdamW's is (0.2 sqrt(max(m, n)))."""
+    """Orthogonalised Nesterov momentum, scaled so that its rms is about 0.2 as AdamW's is (0.2 sqrt(max(m,
+    n))).
+    """
     momentum.lerp_(grad, 1 - beta)
     ahead = grad.lerp(momentum, beta)
-    return orthogonalized(ahead) * (0.2 * math.sqrt(max(grad.shape)))
+    scale = 0.2 * math.sqrt(max(grad.shape))
+    if isinstance(ahead, DTensor):  # a shard cannot be orthogonalised alone
+        update = orthogonalized(ahead.full_tensor())
+        return distribute_tensor(update * scale, ahead.device_mesh, ahead.placements)
+    return orthogonalized(ahead) * scale
 
 
 def orthogonalized(matrix: Tensor, iterations: int = 5) -> Tensor:
-    """Approximate U V^T of `matrix` [m, n] by quintic Newton-Schulz steps (coefficients of K. Jordan's Muon)."""
+    """Approximate U V^T of `matrix` [m, n] by quintic Newton-Schulz steps (coefficients of K. Jordan's
+    Muon).
+    """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix

@@ -1,19 +1,27 @@
 """One process, or many under torchrun: what the loop needs from the others, and how the drafter is wrapped.
 
-Every process packs its own rows of the global batch and counts its own loss; the denominator is summed over all of
-them, and gradients are scaled so that they equal those of one process on the whole batch. The model file knows
-nothing of this.
+Every process packs its own rows of the global batch and counts its own loss; the denominator is summed over
+all of them, and gradients, which the wrappers average, are scaled so that they equal those of one process on
+the whole batch. `Replicated` keeps the whole drafter in each process (DDP), `Sharded` a share of weights,
+gradients, masters and moments (FSDP2). Checkpoints hold whole tensors, so any of the three reads any other's.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.optimizer import Optimizer
+from dflash_lab.errors import InputError
 
 
 class Single:
@@ -21,22 +29,30 @@ class Single:
 
     rank = 0
     world = 1
-    plan_group = None  # processes that must use the same loss chunks
+    plan_group: dist.ProcessGroup | None = None  # processes that must use the same loss chunks
 
     def wrap(self, drafter: Drafter) -> nn.Module:
         """What the loop calls instead of the drafter."""
         return drafter
 
-    def last_micro(self, model: nn.Module, last: bool) -> None:
+    def exchange(self, model: nn.Module, wanted: bool) -> None:
         """Told before each row of a step: only the last one's backward needs to exchange gradients."""
 
     def total(self, value: Tensor) -> Tensor:
         """Sum of `value` over all processes."""
         return value
 
+    def longest(self, seconds: float) -> float:
+        """The largest of all processes' times, so that they agree when time is up."""
+        return seconds
+
     def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Full copies of tensors that may be sharded."""
         return tensors
+
+    def replica(self, drafter: Drafter) -> Drafter:
+        """A drafter with whole weights, for measures that look inside it."""
+        return drafter
 
     def load(self, drafter: Drafter, weights: dict[str, Tensor]) -> None:
         """Put whole `weights` into the (possibly sharded) drafter."""
@@ -48,8 +64,98 @@ class Single:
 
     def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Norm of all gradients together."""
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(grads)
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
     def barrier(self) -> None:
         """Wait for the other processes."""
+
+
+class Replicated(Single):
+    """Data parallel: the whole drafter in each process, gradients averaged by DDP."""
+
+    def __init__(self) -> None:
+        self.rank, self.world, self.plan_group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+
+    def wrap(self, drafter: Drafter) -> nn.Module:
+        device = drafter.fc.weight.device
+        return DistributedDataParallel(drafter, device_ids=[device] if device.type == "cuda" else None)
+
+    def exchange(self, model: nn.Module, wanted: bool) -> None:
+        model.require_backward_grad_sync = wanted  # type: ignore[assignment]
+
+    def total(self, value: Tensor) -> Tensor:
+        summed = value.clone()
+        dist.all_reduce(summed)
+        return summed
+
+    def longest(self, seconds: float) -> float:
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        value = torch.tensor(seconds, dtype=torch.float64, device=device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return float(value)
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+
+class Sharded(Replicated):
+    """FSDP2: every process holds a share of each tensor and gathers a layer when it is used."""
+
+    def wrap(self, drafter: Drafter) -> nn.Module:
+        for layer in drafter.layers:
+            fully_shard(layer)
+        return fully_shard(drafter)
+
+    def exchange(self, model: Any, wanted: bool) -> None:
+        model.set_requires_gradient_sync(wanted)
+
+    def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+
+    def replica(self, drafter: Drafter) -> Drafter:
+        weights = self.whole(drafter.state_dict())
+        with torch.device("meta"):
+            copied = Drafter(drafter.config)
+        copied.load_state_dict(weights, assign=True)
+        return copied.eval()
+
+    def load(self, drafter: Drafter, weights: dict[str, Tensor]) -> None:
+        for name, parameter in drafter.state_dict().items():
+            parameter.copy_(_shared(weights[name], parameter))
+
+    def load_optimizer(self, optimizer: Optimizer, tensors: dict[str, Tensor], steps: int) -> None:
+        like = optimizer.tensors()
+        shared = {name: _shared(value, like[name]) for name, value in tensors.items() if name in like}
+        optimizer.load({**tensors, **shared}, steps)
+
+    def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        norm = super().grad_norm(parameters)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _shared(whole: Tensor, like: Tensor) -> Tensor:
+    """This process's share of a whole tensor, laid out as `like`."""
+    if not isinstance(like, DTensor):
+        return whole
+    local = whole.to(like.device, like.dtype)
+    return distribute_tensor(local, like.device_mesh, like.placements)
+
+
+MODES = {"ddp": Replicated, "fsdp": Sharded}
+
+
+def join(mode: str, device: torch.device | str) -> tuple[Single, torch.device]:
+    """Join the processes torchrun started, if it did: the group of `mode` (ddp | fsdp), and this one's
+    device.
+    """
+    device = torch.device(device)
+    if "WORLD_SIZE" not in os.environ:
+        return Single(), device
+    if mode not in MODES:
+        raise InputError(f"parallel = {mode!r}: choose 'ddp' or 'fsdp'.")
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return MODES[mode](), device

@@ -1,7 +1,9 @@
-"""Samples into packed rows: several documents side by side up to a budget of context tokens, with drawn anchors.
+"""Samples into packed rows: several documents side by side up to a budget of context tokens, with drawn
+anchors.
 
-A source answers `row(epoch, index)` from its parameters alone (no hidden state), so a run resumes at any row, and a
-prefetch thread may work ahead. An item is read with `items[i]`: a feature store on disk and a live target look alike.
+A source answers `row(epoch, index)` from its parameters alone (no hidden state), so a run resumes at any row,
+and a prefetch thread may work ahead. An item is read with `items[i]`: a feature store on disk and a live
+target look alike.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ T = TypeVar("T")
 
 
 class Items(Protocol):
-    """What rows are made of: a sequence of samples with known lengths; which are held out is known beforehand."""
+    """What rows are made of: a sequence of samples with known lengths; which are held out is known
+    beforehand.
+    """
 
     @property
     def lengths(self) -> np.ndarray: ...  # [n] tokens
@@ -43,7 +47,9 @@ class Items(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """One packed row: S context tokens, A blocks of B slots. Padding, if any, stands at the end and counts nowhere."""
+    """One packed row: S context tokens, A blocks of B slots. Padding, if any, stands at the end and counts
+    nowhere.
+    """
 
     input_ids: Tensor  # [S]
     taps: Tensor  # [S, K*H]
@@ -58,7 +64,9 @@ class Row:
     blocks: int  # without padding
 
     def to(self, device: torch.device | str) -> Row:
-        """Copy what the model reads to `device`; labels and masks stay, for the loss selects its rows on the host."""
+        """Copy what the model reads to `device`; labels and masks stay, for the loss selects its rows on the
+        host.
+        """
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Row:
@@ -78,8 +86,8 @@ class Row:
 def plan_rows(lengths: Sequence[int], context_tokens: int, generator: torch.Generator) -> list[list[int]]:
     """Pack shuffled samples into rows of at most `context_tokens`; every sample stands in exactly one row.
 
-    Within windows of 256 samples the longest go first, each into the fullest open row that takes it; the rows are
-    shuffled at the end. A sample above the budget fills a row alone (and is cut to it).
+    Within windows of 256 samples the longest go first, each into the fullest open row that takes it; the rows
+    are shuffled at the end. A sample above the budget fills a row alone (and is cut to it).
     """
     order = torch.randperm(len(lengths), generator=generator).tolist()
     rows: list[list[int]] = []
@@ -115,7 +123,9 @@ class PackedRows:
         seed: int,
         pad: bool = False,
     ) -> None:
-        """`indices` of the items to use; `anchors` blocks a row; `pad` gives every row one shape (compiled kernels)."""
+        """`indices` of the items to use; `anchors` blocks a row; `pad` gives every row one shape (compiled
+        kernels).
+        """
         if len(indices) == 0:
             raise InputError(
                 "no samples to train on: the collection, or this side of its held-out split, is empty."
@@ -189,7 +199,9 @@ def pack(
 
 
 def padded(row: Row, context_tokens: int, anchors: int, config: DrafterConfig) -> Row:
-    """Pad to [context_tokens] and [anchors]: padded blocks see only themselves and no slot of theirs counts."""
+    """Pad to [context_tokens] and [anchors]: padded blocks see only themselves and no slot of theirs
+    counts.
+    """
     more, blocks = context_tokens - row.tokens, anchors - row.blocks
 
     def grow(tensor: Tensor, count: int, value: int = 0) -> Tensor:
@@ -219,7 +231,9 @@ def padded(row: Row, context_tokens: int, anchors: int, config: DrafterConfig) -
 
 
 def prefetch(source: Iterable[T], depth: int = 2) -> Iterator[T]:
-    """Run `source` in a thread, at most `depth` ahead. Its exceptions are raised here; closing ends the thread."""
+    """Run `source` in a thread, at most `depth` ahead. Its exceptions are raised here; closing ends the
+    thread.
+    """
     ready: queue.Queue = queue.Queue(maxsize=depth)
     stop = threading.Event()
 

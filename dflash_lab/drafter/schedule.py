@@ -6,7 +6,9 @@ import math
 
 
 def learning_rate_factor(progress: float, warmup: float, floor: float) -> float:
-    """Factor on the peak rate at `progress` in 0..1; `warmup` is the share of the run spent rising, `floor` the end."""
+    """Factor on the peak rate at `progress` in 0..1; `warmup` is the share of the run spent rising, `floor`
+    the end.
+    """
     progress = min(max(progress, 0.0), 1.0)
     if progress < warmup:
         return progress / warmup

@@ -1,8 +1,10 @@
-"""What DFlash 2 adds: slots talk to their left neighbours twice a layer, and drafted tokens are chosen in order.
+"""What DFlash 2 adds: slots talk to their left neighbours twice a layer, and drafted tokens are chosen in
+order.
 
-The convolution is causal over the slots of one block (never across blocks, never over context), with a kernel that is
-a learned base plus a part computed from the input for each group of channels. The selector rescores the top
-candidates of a slot given the token chosen before it, with a rank-r bilinear form between two token codebooks.
+The convolution is causal over the slots of one block (never across blocks, never over context), with a kernel
+that is a learned base plus a part computed from the input for each group of channels. The selector rescores
+the top candidates of a slot given the token chosen before it, with a rank-r bilinear form between two token
+codebooks.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def convolve(x: Tensor, delta: Tensor, base: Tensor) -> Tensor:
 
 
 class GroupedDynamicCausalConv(nn.Module):
-    """A pair of convolutions around a sublayer: `enter` before it, `leave` after it, kernels from one projection."""
+    """A pair of convolutions around a sublayer: `enter` before it, `leave` after it, kernels from one
+    projection.
+    """
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
 """`serve.md` beside a drafter: the commands that serve it, with its own numbers filled in.
 
-Both servers read the z-lab layout as it is. vLLM counts the drafted tokens (block size - 1), SGLang the whole block.
+Both servers read the z-lab layout as it is. vLLM counts the drafted tokens (block size - 1), SGLang the whole
+block.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ def serving_notes(config: DrafterConfig, drafter: str, target: str) -> str:
     kinds = ", ".join(f"{i}: {kind.removesuffix('_attention')}" for i, kind in enumerate(config.layer_types))
     mixed = len(set(config.layer_types)) > 1
     notes = [
-        f"- Taps: outputs of the target's decoder layers {list(config.tap_ids)} (0-based); vLLM and speculators call "
-        f"them {[tap + 1 for tap in config.tap_ids]}.",
+        f"- Taps: outputs of the target's decoder layers {list(config.tap_ids)} (0-based); vLLM and "
+        f"speculators call them {[tap + 1 for tap in config.tap_ids]}.",
         f"- Layers: {kinds}"
         + (f"; window {config.sliding_window} tokens." if SLIDING in config.layer_types else "."),
         f"- Masked slots hold token {config.mask_token_id}; the target's vocabulary is not resized.",

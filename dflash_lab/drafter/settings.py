@@ -1,4 +1,6 @@
-"""Everything a training run is told, checked when it is made. The stage's parameters are turned into one of these."""
+"""Everything a training run is told, checked when it is made. The stage's parameters are turned into one of
+these.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,17 @@ class TrainSettings:
         max_steps: optimizer steps of the whole run; the schedule ends there.
         context_tokens, anchors: size of a packed row; a step sees `accumulate` rows on each process.
         gamma: slot k weighs exp(-(k-1)/gamma); 0: all slots alike.
-        denominator: a step's loss is divided by the sum of its slot `weights` (SpecForge, the default) or by their
-            number, `mask` (speculators). The two differ by sum(w)/B, 0.20 to 0.46 for gamma 4 to 12 at 24 slots,
-            which the learning rate feels.
+        denominator: a step's loss is divided by the sum of its slot `weights` (SpecForge, the default) or by
+            their number, `mask` (speculators). The two differ by sum(w)/B, 0.20 to 0.46 for gamma 4 to 12 at
+            24 slots, which the learning rate feels.
         noise_std: uniform noise in (-noise_std, noise_std) added to the tapped states of training rows.
         warmup, floor: share of the run spent warming up; final learning rate as a share of the peak.
         clip_norm: gradient norm above which gradients are scaled down; 0: never.
         max_bad_steps: the run ends after this many skipped steps in a row.
         explode_factor: a gradient norm above this many times the median of the last 64 is skipped like a NaN.
-        time_limit_s: seconds of training; the schedule then follows the larger of step share and time share, so the
-            rate has come down when time is up. 0: none, and only then is a run reproducible bit for bit.
+        time_limit_s: seconds of training; the schedule then follows the larger of step share and time share,
+            so the rate has come down when time is up. 0: none, and only then is a run reproducible bit for
+            bit.
         head_rows: rows of a loss chunk; 0: planned from free memory.
     """
 

@@ -1,7 +1,8 @@
 """The speculators layout, out and in: the same tensors under another `config.json`.
 
-Speculators and vLLM name a tapped state by Hugging Face's index, the output of layer k being k + 1, so ids gain one on
-the way out and lose it on the way in. Weights are copied as they are: a round trip is equal to the bit.
+Speculators and vLLM name a tapped state by Hugging Face's index, the output of layer k being k + 1, so ids
+gain one on the way out and lose it on the way in. Weights are copied as they are: a round trip is equal to
+the bit.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def import_speculators(folder: Path | str, *, num_target_layers: int = 0) -> Dra
     size = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else config.vocab_size
     if "d2t" in tensors and size != config.vocab_size:
         raise UnsupportedTarget(
-            f"{folder}: its vocabulary is cut to {size} of {config.vocab_size} tokens; only full vocabularies are read."
+            f"{folder}: its vocabulary is cut to {size} of {config.vocab_size} ; only full ones are read."
         )
     tensors = {name: tensor for name, tensor in tensors.items() if name not in _BORROWED}
     drafter = Drafter(config)
@@ -138,7 +139,7 @@ def read_speculators_json(values: dict[str, Any], num_target_layers: int = 0) ->
     aux = values["aux_hidden_state_layer_ids"]
     if not depth:
         raise InputError(
-            f"the speculators config does not say how many layers the target has (taps {aux}); give num_target_layers."
+            f"the config does not say how many layers the target has (taps {aux}); give num_target_layers."
         )
     inner["dflash_config"] = {
         "block_size": values["block_size"],

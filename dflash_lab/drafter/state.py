@@ -1,8 +1,8 @@
 """Checkpoints of a run: whole folders that appear at once, the newest few kept.
 
-`checkpoints/step-00000100/` is a drafter in the z-lab layout with `trainer/` beside its weights: `state.json` (place in
-the data, schedule, guard, best) and `state.safetensors` (masters, moments, open sums). Random streams depend on seed and
-place alone, so the place is all that a resumed run must know of them.
+`checkpoints/step-00000100/` is a drafter in the z-lab layout with `trainer/` beside its weights: `state.json`
+(place in the data, schedule, guard, best) and `state.safetensors` (masters, moments, open sums). Random
+streams depend on seed and place alone, so the place is all that a resumed run must know of them.
 """
 
 from __future__ import annotations

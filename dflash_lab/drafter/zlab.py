@@ -1,8 +1,9 @@
-"""The z-lab `config.json`: a flat Qwen3 configuration plus `dflash_config`, read by z-lab, vLLM, SGLang and SpecForge.
+"""The z-lab `config.json`: a flat Qwen3 configuration plus `dflash_config`, read by z-lab, vLLM, SGLang and
+SpecForge.
 
-Readers disagree on two spots, so both are written: `block_size` stands at the top level and inside `dflash_config`
-(the inner one wins when read), the rotary base as `rope_theta` and inside `rope_parameters`. Keys that mean nothing
-here are carried along in `extra`.
+Readers disagree on two spots, so both are written: `block_size` stands at the top level and inside
+`dflash_config` (the inner one wins when read), the rotary base as `rope_theta` and inside `rope_parameters`.
+Keys that mean nothing here are carried along in `extra`.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ def to_json(config: DrafterConfig, dtype: str = "bfloat16") -> dict[str, Any]:
 
 
 def from_json(values: Mapping[str, Any]) -> DrafterConfig:
-    """Read a z-lab `config.json`. `InputError` names a missing key; an unsupported feature is `UnsupportedTarget`."""
+    """Read a z-lab `config.json`. `InputError` names a missing key; an unsupported feature is
+    `UnsupportedTarget`.
+    """
     inner = values.get("dflash_config") or {}
 
     def read(name: str, default: Any = None) -> Any:

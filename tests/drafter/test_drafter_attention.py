@@ -1,4 +1,6 @@
-"""One visibility rule, computed three ways: by brute force, as dense masks, and as flex_attention's mask_mod."""
+"""One visibility rule, computed three ways: by brute force, as dense masks, and as flex_attention's
+mask_mod.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Our checkpoints in the released `dflash` 0.1.0 package, as a client in a process of its own.
 
-It is installed apart, for its pins would rule ours: `pip install --no-deps --target <prefix>/clients dflash==0.1.0`, where
-<prefix> is the virtual environment; DFLASH_CLIENTS names another folder.
+It is installed apart, for its pins would rule ours: `pip install --no-deps --target <prefix>/clients
+dflash==0.1.0`, where <prefix> is the virtual environment; DFLASH_CLIENTS names another folder.
 """
 
 from __future__ import annotations

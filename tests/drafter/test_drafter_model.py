@@ -1,4 +1,6 @@
-"""The drafter itself: what a block may see, that training equals decoding, names, positions, DFlash 2's additions."""
+"""The drafter itself: what a block may see, that training equals decoding, names, positions, DFlash 2's
+additions.
+"""
 
 from __future__ import annotations
 

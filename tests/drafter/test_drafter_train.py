@@ -1,4 +1,6 @@
-"""The loop on tiny data: it learns, it resumes to the bit, accumulation is exact, bad steps are skipped and kept."""
+"""The loop on tiny data: it learns, it resumes to the bit, accumulation is exact, bad steps are skipped and
+kept.
+"""
 
 from __future__ import annotations
 
@@ -107,14 +109,14 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, kill_at, 
 def test_a_crash_between_checkpoints_loses_only_the_steps_since(tmp_path, monkeypatch):
     whole = fresh()
     train(tiny_items(), tiny_head(), whole, settings(), folder=tmp_path / "whole")
-    from dflash_lab.drafter.train import Trainer
+    from dflash_lab.drafter.trainer import Trainer
 
     original = Trainer.apply
 
     def dies(self, *arguments):
         if self.step == 6:  # in the middle of step 7, nothing saved since step 4
             raise Killed
-        original(self, *arguments)
+        return original(self, *arguments)
 
     monkeypatch.setattr(Trainer, "apply", dies)
     with pytest.raises(Killed):

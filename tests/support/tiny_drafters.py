@@ -1,4 +1,6 @@
-"""Tiny drafters and the items, heads and rows that go with them; weights N(0, 0.3), errors judged by relative L2."""
+"""Tiny drafters and the items, heads and rows that go with them; weights N(0, 0.3), errors judged by relative
+L2.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,9 @@ def load(folder: str) -> DFlashDraftModel:
 
 @torch.inference_mode()
 def forward(root: str) -> None:
-    """Hidden states of single blocks, each over its own context, into outputs.safetensors beside the inputs."""
+    """Hidden states of single blocks, each over its own context, into outputs.safetensors beside the
+    inputs.
+    """
     for folder in sorted(path for path in Path(root).iterdir() if path.is_dir()):
         model, given = load(str(folder)), load_file(folder / "inputs.safetensors")
         found = {}

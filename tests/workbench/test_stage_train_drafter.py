@@ -1,4 +1,6 @@
-"""The stage on a tiny real target: store in, drafter out; finished, resumed, set aside; its figures and widget."""
+"""The stage on a tiny real target: store in, drafter out; finished, resumed, set aside; its figures and
+widget.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from dflash_lab.errors import InputError
 from dflash_lab.workbench.figures import train_drafter as figures
 from dflash_lab.workbench.stage import execute
 from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams, TrainDrafterResult
+from dflash_lab.workbench.train_launch import WorkerFailed
 from dflash_lab.workbench.widgets import train_drafter as widgets
 
 TINY = dict(
@@ -201,3 +204,36 @@ def test_monitor_reads_a_run_and_says_where_it_is(result, run_dir):
     box.children[0].children[0].value = "streaks"
     assert box.children[2].children[0].layout.title.text == "Tokens a round"
     assert widgets.mask_explorer(result).children
+
+
+def test_two_processes_started_from_the_stage(run_dir, tiny_target, tmp_path):
+    seen = []
+    chosen = params(
+        tmp_path,
+        tiny_target,
+        store=str(run_dir / "store"),
+        processes=2,
+        max_steps=2,
+        eval_every=1,
+        eval_rows=2,
+    )
+    result = execute(chosen, lambda description, done, total, **facts: seen.append(done))
+    assert result.figures["steps"] == 2 and np.isfinite(result.figures["streak_last"])
+    assert load_checkpoint(tmp_path / "drafter").config.block_size == 4
+
+
+def test_a_dead_process_ends_the_stage_with_its_traceback(run_dir, tiny_target, tmp_path):
+    damaged = tmp_path / "drafter"
+    damaged.mkdir()
+    (damaged / "config.json").write_bytes((run_dir / "drafter" / "config.json").read_bytes())
+    (damaged / "model.safetensors").write_bytes(b"nothing of use")
+    chosen = params(
+        tmp_path,
+        tiny_target,
+        store=str(run_dir / "store"),
+        processes=2,
+        start_from=str(damaged),
+        drafter=str(tmp_path / "out"),
+    )
+    with pytest.raises(WorkerFailed, match="not a whole safetensors file"):
+        execute(chosen)

@@ -1,4 +1,6 @@
-"""Figures of the stage `train_drafter`: is it learning, where in the block, how fast, and what a block sees."""
+"""Figures of the stage `train_drafter`: is it learning, where in the block, how fast, and what a block
+sees.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def losses(steps: pl.DataFrame, metrics: pl.DataFrame) -> go.Figure:
 
 
 def accuracies(metrics: pl.DataFrame) -> go.Figure:
-    """Share of right slots, and how often the target's argmax is the data token: the ceiling of hard labels."""
+    """Share of right slots, and how often the target's argmax is the data token: the ceiling of hard
+    labels.
+    """
     fig = go.Figure()
     for kind, colour in (("train", BLUE), ("heldout", ORANGE)):
         frame = metrics.filter(pl.col("kind") == kind)
@@ -73,7 +77,9 @@ def accuracies(metrics: pl.DataFrame) -> go.Figure:
 
 
 def streaks(metrics: pl.DataFrame) -> go.Figure:
-    """Accepted tokens a round: the streak of uniform anchors, the chained tau, and what the k best could reach."""
+    """Accepted tokens a round: the streak of uniform anchors, the chained tau, and what the k best could
+    reach.
+    """
     fig = go.Figure()
     heldout = metrics.filter(pl.col("kind") == "heldout")
     train = metrics.filter(pl.col("kind") == "train")
@@ -179,7 +185,9 @@ def pace(steps: pl.DataFrame, metrics: pl.DataFrame) -> go.Figure:
 
 
 def mask(row: dict[str, Any], block: int = 0, kind: str = "") -> go.Figure:
-    """What the slots of one block see in a layer of a kind: context tokens to the left, the own block to the right."""
+    """What the slots of one block see in a layer of a kind: context tokens to the left, the own block to the
+    right.
+    """
     if not row["anchors"]:
         return go.Figure().update_layout(title="No document of the first row has an anchor")
     chosen = next((k for k in row["kinds"] if k["name"] == kind), row["kinds"][0])
@@ -230,10 +238,10 @@ def anchors(row: dict[str, Any]) -> go.Figure:
             line={"color": BLUE if reach == size - 1 else ORANGE},
             marker={"size": [9, 4]},
             showlegend=False,
-            hovertemplate=f"anchor {anchor} {escape(row['texts'][anchor])}: {reach} of {size - 1} slots count<extra></extra>",
+            hovertemplate=f"{escape(row['texts'][anchor])}: {reach} of {size - 1} slots count<extra></extra>",
         )
     fig.update_layout(
-        title=f"Anchors of one document ({len(row['anchors'])} shown of {row.get('row_blocks', 0)} in its row)",
+        title=f"Anchors of one document ({len(row['anchors'])} of the {row.get('row_blocks', 0)} in its row)",
         xaxis_title="position",
         yaxis_title="block",
     )

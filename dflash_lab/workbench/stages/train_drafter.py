@@ -1,8 +1,9 @@
 """Stage `train_drafter`: a DFlash drafter from stored target states.
 
-Reads the feature store and, of the target, only embedding, final norm and head. The run below `<run_dir>/train_drafter`
-resumes from its last checkpoint; with other parameters the earlier run is set aside, never overwritten. At the end the
-drafter (`export`: the best on held-out rows, or the last) is written to `<run_dir>/drafter`, ready to be served.
+Reads the feature store and, of the target, only embedding, final norm and head. The run below
+`<run_dir>/train_drafter` resumes from its last checkpoint; with other parameters the earlier run is set
+aside, never overwritten. At the end the drafter (`export`: the best on held-out rows, or the last) is written
+to `<run_dir>/drafter`, ready to be served.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from dflash_lab.errors import InputError
 from dflash_lab.workbench.params import StageParams, param
 
 if TYPE_CHECKING:
-    from dflash_lab.extraction.store import FeatureStore
+    from dflash_lab.drafter.config import DrafterConfig
+    from dflash_lab.drafter.trainer import TrainReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,10 @@ class TrainDrafterParams(StageParams):
     explode_factor: float = param(50.0, "skip a gradient this many times the usual norm", low=1.01)
     gradient_checkpointing: bool = param(False, "recompute layers in the backward pass")
     attention: str = param("auto", "auto: flex on CUDA, else dense", choices=("auto", "dense", "flex"))
+    processes: int = param(1, "processes to train with, one a GPU", low=1, high=1024)
+    parallel: str = param(
+        "ddp", "of several processes: whole drafter in each, or sharded", choices=("ddp", "fsdp")
+    )
     export: str = param("best", "which weights become the drafter", choices=("best", "last"))
 
     def check(self) -> None:
@@ -126,8 +132,9 @@ class TrainDrafterParams(StageParams):
 class TrainDrafterResult:
     """Headline figures and what the notebook draws.
 
-    `steps`: step, loss, grad_norm, lr, skipped (the fault, or null). `metrics`: kind (train | heldout), step and the
-    metrics of `drafter.metrics`. `positions`: kind, step, slot, accuracy, conditional. `row`: the inspected packed row.
+    `steps`: step, loss, grad_norm, lr, skipped (the fault, or null). `metrics`: kind (train | heldout), step
+    and the metrics of `drafter.metrics`. `positions`: kind, step, slot, accuracy, conditional. `row`: the
+    inspected packed row.
     """
 
     figures: dict[str, Any]
@@ -157,54 +164,34 @@ class TrainDrafterResult:
 
 def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> TrainDrafterResult:
     """Train, export, and collect what the figures need."""
-    import torch
-
-    from dflash_lab.drafter.checkpoint import load_checkpoint
-    from dflash_lab.drafter.model import Drafter
+    from dflash_lab.drafter.checkpoint import read_config
     from dflash_lab.drafter.serving import write_serving_notes
-    from dflash_lab.drafter.train import train
-    from dflash_lab.extraction.store import open_store
-    from dflash_lab.target.loading import choose_device, load_head
     from dflash_lab.workbench.stages import train_setup
+    from dflash_lab.workbench.train_launch import train_apart
 
-    device = choose_device(params.device)
-    name = params.drafter_dtype
-    dtype = getattr(torch, ("bfloat16" if device.type == "cuda" else "float32") if name == "auto" else name)
-    store = open_store(params.store_path)
-    config = train_setup.drafter_config(params, store)
-    settings = train_setup.train_settings(params, store, config)
-    head = load_head(params.target, device=device, dtype=dtype, seed=params.seed)
-    if params.start_from:
-        drafter = load_checkpoint(params.start_from, device, dtype)
-        if drafter.config != config:
-            raise InputError(
-                f"{params.start_from} is a drafter of another shape or target than these parameters say."
-            )
+    if params.processes > 1:
+        report = train_apart(params, progress)
     else:
-        drafter = Drafter(config).initialize(torch.Generator().manual_seed(params.seed)).to(device, dtype)
-    drafter.gradient_checkpointing = params.gradient_checkpointing
-    run = params.folder / "run"
-    train_setup.set_aside_other_run(run, settings, drafter, store)
-    probe = train_setup.tau_probe(params, store, head) if params.tau_samples else None
-    report = train(store, head, drafter, settings, folder=run, probe=probe, on_progress=progress)
+        report = train_setup.train_here(params, progress)
     chosen = report.best if params.export == "best" else report.last_checkpoint
     for file in ("model.safetensors", "config.json"):
         files.write_bytes(params.drafter_path / file, (chosen / file).read_bytes())
+    config = read_config(params.drafter_path)
     write_serving_notes(params.drafter_path, config, params.target)
-    result = collect(params, report, run, drafter, store)
+    result = collect(params, report, config)
     result.save(params.folder)
     return result
 
 
-def collect(
-    params: TrainDrafterParams, report: Any, run: Path, drafter: Any, store: FeatureStore
-) -> TrainDrafterResult:
+def collect(params: TrainDrafterParams, report: TrainReport, config: DrafterConfig) -> TrainDrafterResult:
     """Turn a finished run into tables and headline figures."""
     from dflash_lab.drafter.inspect import inspect_row
     from dflash_lab.drafter.journal import read_journal
+    from dflash_lab.extraction.store import open_store
     from dflash_lab.workbench.stages.train_frames import metric_frame, position_frame, step_frame
 
-    records = read_journal(run)
+    store = open_store(params.store_path)
+    records = read_journal(params.folder / "run")
     steps, metrics = step_frame(records), metric_frame(records)
     losses = steps.filter(pl.col("loss").is_not_null())["loss"]
     best = files.read_json(report.best / "metrics.json") if report.last else {}
@@ -229,11 +216,9 @@ def collect(
         "context_tokens_per_s": report.context_tokens / seconds,
         "anchors_per_s": report.blocks / seconds,
         "loader_share_pct": 100 * report.loader_share,
-        "drafter_parameters": sum(parameter.numel() for parameter in drafter.parameters()),
+        "drafter_parameters": config.parameter_count,
     }
-    row = inspect_row(
-        store, drafter.config, params.context_tokens, params.anchors, params.seed, _decoder(params)
-    )
+    row = inspect_row(store, config, params.context_tokens, params.anchors, params.seed, _decoder(params))
     return TrainDrafterResult(figures, steps, metrics, position_frame(records), row)
 
 

@@ -1,4 +1,6 @@
-"""From the stage's flat parameters to what the training room is told, and the measure it is given to run on the side."""
+"""From the stage's flat parameters to what the training room is told, and the measure it is given to run on
+the side.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,46 @@ from dflash_lab.errors import InputError
 
 if TYPE_CHECKING:
     from dflash_lab.drafter.config import DrafterConfig
+    from dflash_lab.drafter.model import Drafter
     from dflash_lab.drafter.settings import TrainSettings
+    from dflash_lab.drafter.trainer import TrainReport
     from dflash_lab.extraction.store import FeatureStore
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
 logger = logging.getLogger(__name__)
+
+
+def train_here(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
+    """Load the store, the target's ends and the drafter, and train in this process (one of several, perhaps)."""
+    import torch
+
+    from dflash_lab.drafter.checkpoint import load_checkpoint
+    from dflash_lab.drafter.model import Drafter
+    from dflash_lab.drafter.parallel import join
+    from dflash_lab.drafter.train import train
+    from dflash_lab.extraction.store import open_store
+    from dflash_lab.target.loading import choose_device, load_head
+
+    group, device = join(params.parallel, choose_device(params.device))
+    name = params.drafter_dtype
+    dtype = getattr(torch, ("bfloat16" if device.type == "cuda" else "float32") if name == "auto" else name)
+    store = open_store(params.store_path)
+    config = drafter_config(params, store)
+    settings = train_settings(params, store, config)
+    head = load_head(params.target, device=device, dtype=dtype, seed=params.seed)
+    if params.start_from:
+        drafter = load_checkpoint(params.start_from, device, dtype)
+        if drafter.config != config:
+            raise InputError(f"{params.start_from} is a drafter of another shape than these parameters say.")
+    else:
+        drafter = Drafter(config).initialize(torch.Generator().manual_seed(params.seed)).to(device, dtype)
+    drafter.gradient_checkpointing = params.gradient_checkpointing
+    run = params.folder / "run"
+    if group.rank == 0:
+        set_aside_other_run(run, settings, drafter, store, group.world)
+    group.barrier()
+    probe = tau_probe(params, store, head) if params.tau_samples else None
+    return train(store, head, drafter, settings, folder=run, probe=probe, on_progress=progress, group=group)
 
 
 def drafter_config(params: TrainDrafterParams, store: FeatureStore) -> DrafterConfig:
@@ -29,7 +66,7 @@ def drafter_config(params: TrainDrafterParams, store: FeatureStore) -> DrafterCo
     logger.info("masked slots hold token %d: %s", mask, why)
     if store.hidden_size != target.hidden_size:
         raise InputError(
-            f"{params.store_path} holds states of width {store.hidden_size}, target {params.target} has "
+            f"{params.store_path} has states of width {store.hidden_size}, target {params.target} has "
             f"{target.hidden_size}: the store was made by another target."
         )
     second: dict[str, Any] = dict(
@@ -68,10 +105,10 @@ def train_settings(params: TrainDrafterParams, store: FeatureStore, config: Draf
     if not steps:
         sizes = dict(context_tokens=params.context_tokens, anchors=params.anchors, seed=params.seed)
         rows = PackedRows(store, np.flatnonzero(~store.heldout), config, **sizes).count(0)
-        steps = max(1, math.ceil(params.epochs * rows / params.accumulate))
+        steps = max(1, math.ceil(params.epochs * rows / (params.accumulate * params.processes)))
     same = (
-        "context_tokens anchors accumulate gamma denominator noise_std warmup floor clip_norm log_every eval_every "
-        "eval_rows checkpoint_every keep max_bad_steps explode_factor time_limit_s attention seed"
+        "context_tokens anchors accumulate gamma denominator noise_std warmup floor clip_norm log_every "
+        "eval_every eval_rows checkpoint_every keep max_bad_steps explode_factor time_limit_s attention seed"
     )
     return TrainSettings(
         max_steps=steps,
@@ -93,13 +130,17 @@ def train_settings(params: TrainDrafterParams, store: FeatureStore, config: Draf
     )
 
 
-def set_aside_other_run(run: Path, settings: TrainSettings, drafter: Any, store: FeatureStore) -> None:
+def set_aside_other_run(
+    run: Path, settings: TrainSettings, drafter: Drafter, store: FeatureStore, world: int
+) -> None:
     """Rename a run of another setup out of the way (`run-1`, `run-2`, ...), so that nothing of it is lost."""
     from dflash_lab.drafter.state import differences, saved_setup, setup
 
     saved = saved_setup(run)
     lengths = store.lengths[~store.heldout]
-    if saved is None or not (changed := differences(saved, setup(settings, drafter, lengths.tolist(), 1))):
+    if saved is None or not (
+        changed := differences(saved, setup(settings, drafter, lengths.tolist(), world))
+    ):
         return
     number = 1
     while (other := run.with_name(f"{run.name}-{number}")).exists():

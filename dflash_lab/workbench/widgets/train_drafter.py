@@ -38,7 +38,9 @@ def snapshot(run: Path | str, view: str) -> tuple[Any, str]:
 
 
 def monitor(run: Path | str, *, every_s: float = 5.0) -> ipywidgets.Widget:
-    """Follow a running or finished training: `run` is `<run_dir>/train_drafter/run`. Close the widget to stop it."""
+    """Follow a running or finished training: `run` is `<run_dir>/train_drafter/run`. Close the widget to stop
+    it.
+    """
     import ipywidgets as widgets
     import plotly.graph_objects as go
 

@@ -1,0 +1,319 @@
+"""The training loop: rows in, steps, metrics, checkpoints; stopped anywhere, it goes on as if it had not
+been.
+
+A step sums the losses of `accumulate` packed rows, divides gradients once by the step's denominator (known
+only when the weights are), clips, and moves the weights. All randomness is a function of the seed and the
+place in the data, so model, optimizer and place are the whole state, and on a CPU a resumed run repeats the
+uninterrupted one bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from dflash_lab.drafter import state as states
+from dflash_lab.drafter.anchors import decay_weights, stream_seed
+from dflash_lab.drafter.guard import Guard
+from dflash_lab.drafter.journal import Journal
+from dflash_lab.drafter.loss.fused import FusedDraftLoss
+from dflash_lab.drafter.loss.result import DraftLoss
+from dflash_lab.drafter.metrics import Tally
+from dflash_lab.drafter.model import Drafter
+from dflash_lab.drafter.objective import add_noise, loss_config, row_loss
+from dflash_lab.drafter.optimizer import Optimizer
+from dflash_lab.drafter.parallel import Single
+from dflash_lab.drafter.resume import keep_best, resume, save
+from dflash_lab.drafter.rows import Items, PackedRows, Row, prefetch
+from dflash_lab.drafter.schedule import learning_rate_factor
+from dflash_lab.drafter.settings import TrainSettings
+from dflash_lab.errors import InputError
+
+if TYPE_CHECKING:
+    from dflash_lab.target.head import TargetHead
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[..., None]  # (description, done, total, **facts)
+Probe = Callable[[Drafter], dict[str, Any]]  # more held-out metrics, such as a chained acceptance length
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """How a run went. `first` and `last` are held-out metrics before and after (train metrics without
+    held-out data).
+    """
+
+    steps: int
+    skipped: int
+    seconds: float  # in steps, without evaluation and checkpoints
+    context_tokens: int  # target states read, over all processes
+    blocks: int
+    loader_share: float  # of step time spent waiting for rows
+    first: dict[str, Any]
+    last: dict[str, Any]
+    best_step: int
+    best: Path  # drafter with the best held-out streak
+    last_checkpoint: Path
+
+
+class Trainer:
+    """One run: what it is made of, and its place."""
+
+    def __init__(
+        self,
+        items: Items,
+        head: TargetHead,
+        drafter: Drafter,
+        settings: TrainSettings,
+        folder: Path,
+        probe: Probe | None,
+        on_progress: Progress | None,
+        group: Single,
+    ) -> None:
+        self.head, self.drafter, self.settings, self.group = head, drafter, settings, group
+        self.folder, self.probe, self.on_progress = folder, probe, on_progress
+        self.device = head.weight.device
+        config = drafter.config
+        if head.weight.shape[0] != config.vocab_size:
+            raise InputError(
+                f"vocab_size is {config.vocab_size} in the drafter, the target's head has {len(head.weight)} rows."
+            )
+        self.loss = FusedDraftLoss(loss_config(settings.loss, config), plan_group=group.plan_group)
+        self.weights = decay_weights(config.block_size, settings.gamma)
+        sizes = dict(context_tokens=settings.context_tokens, anchors=settings.anchors, seed=settings.seed)
+        heldout = np.asarray(items.heldout, dtype=bool)
+        pad = self.device.type == "cuda"
+        self.rows = PackedRows(items, np.flatnonzero(~heldout), config, pad=pad, **sizes)
+        self.heldout: list[Row] = []  # kept in host memory: the same rows are measured each time
+        if heldout.any() and settings.eval_rows:
+            source = PackedRows(items, np.flatnonzero(heldout), config, pad=pad, **sizes)
+            self.heldout = [source.row(0, i) for i in range(min(settings.eval_rows, source.count(0)))]
+        self.model = group.wrap(drafter)
+        self.optimizer = Optimizer(drafter.named_parameters(), settings.optimizer)
+        self.guard = Guard(settings.explode_factor, settings.max_bad_steps, folder / "bad")
+        self.window = Tally(config.block_size, self.device)  # since the last log
+        self.journal: Journal | None = None
+        self.setup = states.setup(settings, drafter, self.rows.lengths, group.world)
+        self.place: dict[str, Any] = dict(
+            step=0,
+            epoch=0,
+            index=0,
+            seconds=0.0,
+            waited=0.0,
+            tokens=0,
+            blocks=0,
+            first={},
+            last={},
+            best=None,
+            best_step=0,
+        )
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.place["step"]
+
+    def run(self) -> TrainReport:
+        """Go on to the end."""
+        settings = self.settings
+        resume(self)
+        self.journal = Journal(self.folder, self.step) if self.group.rank == 0 else None
+        try:
+            if self.step == 0:
+                self.evaluate()
+            with contextlib.closing(prefetch(self.stream())) as stream:
+                while self.step < settings.max_steps and self.progress < 1.0:
+                    self.train_step(stream)
+                    done = self.step >= settings.max_steps or self.progress >= 1.0
+                    if self.step % settings.log_every == 0 or done:
+                        self.log()
+                    if self.step % settings.eval_every == 0 or done:
+                        self.evaluate()
+                    if self.step % settings.checkpoint_every == 0 or done:
+                        save(self)
+                    self.tell()
+        finally:
+            if self.journal:
+                self.journal.close()
+        return self.report()
+
+    @property
+    def progress(self) -> float:
+        """Share of the run behind us: of its steps, or of its time if that is limited and further along."""
+        share = self.step / self.settings.max_steps
+        limit = self.settings.time_limit_s
+        return max(share, self.place["seconds"] / limit) if limit else share
+
+    def stream(self) -> Iterator[tuple[int, int, Row]]:
+        """This process's rows from our place on, with the place behind each."""
+        world, rank = self.group.world, self.group.rank
+        epoch, index, turn = self.place["epoch"], self.place["index"], 0
+        while True:
+            for i in range(index, self.rows.count(epoch)):
+                if turn % world == rank:
+                    row = self.rows.row(epoch, i)
+                    yield epoch, i, row.pinned() if self.device.type == "cuda" else row
+                turn += 1
+            epoch, index = epoch + 1, 0
+
+    def train_step(self, stream: Iterator[tuple[int, int, Row]]) -> None:
+        """One optimizer step, or a skipped one."""
+        settings, place = self.settings, self.place
+        started = time.perf_counter()
+        batch = [next(stream) for _ in range(settings.accumulate)]
+        waited = time.perf_counter() - started
+        nominal = settings.anchors * (self.drafter.config.block_size - 1) * settings.accumulate
+        self.drafter.train()
+        tally = Tally(self.drafter.config.block_size, self.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, denominator
+        for number, (epoch, index, host_row) in enumerate(batch):
+            row = host_row.to(self.device)
+            taps = row.taps.to(self.drafter.fc.weight.dtype)
+            if settings.noise_std:
+                generator = torch.Generator(self.device)
+                generator.manual_seed(stream_seed("noise", settings.seed, epoch, index))
+                taps = add_noise(taps, settings.noise_std, generator)
+            self.group.exchange(self.model, number + 1 == len(batch))
+            loss, below = self.row_loss(row, taps, teacher=False)
+            (loss.total / nominal).backward()
+            sums += torch.stack([loss.total.detach().double(), below.double()])
+            tally.add(loss.rows, loss.total.detach(), below)
+        if self.apply(sums, nominal, [row for _, _, row in batch]):
+            self.window.merge(tally)
+        self.advance(len(batch))
+        counts = torch.tensor([sum(row.tokens for *_, row in batch), sum(row.blocks for *_, row in batch)])
+        tokens, blocks = self.group.total(counts.to(self.device)).tolist()
+        place["tokens"] += tokens
+        place["blocks"] += blocks
+        place["waited"] += waited
+        place["seconds"] += self.group.longest(time.perf_counter() - started)
+
+    def row_loss(self, row: Row, taps: torch.Tensor, *, teacher: bool) -> tuple[DraftLoss, torch.Tensor]:
+        """A row's loss and the denominator that it adds to."""
+        attention = self.settings.attention
+        loss = row_loss(
+            self.model, self.head, row, taps, self.weights, self.loss, attention=attention, teacher=teacher
+        )
+        return loss, loss.weight_sum if self.settings.denominator == "weights" else loss.row_count
+
+    def apply(self, sums: torch.Tensor, nominal: int, rows: list[Row]) -> bool:
+        """Judge the gradients and move the weights; whether it did. Drops the gradients, counts the step."""
+        settings = self.settings
+        total, below = self.group.total(sums).tolist()
+        loss = total / below if below else 0.0
+        scale = nominal * self.group.world / below if below else 0.0
+        norm = float(self.group.grad_norm(self.drafter.parameters())) * scale if below else 0.0
+        factor = learning_rate_factor(self.progress, settings.warmup, settings.floor)
+        fault = self.guard.fault(loss, norm) if below else "no slot counts in any row of this step"
+        self.place["step"] += 1
+        if not fault:
+            clip = min(1.0, settings.clip_norm / norm) if settings.clip_norm and norm else 1.0
+            self.optimizer.step(factor, scale * clip)
+        self.optimizer.zero_grad()
+        if self.journal:
+            lr = settings.optimizer.lr * factor
+            self.journal.write("step", self.step, loss=loss, grad_norm=norm, lr=lr, skipped=fault or None)
+        if fault and below:
+            logger.warning("step %d skipped: %s", self.step, fault)
+            self.guard.skip(self.step, fault, rows, self.group.rank)
+        return not fault
+
+    def advance(self, rows: int) -> None:
+        """Move our place behind the rows that all processes have used."""
+        place = self.place
+        place["index"] += rows * self.group.world
+        while place["index"] >= (count := self.rows.count(place["epoch"])):
+            place["index"] -= count
+            place["epoch"] += 1
+
+    def log(self) -> None:
+        """Write the means over the steps since the last log."""
+        sums = self.window.reduced(self.group.total)
+        self.window = Tally(self.drafter.config.block_size, self.device)
+        if self.journal:
+            place = self.place
+            self.journal.write(
+                "train",
+                self.step,
+                **sums.report(),
+                epoch=place["epoch"],
+                seconds=round(place["seconds"], 3),
+                context_tokens=place["tokens"],
+                blocks_seen=place["blocks"],
+                loader_share=place["waited"] / max(place["seconds"], 1e-9),
+                memory_gib=_memory_gib(self.device),
+            )
+            self.journal.flush()
+
+    def evaluate(self) -> None:
+        """Measure the fixed held-out rows; keep the best drafter."""
+        if not self.heldout:
+            return
+        self.drafter.eval()
+        tally = Tally(self.drafter.config.block_size, self.device)
+        world = self.group.world
+        with torch.no_grad():
+            for first in range(0, len(self.heldout), world):  # all processes take part in every forward
+                number = first + self.group.rank
+                row = self.heldout[min(number, len(self.heldout) - 1)].to(self.device)
+                loss, below = self.row_loss(row, row.taps.to(self.drafter.fc.weight.dtype), teacher=True)
+                if number < len(self.heldout):
+                    tally.add(loss.rows, loss.total, below)
+        report = tally.reduced(self.group.total).report()
+        if self.probe:
+            whole = self.group.replica(self.drafter)
+            report |= self.probe(whole) if self.group.rank == 0 else {}
+        place = self.place
+        place["last"] = {"step": self.step, **report}
+        place["first"] = place["first"] or place["last"]
+        if self.journal:
+            self.journal.write("heldout", self.step, **report)
+            self.journal.flush()
+        if report["streak"] is not None and (place["best"] is None or report["streak"] > place["best"]):
+            place["best"], place["best_step"] = report["streak"], self.step
+            keep_best(self, report)
+
+    def tell(self) -> None:
+        """Report progress; a stop asked for there is obeyed after saving."""
+        if self.on_progress is None:
+            return
+        facts = {"streak": self.place["last"].get("streak")} if self.place["last"] else {}
+        rate = self.place["tokens"] / max(self.place["seconds"], 1e-9)
+        try:
+            self.on_progress(
+                "training", self.step, self.settings.max_steps, tokens_per_s=round(rate), **facts
+            )
+        except BaseException:
+            save(self)
+            raise
+
+    def report(self) -> TrainReport:
+        """Sum up."""
+        place = self.place
+        last = states.newest(self.folder / "checkpoints")
+        return TrainReport(
+            steps=self.step,
+            skipped=self.guard.skipped,
+            seconds=place["seconds"],
+            context_tokens=place["tokens"],
+            blocks=place["blocks"],
+            loader_share=place["waited"] / max(place["seconds"], 1e-9),
+            first=place["first"],
+            last=place["last"],
+            best_step=place["best_step"] if self.heldout else self.step,
+            best=self.folder / "best" if self.heldout else last,
+            last_checkpoint=last,
+        )
+
+
+def _memory_gib(device: torch.device) -> float | None:
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None

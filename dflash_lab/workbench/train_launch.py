@@ -1,0 +1,136 @@
+"""Training in several processes, started from a notebook or a shell alike: torchrun runs this module in each.
+
+    torchrun --nproc-per-node 8 -m dflash_lab.workbench.train_launch <parameters.json>
+
+The parent follows the run's journal for its progress bar, ends all processes when it is stopped, and shows the
+failing process's own traceback when one dies. Rank 0 leaves the report as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash_lab import files
+from dflash_lab.errors import LabError
+
+if TYPE_CHECKING:
+    from dflash_lab.drafter.trainer import TrainReport
+    from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+
+POLL_S = 1.0
+GRACE_S = 60.0  # for a checkpoint after a stop
+_PARAMETERS, _REPORT, _OUTPUT, _STOP = "launch.json", "report.json", "processes.log", "stop"
+
+
+class WorkerFailed(LabError, RuntimeError):
+    """A training process died; the message holds the end of its own output."""
+
+
+def train_apart(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
+    """Train with `params.processes` processes of this machine and wait for them."""
+    folder = params.folder
+    for name in (_REPORT, _STOP):
+        (folder / name).unlink(missing_ok=True)
+    files.write_json(folder / _PARAMETERS, params.as_dict())
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(params.processes), "-m", __name__, str(folder / _PARAMETERS)]
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // params.processes)), **os.environ}
+    with open(folder / _OUTPUT, "w", encoding="utf-8") as output:
+        workers = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    try:
+        _follow(workers, params, progress)
+    except BaseException:
+        _end(workers, folder)
+        raise
+    if workers.returncode != 0 or not (folder / _REPORT).exists():
+        raise WorkerFailed(
+            f"training in {params.processes} processes failed:\n{_last_words(folder / _OUTPUT)}"
+        )
+    return _report(files.read_json(folder / _REPORT))
+
+
+def _follow(workers: subprocess.Popen, params: TrainDrafterParams, progress: Any) -> None:
+    """Report progress from the journal until the processes end."""
+    from dflash_lab.drafter.journal import read_journal
+
+    while workers.poll() is None:
+        time.sleep(POLL_S)
+        records = read_journal(params.folder / "run")
+        if progress is not None and records:
+            heldout = [r for r in records if r["kind"] == "heldout"]
+            facts = {"streak": heldout[-1]["streak"]} if heldout else {}
+            progress("training", records[-1]["step"], params.max_steps, **facts)
+
+
+def _end(workers: subprocess.Popen, folder: Path) -> None:
+    """Ask for a checkpoint and an orderly end, then end the processes that this call started."""
+    files.write_bytes(folder / _STOP, b"")
+    try:
+        workers.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(workers.pid, signal.SIGKILL)
+        workers.wait()
+
+
+def _last_words(path: Path) -> str:
+    """The first traceback in the processes' output (the others only tell that a peer is gone), or its end."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    start = text.find("Traceback (most recent call last)")
+    return text[start : start + 4000] if start >= 0 else text[-4000:]
+
+
+def _report(values: dict[str, Any]) -> TrainReport:
+    from dflash_lab.drafter.trainer import TrainReport
+
+    paths = {name: Path(values[name]) for name in ("best", "last_checkpoint")}
+    return TrainReport(**{**values, **paths})
+
+
+class _Stop(Exception):
+    """The parent asked for an end."""
+
+
+def main(path: str) -> None:
+    """One process: train, and on rank 0 leave the report."""
+    import torch.distributed as dist
+
+    from dflash_lab.workbench.params import from_mapping
+    from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+    from dflash_lab.workbench.stages.train_setup import train_here
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    params = from_mapping(TrainDrafterParams, json.loads(Path(path).read_bytes()))
+    stop = params.folder / _STOP
+
+    def progress(description: str, done: int, total: int, **facts: Any) -> None:
+        wanted = [stop.exists()]
+        dist.broadcast_object_list(wanted, src=0)  # all processes stop at the same step
+        if wanted[0]:
+            raise _Stop
+
+    try:
+        report = train_here(params, progress)
+    except _Stop:
+        return
+    finally:
+        if dist.is_initialized() and sys.exc_info()[0] in (None, _Stop):
+            dist.destroy_process_group()
+    if int(os.environ["RANK"]) == 0:
+        values = dataclasses.asdict(report)
+        values |= {"best": str(report.best), "last_checkpoint": str(report.last_checkpoint)}
+        files.write_json(params.folder / _REPORT, values)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

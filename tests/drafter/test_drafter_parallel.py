@@ -1,0 +1,68 @@
+"""Two processes on the same global batch train like one; each kind of run goes on from the other's checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.tiny_drafters import relative_error
+from support.train_ranks import tiny_run
+
+from dflash_lab.drafter.journal import read_journal
+
+SCRIPT = Path(__file__).parent.parent / "support" / "train_ranks.py"
+STEPS = dict(max_steps=4, eval_every=2, eval_rows=3, checkpoint_every=2, log_every=2, warmup=0.0)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """Runs of two processes, by name, from one launch; `again` lost its last checkpoint and was started anew."""
+    root = tmp_path_factory.mktemp("ranks")
+    jobs = {
+        "ddp": dict(mode="ddp", kind="adamw"),
+        "fsdp": dict(mode="fsdp", kind="muon"),
+        "again": dict(mode="fsdp", kind="adamw"),
+    }
+    listed = [{**STEPS, "accumulate": 1, "folder": str(root / name), **job} for name, job in jobs.items()]
+    listed.append({**listed[-1], "drop": "step-00000004"})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(SCRIPT), json.dumps(listed)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {name: root / name for name in jobs}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("ddp", "adamw"), ("fsdp", "muon")])
+def test_two_processes_equal_one_on_the_same_global_batch(folders, tmp_path, name, kind):
+    report = tiny_run(str(tmp_path), {**STEPS, "accumulate": 2, "kind": kind})
+    one, two = read_journal(tmp_path), read_journal(folders[name])
+    assert [r["step"] for r in two] == [r["step"] for r in one]
+    for single, double in zip(one, two, strict=True):
+        assert double["loss"] == pytest.approx(single["loss"], rel=2e-5)
+        if single["kind"] == "step":
+            assert double["grad_norm"] == pytest.approx(single["grad_norm"], rel=2e-4)
+        else:
+            assert double["slots"] == single["slots"] and double["streak"] == pytest.approx(single["streak"])
+        if single["kind"] == "train":
+            assert double["context_tokens"] == single["context_tokens"]
+            assert double["blocks_seen"] == single["blocks_seen"]
+    wanted = load_file(report.last_checkpoint / "model.safetensors")
+    found = load_file(folders[name] / "checkpoints" / "step-00000004" / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert max(relative_error(found[tensor], wanted[tensor]) for tensor in wanted) < 2e-3
+
+
+def test_a_sharded_run_resumes_exactly_and_its_checkpoint_is_whole(folders):
+    first, again = folders["again"] / "lost", folders["again"] / "checkpoints" / "step-00000004"
+    for file in ("model.safetensors", "trainer/state.safetensors"):
+        wanted, found = load_file(first / file), load_file(again / file)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)

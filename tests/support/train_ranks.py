@@ -1,0 +1,49 @@
+"""One process of a torchrun: train a tiny drafter, as a test's parent does in one process.
+
+torchrun --nproc-per-node N train_ranks.py <ddp|fsdp> <folder> <settings.json>
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from support.tiny_drafters import tiny_config, tiny_head, tiny_items
+
+from dflash_lab.drafter.loss.config import LossConfig
+from dflash_lab.drafter.model import Drafter
+from dflash_lab.drafter.optimizer import OptimizerConfig
+from dflash_lab.drafter.parallel import Single, join
+from dflash_lab.drafter.settings import TrainSettings
+from dflash_lab.drafter.train import train
+from dflash_lab.drafter.trainer import TrainReport
+
+
+def tiny_run(folder: str, values: dict, group: Single | None = None, device: str = "cpu") -> TrainReport:
+    """The same tiny run in any number of processes; `accumulate` counts rows of one process."""
+    drafter = Drafter(tiny_config(initializer_range=0.05)).initialize(torch.Generator().manual_seed(0))
+    chosen = TrainSettings(
+        loss=LossConfig(hard_weight=0.85, soft_weight=0.15, cap_weight=0.05, weighting="dpace"),
+        optimizer=OptimizerConfig(kind=values.pop("kind", "adamw"), lr=2e-3),
+        context_tokens=64,
+        anchors=12,
+        noise_std=0.02,
+        **values,
+    )
+    return train(tiny_items(), tiny_head(), drafter.to(device), chosen, folder=folder, group=group)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for job in json.loads(sys.argv[1]):
+        joined, _ = join(job.pop("mode"), "cpu")
+        lost = Path(job["folder"]) / "checkpoints" / job.pop("drop", "none")
+        if lost.exists() and joined.rank == 0:
+            lost.rename(Path(job["folder"]) / "lost")
+        joined.barrier()
+        tiny_run(job.pop("folder"), job, joined)
+    torch.distributed.destroy_process_group()
