@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_lab.data.problems import BadRecord, Problem
+from dflash_lab.data.problems import BadRecord, Problem, storable
 from dflash_lab.data.records import MAX_RECORD_BYTES, read_records
 from dflash_lab.errors import near
 
@@ -98,7 +98,7 @@ def _conversations(
             continue
         origin = record.get("source")
         origin = origin if isinstance(origin, str) and origin else file
-        yield Conversation(f"{file}:{line}", messages, origin[:200])
+        yield Conversation(f"{file}:{line}", messages, storable(origin[:200]))
 
 
 def to_messages(record: Any) -> list[Message]:

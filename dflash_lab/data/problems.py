@@ -21,13 +21,20 @@ class Problem:
     records: int = 1  # records lost by it
 
 
+def storable(text: str) -> str:
+    """Return text that UTF-8 can hold: half surrogate pairs, as in some file names and JSON escapes, are
+    spelled out.
+    """
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
 class BadRecord(ValueError):
     """One record cannot be used; it becomes a `Problem` and reading goes on."""
 
     def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(reason)
         self.kind = kind
-        self.reason = reason
+        self.reason = storable(reason)
+        super().__init__(self.reason)
 
     def at(self, file: str, line: int) -> Problem:
         """Return the problem this record is, with its place."""

@@ -8,6 +8,7 @@ allowed, not by the file.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, BinaryIO
 
 import polars as pl
 
-from dflash_lab.data.problems import BadRecord, Problem
+from dflash_lab.data.problems import BadRecord, Problem, storable
 from dflash_lab.data.strict_json import parse, split_values
 from dflash_lab.errors import InputError
 
@@ -51,36 +52,43 @@ def read_records(
     iterator advances. Raises `InputError` at once when there is nothing to read at `source`.
     """
     path = Path(source).expanduser()
-    if not path.exists():
-        if path.suffix not in CONTAINERS and _DATASET_ID.fullmatch(str(source)):
+    if not os.path.exists(path):  # unlike Path.exists, false for a name that no file can have
+        if path.suffix.lower() not in CONTAINERS and _DATASET_ID.fullmatch(str(source)):
             return _read_hub(str(source))
         raise InputError(
-            f"{source}: no such file or folder. Give a {_known()} file, a folder of them, "
-            "or a Hugging Face data set id such as owner/name."
+            f"{storable(str(source))[:200]}: no such file or folder. Give a {_known()} file, "
+            "a folder of them, or a Hugging Face data set id such as owner/name."
         )
     if path.is_dir():
-        files = sorted(
-            item
-            for item in path.rglob("*")
-            if item.is_file() and not any(part.startswith(".") for part in item.relative_to(path).parts)
-        )
-        named = [(item, item.relative_to(path).as_posix()) for item in files]
-        known = [pair for pair in named if pair[0].suffix.lower() in CONTAINERS]
-        problems.extend(
-            Problem(name, 0, f"not read: only {_known()} files are", "not data", records=0)
-            for item, name in named
-            if item.suffix.lower() not in CONTAINERS
-        )
-        if not known:
-            raise InputError(
-                f"{path}: the folder holds no {_known()} file ({len(files)} other files). Give one that does."
-            )
-        return _read_files(known, problems, max_record_bytes)
-    if path.suffix.lower() not in CONTAINERS:
+        return _read_files(_files_in(path, problems), problems, max_record_bytes)
+    if path.suffix.lower() not in CONTAINERS or not path.is_file():
+        raise InputError(f"{path}: not a file of a known kind. Known are {_known()}; rename or convert it.")
+    return _read_files([(path, storable(path.name))], problems, max_record_bytes)
+
+
+def _files_in(folder: Path, problems: list[Problem]) -> list[tuple[Path, str]]:
+    """Return the readable files below `folder` with their names in it, sorted; the others become problems."""
+
+    def unreadable(error: OSError) -> None:
+        name = storable(os.path.relpath(error.filename, folder))
+        problems.append(Problem(name, 0, f"cannot be listed: {error.strerror}", "unreadable", records=0))
+
+    known, others = [], 0
+    for place, folders, names in os.walk(folder, onerror=unreadable):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for path in (Path(place) / name for name in names if not name.startswith(".")):
+            name = storable(path.relative_to(folder).as_posix())
+            if path.suffix.lower() in CONTAINERS and path.is_file():
+                known.append((path, name))
+            else:
+                others += 1
+                reason = f"not read: only {_known()} files are"
+                problems.append(Problem(name, 0, reason, "not data", records=0))
+    if not known:
         raise InputError(
-            f"{path}: unknown kind of file {path.suffix!r}. Known are {_known()}; rename or convert it."
+            f"{folder}: the folder holds no {_known()} file ({others} others). Give one that does."
         )
-    return _read_files([(path, path.name)], problems, max_record_bytes)
+    return sorted(known, key=lambda pair: pair[1])
 
 
 def _known() -> str:

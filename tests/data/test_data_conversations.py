@@ -4,6 +4,7 @@ line."""
 from __future__ import annotations
 
 import json
+import os
 import sys
 import types
 from pathlib import Path
@@ -121,19 +122,20 @@ BAD_LINES = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_LINES)
-@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+# Inside a list, what is cut off cannot be told from what follows it: tested apart.
+CASES = [
+    (name, suffix)
+    for name in BAD_LINES
+    for suffix in (".jsonl", ".json")
+    if suffix == ".jsonl" or not name.startswith(("truncated", "only NUL"))
+]
+
+
+@pytest.mark.parametrize(("name", "suffix"), CASES)
 def test_a_bad_record_costs_itself_only(tmp_path, name, suffix):
     bad = BAD_LINES[name]
     lines, position = [GOOD, bad, GOOD], 2
-    if suffix == ".json":
-        if name.startswith(("truncated", "only NUL")):
-            pytest.skip("what is cut off inside a list cannot be told from what follows: tested apart")
-        if name == "malformed":
-            bad = b"{messages: []}"
-        data = b"[" + b",\n".join([GOOD, bad, GOOD]) + b"]\n"
-    else:
-        data = b"\n".join(lines) + b"\n"
+    data = b"[" + b",\n".join(lines) + b"]\n" if suffix == ".json" else b"\n".join(lines) + b"\n"
     found, problems = read(write(tmp_path, "d" + suffix, data), max_record_bytes=250_000)
     assert [c.messages for c in found] == [TURNS, TURNS]
     assert [(p.file, p.records) for p in problems] == [("d" + suffix, 1)]
@@ -347,7 +349,7 @@ json_values = st.recursive(
     | st.booleans()
     | st.integers()
     | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=8),
+    | st.text(st.characters(exclude_categories=()), max_size=8),  # half surrogates and NUL too
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(
@@ -370,6 +372,58 @@ def test_any_json_is_accounted_for(tmp_path_factory, values, as_list):
         path = write(folder, "d.jsonl", "\n".join(map(json.dumps, values)).encode())
     found, problems = read(path)
     assert len(found) + sum(p.records for p in problems) == len(values)
+    storable(found, problems)
+
+
+def storable(found, problems):
+    """What was read must go into a table, whatever the input spelled."""
+    pl.DataFrame(
+        {"text": [c.source for c in found] + [p.reason for p in problems] + [p.file for p in problems]}
+    )
+    for conversation in found:
+        [message["content"].encode() for message in conversation.messages]
+
+
+def test_names_that_utf8_cannot_hold_are_spelled_out(tmp_path):
+    (tmp_path / os.fsdecode(b"caf\xe9.jsonl")).write_bytes(GOOD + b"\n{bad\n")
+    (tmp_path / os.fsdecode(b"\xff.txt")).write_bytes(b"")
+    source = write(tmp_path, "s.jsonl", GOOD[:-1] + b', "source": "\\ud800"}')
+    found, problems = read(tmp_path)
+    assert sorted(c.id for c in found) == ["caf\\udce9.jsonl:1", "s.jsonl:1"]
+    assert {p.file for p in problems} == {"caf\\udce9.jsonl", "\\udcff.txt"}
+    assert read(source)[0][0].source == "\\ud800"
+    storable(found, problems)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + ".jsonl", "a\0b.jsonl", "\ud800.jsonl"])
+def test_names_no_file_can_have(name):
+    with pytest.raises(InputError, match="no such file"):
+        read_conversations(name)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "d.jsonl")
+    with pytest.raises(InputError, match="not a file"):
+        read_conversations(tmp_path / "d.jsonl")
+    write(tmp_path, "e.jsonl", GOOD)
+    found, problems = read(tmp_path)
+    assert [c.id for c in found] == ["e.jsonl:1"] and problems[0].file == "d.jsonl"
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    write(tmp_path, "e.jsonl", GOOD)
+    (tmp_path / "closed").mkdir()
+    real = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    found, problems = read(tmp_path)
+    assert len(found) == 1
+    assert [(p.file, p.kind) for p in problems] == [("closed", "unreadable")]
 
 
 @settings(max_examples=200, deadline=None)

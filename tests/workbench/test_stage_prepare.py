@@ -9,6 +9,8 @@ import re
 import numpy as np
 import polars as pl
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dflash_lab.data.samples import content_hash, read_provenance, read_samples
 from dflash_lab.errors import InputError
@@ -185,6 +187,27 @@ def test_nothing_stored_is_an_error_that_says_why_and_keeps_the_old_samples(made
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(InputError, match="holds no record"):
         run_prepare(made(input=str(tmp_path / "empty.jsonl")))
+
+
+good = st.sampled_from(LINES)
+pieces = st.lists(good.map(str.encode) | st.binary(max_size=40) | good.map(lambda text: text[:30].encode()))
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    pieces=pieces, suffix=st.sampled_from([".jsonl", ".json"]), policy=st.sampled_from(["drop", "truncate"])
+)
+def test_any_file_is_accounted_for_or_refused_by_name(made, tmp_path, pieces, suffix, policy):
+    path = tmp_path / f"any{suffix}"
+    path.write_bytes(b"\n".join(pieces))
+    params = made(input=str(path), over_long=policy, run_dir=str(tmp_path / "any"))
+    try:
+        found = run_prepare(params).figures
+    except InputError as error:
+        assert path.name in str(error)
+        return
+    assert found["samples_in"] == found["samples_stored"] + found["duplicates"] + found["lost"]
+    assert read_samples(params.samples_path).height == found["samples_stored"] > 0
 
 
 @pytest.mark.parametrize(

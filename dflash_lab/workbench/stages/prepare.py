@@ -8,6 +8,7 @@ fails.
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -64,7 +65,7 @@ class PrepareParams(StageParams):
             )
 
     def inputs(self) -> list[Path]:
-        return [Path(self.input)] if self.input and Path(self.input).exists() else []
+        return [Path(self.input)] if os.path.exists(self.input) else []
 
     def outputs(self) -> list[Path]:
         return [self.samples_path, self.samples_path.with_suffix(".json")]

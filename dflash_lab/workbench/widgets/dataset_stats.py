@@ -38,10 +38,11 @@ def explorer(result: DatasetStatsResult, params: DatasetStatsParams) -> ipywidge
     }
     for control in choices.values():
         control.style = {"description_width": "90px"}
+        control.layout.width = "400px"
     table = widgets.HTML()
     start = explored(result, params, **{name: control.value for name, control in choices.items()})
     figure = go.FigureWidget(exploration(result.histogram, start, max_length=choices["max_length"].value))
-    figure.update_layout(height=340)
+    figure.update_layout(width=820, height=340)  # beside the file browser at 1280 pixels
     table.value = outcome_table(start)
 
     def update(change: dict[str, Any]) -> None:
