@@ -121,7 +121,7 @@ def packed_row(config: Any, setup: TrainingSetup, device: torch.device) -> Any:
 
 
 class TrainingStep:
-    """One optimizer step as the training loop makes it, each phase labelled in the tracker if there is one."""
+    """One optimizer step as the training loop makes it, each phase labelled in the tracker."""
 
     def __init__(
         self, model: Any, head: Any, row: Any, setup: TrainingSetup, tracker: LiveTensors | None

@@ -1,0 +1,212 @@
+"""Explain an out-of-memory: what was asked for, what held the memory, which tensor it was, and what would
+have fitted.
+
+Two sources. The message of the exception has the request and the device's state. A memory snapshot
+(`torch.cuda.memory._snapshot()`, as JSON or as Python values) has every live block; it has to be taken
+while the failing frames still exist, which `on_failure` arranges: after the `except` block the culprits are
+gone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_lab.errors import InputError
+from dflash_lab.memory.shapes import GIB, MIB
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": MIB, "GiB": GIB, "KB": 1000, "MB": 10**6, "GB": 10**9}
+_SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB|KB|MB|GB)"
+_REQUEST = re.compile(rf"Tried to allocate {_SIZE}|can't allocate memory: you tried to allocate (\d+) bytes")
+_PARTS = {
+    "capacity": re.compile(rf"total capacity of {_SIZE}"),
+    "free": re.compile(rf"of which {_SIZE} is free"),
+    "process": re.compile(rf"this process has {_SIZE} memory in use"),
+    "allocated": re.compile(rf"Of the allocated memory {_SIZE} is allocated by PyTorch"),
+    "unallocated": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated"),
+    "limit": re.compile(rf"{_SIZE} allowed"),
+}
+_ELEMENT_BYTES = {2: "bfloat16 or float16", 4: "float32"}
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Live memory by where it was made: bytes, how many blocks, the innermost line outside torch."""
+
+    size: int
+    blocks: int
+    where: str
+
+
+@dataclass(frozen=True)
+class Crash:
+    """What is known of a failed request, in bytes. `shapes` are readings of the request as a tensor,
+    likeliest first.
+    """
+
+    requested: int
+    parts: Mapping[str, int]
+    holders: tuple[Holder, ...]
+    shapes: tuple[str, ...]
+    advice: tuple[str, ...]
+
+    @property
+    def fragmented(self) -> bool:
+        """Whether the memory was there but in pieces: what was free in the reserve would have sufficed."""
+        return self.parts.get("unallocated", 0) >= self.requested > 0
+
+    def explain(self) -> str:
+        """Say in a paragraph what happened and what would have fitted."""
+        lines = [f"{self.requested / GIB:.2f} GiB were asked for"]
+        if self.shapes:
+            lines[0] += f", most likely {self.shapes[0]}"
+        if "process" in self.parts and "capacity" in self.parts:
+            used, capacity = self.parts["process"] / GIB, self.parts["capacity"] / GIB
+            lines.append(f"the process held {used:.2f} of the device's {capacity:.2f} GiB")
+        if self.fragmented:
+            gap = self.parts["unallocated"] / GIB
+            lines.append(
+                f"{gap:.2f} GiB of it were reserved and free, but not in one piece: "
+                "set PYTORCH_ALLOC_CONF=expandable_segments:True before CUDA starts"
+            )
+        if self.holders:
+            held = "; ".join(
+                f"{h.size / GIB:.2f} GiB in {h.blocks} blocks by {h.where}" for h in self.holders[:3]
+            )
+            lines.append(f"most of what was live: {held}")
+        text = ". ".join(line[0].upper() + line[1:] for line in lines) + "."
+        return " ".join((text, *self.advice))
+
+
+def requested_bytes(message: str) -> int:
+    """Return the bytes that an out-of-memory message says were asked for, 0 if it does not say."""
+    match = _REQUEST.search(message)
+    if not match:
+        return 0
+    number, unit, plain = match.groups()
+    return int(plain) if plain else round(float(number) * _UNITS[unit])
+
+
+def explain_crash(
+    message: str | BaseException = "",
+    snapshot: Path | str | Mapping[str, Any] | None = None,
+    *,
+    dimensions: Mapping[str, int] | None = None,
+    advice: Iterable[str] = (),
+) -> Crash:
+    """Explain a crash from its message, a snapshot, or both.
+
+    `dimensions` are names and sizes of the run (batch, length, hidden, vocabulary ...), with which the
+    request is read as a tensor shape; `advice` are sentences of `advise` to hand on. Raises `InputError`
+    when neither source tells the size of the request.
+    """
+    text = str(message)
+    data = _load(snapshot) if snapshot is not None else {}
+    requested = requested_bytes(text) or _refused(data)
+    if not requested:
+        raise InputError(
+            "No request found: give the text of the exception ('... Tried to allocate 2.00 GiB ...') or a "
+            "snapshot taken when it was raised (dflash_lab.memory.crash.on_failure)."
+        )
+    parts = {name: _read(pattern, text) for name, pattern in _PARTS.items()}
+    return Crash(
+        requested=requested,
+        parts={name: size for name, size in parts.items() if size},
+        holders=tuple(_holders(data)),
+        shapes=tuple(read_shapes(requested, dimensions or {})),
+        advice=tuple(advice),
+    )
+
+
+def read_shapes(size: int, dimensions: Mapping[str, int]) -> list[str]:
+    """Name products of `dimensions` whose bytes are within 1% of `size` (messages round), fewest factors
+    first.
+    """
+    names = [name for name, value in dimensions.items() if value > 1]
+    found: list[tuple[int, float, str]] = []
+
+    def extend(start: int, product: int, used: tuple[str, ...]) -> None:
+        for element, dtype in _ELEMENT_BYTES.items():
+            error = abs(product * element / size - 1)
+            if used and error < 0.01:
+                shape = " x ".join(f"{name} {dimensions[name]:,}" for name in used)
+                found.append((len(used), error, f"[{shape}] in {dtype}"))
+        if len(used) == 4 or product * 2 > size * 1.01:
+            return
+        for place in range(start, len(names)):
+            extend(place + 1, product * dimensions[names[place]], (*used, names[place]))
+
+    extend(0, 1, ())
+    return [text for _, _, text in sorted(found)]
+
+
+def on_failure(write: Callable[[Mapping[str, Any]], None], *, max_entries: int = 100_000) -> None:
+    """Hand a snapshot to `write` at the moment an allocation fails, before the stack unwinds. Needs CUDA.
+
+    Recording costs time and memory: switch it on to find a crash, not for a long run.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise InputError("Snapshots are taken by the CUDA allocator; there is no CUDA device here.")
+    torch.cuda.memory._record_memory_history(max_entries=max_entries)
+
+    def observe(device: int, size: int, total: int, free: int) -> None:
+        write({**torch.cuda.memory._snapshot(), "refused": {"size": size, "total": total, "free": free}})
+
+    attach = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]
+    attach(observe)
+
+
+def _load(snapshot: Path | str | Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(snapshot, Mapping):
+        return snapshot
+    try:
+        data = json.loads(Path(snapshot).read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"{snapshot}: no snapshot as JSON ({error}); pickles are not read.") from error
+    if not isinstance(data, dict):
+        raise InputError(
+            f"{snapshot}: a snapshot is a JSON object with 'segments', this is a {type(data).__name__}."
+        )
+    return data
+
+
+def _refused(data: Mapping[str, Any]) -> int:
+    if isinstance(data.get("refused"), Mapping):
+        return int(data["refused"].get("size", 0))
+    events = [
+        event for trace in data.get("device_traces", ()) for event in trace if event.get("action") == "oom"
+    ]
+    return int(events[-1].get("size", 0)) if events else 0
+
+
+def _read(pattern: re.Pattern[str], text: str) -> int:
+    match = pattern.search(text)
+    return round(float(match.group(1)) * _UNITS[match.group(2)]) if match else 0
+
+
+def _holders(data: Mapping[str, Any]) -> list[Holder]:
+    sums: dict[str, tuple[int, int]] = {}
+    for segment in data.get("segments", ()):
+        for block in segment.get("blocks", ()):
+            if block.get("state") != "active_allocated":
+                continue
+            where = _where(block.get("frames") or ())
+            size, count = sums.get(where, (0, 0))
+            sums[where] = (size + int(block.get("size", 0)), count + 1)
+    holders = [Holder(size, count, where) for where, (size, count) in sums.items()]
+    return sorted(holders, key=lambda holder: -holder.size)
+
+
+def _where(frames: Iterable[Mapping[str, Any]]) -> str:
+    """Name the innermost frame that is not torch's own."""
+    for frame in frames:
+        name = str(frame.get("filename", ""))
+        if name.endswith(".py") and "/torch/" not in name:
+            return f"{'/'.join(Path(name).parts[-2:])}:{frame.get('line', 0)} ({frame.get('name', '')})"
+    return "an unknown place (recorded without frames)"

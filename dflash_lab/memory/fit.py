@@ -1,0 +1,167 @@
+"""Fit what was measured: non-negative least squares on the terms that are known to cost memory.
+
+Every coefficient is bytes of something, so none may be negative; with that constraint a fit on few points
+cannot trade one wrong term against another. Residuals are relative, since a gigabyte matters more at 2 than
+at 80. Points are split before fitting, and the error reported is that of the points left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_lab import files
+from dflash_lab.errors import InputError
+from dflash_lab.memory.account import Account
+from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
+from dflash_lab.memory.shapes import CHUNK
+
+SCHEMA = 1
+
+
+def nnls(matrix: np.ndarray, target: np.ndarray, *, tolerance: float = 1e-10) -> np.ndarray:
+    """Return x >= 0 that minimises ``|matrix @ x - target|``; matrix [n, k], target [n], x [k].
+
+    Active-set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23).
+    """
+    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
+    a = matrix / scale
+    x = np.zeros(a.shape[1])
+    passive = np.zeros(a.shape[1], dtype=bool)
+    gradient = a.T @ (target - a @ x)
+    for _ in range(10 * a.shape[1]):
+        if passive.all() or gradient[~passive].max() <= tolerance * max(1.0, np.abs(a.T @ target).max()):
+            break
+        passive[np.argmax(np.where(passive, -np.inf, gradient))] = True
+        while True:
+            step = np.zeros_like(x)
+            step[passive] = np.linalg.lstsq(a[:, passive], target, rcond=None)[0]
+            if step[passive].min() > 0:
+                x = step
+                break
+            falling = passive & (step <= 0)
+            ratio = np.min(x[falling] / np.maximum(x[falling] - step[falling], 1e-300))
+            x = x + ratio * (step - x)
+            passive &= x > 1e-15
+            x[~passive] = 0.0
+        gradient = a.T @ (target - a @ x)
+    return x / scale
+
+
+@dataclass(frozen=True)
+class Point:
+    """A setup, what was predicted for what the batch brings (bytes), and what was measured for it."""
+
+    setup: ExtractionSetup | TrainingSetup
+    predicted: int
+    measured: int
+
+
+def features(setup: ExtractionSetup | TrainingSetup, predicted: int) -> dict[str, float]:
+    """Return the regressors of one point; the prediction is one, so that a fit only has to correct it."""
+    if isinstance(setup, ExtractionSetup):
+        padded = setup.batch * CHUNK * -(-setup.length // CHUNK)
+        squares = setup.batch * setup.length**2 if setup.mask else 0
+        found = {"tokens": setup.tokens, "padded tokens": padded, "mask": squares, "rows": setup.batch}
+    else:
+        found = {"positions": setup.rows, "context tokens": setup.context, "anchors": setup.anchors}
+    return {"prediction": float(predicted), **{name: float(x) for name, x in found.items()}, "constant": 1.0}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Bytes an item of each feature, and the errors (percent) on points that took no part in the fit."""
+
+    coefficients: Mapping[str, float]
+    fitted_points: int
+    heldout_points: int
+    median_error_pct: float
+    worst_error_pct: float
+    device: str = ""
+    target: str = ""
+    heldout: tuple[float, ...] = field(default=(), repr=False)  # signed errors, percent
+
+    def predict(self, setup: ExtractionSetup | TrainingSetup, predicted: int) -> int:
+        """Return the calibrated bytes that a batch of `setup` brings, from its prediction."""
+        found = features(setup, predicted)
+        return round(sum(self.coefficients.get(name, 0.0) * value for name, value in found.items()))
+
+    def account(self, account: Account, setup: ExtractionSetup | TrainingSetup) -> Account:
+        """Return `account` as a calibrated one: the difference goes into workspace or scales the moving
+        terms.
+        """
+        wanted, had = self.predict(setup, account.moving), account.moving
+        terms = dict(account.terms)
+        if wanted >= had:
+            terms["workspace"] = terms.get("workspace", 0) + wanted - had
+        else:
+            static = {name for name in terms if name in account.terms and name in _static(account)}
+            terms = {n: size if n in static else size * wanted // max(had, 1) for n, size in terms.items()}
+        note = (
+            f"Calibrated on {self.fitted_points} points of {self.device or 'this device'}; "
+            f"{self.heldout_points} held out: median error {self.median_error_pct:.1f}%, "
+            f"worst {self.worst_error_pct:.1f}%."
+        )
+        return Account(
+            "calibrated", account.title, terms, account.formulas, account.moment, (*account.notes, note)
+        )
+
+    def save(self, path: Path | str) -> None:
+        """Write the calibration as JSON."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        files.write_json(path, {"schema": SCHEMA, **values, "coefficients": dict(self.coefficients)})
+
+    @classmethod
+    def load(cls, path: Path | str) -> Calibration:
+        """Read a calibration; `InputError` if it is of another schema."""
+        values = files.read_json(path)
+        if not isinstance(values, dict) or values.pop("schema", None) != SCHEMA:
+            raise InputError(f"{path}: no calibration of this version; measure again with memory_sweep.")
+        return cls(**{**values, "heldout": tuple(values["heldout"])})
+
+
+def _static(account: Account) -> set[str]:
+    from dflash_lab.memory.account import STATIC_TERMS
+
+    return {name for name in account.terms if name in STATIC_TERMS}
+
+
+def fit(points: Sequence[Point], *, every: int = 3, device: str = "", target: str = "") -> Calibration:
+    """Fit on one point of `every` (by size, smallest and largest included) and judge on all others.
+
+    Raises `InputError` with fewer than six points, or if none would be left to judge by.
+    """
+    if len(points) < 6 or every < 2:
+        raise InputError(
+            f"{len(points)} measured points, every={every}: a fit needs at least six and every >= 2."
+        )
+    order = sorted(points, key=lambda point: point.measured)
+    chosen = {*range(0, len(order), every), len(order) - 1}
+    fitted = [point for place, point in enumerate(order) if place in chosen]
+    heldout = [point for place, point in enumerate(order) if place not in chosen]
+    names = list(features(fitted[0].setup, fitted[0].predicted))
+    rows = np.array([[features(p.setup, p.predicted)[name] for name in names] for p in fitted])
+    wanted = np.array([float(p.measured) for p in fitted])
+    x = nnls(rows / wanted[:, None], np.ones(len(fitted)))
+    draft = Calibration(dict(zip(names, x.tolist())), len(fitted), len(heldout), 0.0, 0.0, device, target)
+    errors = [100.0 * (draft.predict(p.setup, p.predicted) / p.measured - 1) for p in heldout]
+    median, worst = error_figures(errors)
+    return Calibration(
+        draft.coefficients, len(fitted), len(heldout), median, worst, device, target, tuple(errors)
+    )
+
+
+def error_figures(errors: Sequence[float]) -> tuple[float, float]:
+    """Return (median, worst) of the absolute values, in the errors' unit."""
+    sizes = np.abs(np.asarray(errors, dtype=float))
+    return (float(np.median(sizes)), float(sizes.max())) if len(sizes) else (0.0, 0.0)
+
+
+def as_plain(setup: ExtractionSetup | TrainingSetup) -> dict[str, Any]:
+    """Return a setup as JSON values."""
+    values = {name: getattr(setup, name) for name in setup.__dataclass_fields__}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

@@ -1,0 +1,193 @@
+"""Measure what a batch takes: on CUDA from the allocator and the driver, on a CPU by counting live tensors.
+
+A point is measured in a fresh state (nothing cached, peaks reset) after one run of the same shape, which
+pays for compilation and autotuning. A lack of memory is a result: the message's request is kept, the state
+is cleaned after the `except` block (an exception holds its frames, and they their tensors), and the sweep
+goes on. Sizes are measured rising and falling, since an allocator that grew step by step is fragmented
+differently from one that started large.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dflash_lab.extraction.oom import classify, release
+from dflash_lab.memory.account import Account
+from dflash_lab.memory.crash import requested_bytes
+from dflash_lab.memory.fake import layer_labels
+from dflash_lab.memory.setups import ExtractionSetup
+from dflash_lab.memory.shapes import GIB
+from dflash_lab.memory.tracker import LiveTensors, module_scopes
+from dflash_lab.target.taps import Taps
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Bytes of one point. `outside` is memory of the process that torch does not manage (context, libraries).
+
+    `fragmentation` is reserved but in no live block at the moment of the reserved peak, as far as the
+    allocator tells: reserved peak - allocated peak. `failed` is the largest request that was refused; then
+    the peaks are those before it.
+    """
+
+    allocated: int
+    reserved: int
+    static: int  # live before the batch
+    outside: int
+    failed: int
+    out_of_memory: bool
+    seconds: float
+    message: str = ""
+
+    @property
+    def fragmentation(self) -> int:
+        return max(0, self.reserved - self.allocated)
+
+    @property
+    def moving(self) -> int:
+        """Bytes that the batch brought, tensors only."""
+        return self.allocated - self.static
+
+    def account(self, title: str) -> Account:
+        """Return the measurement as an account of kind ``measured``."""
+        terms = {"before the batch": self.static, "the batch": self.moving}
+        terms |= {"fragmentation": self.fragmentation, "outside torch": self.outside}
+        return Account("measured", title, terms)
+
+
+def measure_cuda(
+    run: Callable[[], Any], device: torch.device | str = "cuda", *, warm: bool = True
+) -> Measurement:
+    """Run `run` twice (once without `warm`) from a clean state and return the second run's peaks.
+
+    A lack of memory, in whatever form the libraries report it, is returned; any other error is raised.
+    """
+    device = torch.device(device)
+    clean(device)
+    static = torch.cuda.memory_allocated(device)
+    message = _attempt(run) if warm else ""
+    if message:
+        return _failed(device, static, message)
+    clean(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    start = time.perf_counter()
+    message = _attempt(run)
+    if message:
+        return _failed(device, static, message)
+    torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - start
+    return _read(device, static, seconds, message="")
+
+
+def clean(device: torch.device) -> None:
+    """Drop garbage and cached blocks."""
+    release(device)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def sweep(
+    points: Iterable[Any],
+    run: Callable[[Any], Measurement],
+    *,
+    falling: bool = False,
+    size: Callable[[Any], float],
+    stop: Callable[[], None] = lambda: None,
+) -> list[tuple[Any, Measurement]]:
+    """Measure `points` in order of `size`, rising or falling; `stop` is called between points and may raise.
+
+    Rising, every point larger than one that did not fit is still tried: what is larger by `size` may be
+    smaller in memory (many short rows against few long ones).
+    """
+    results = []
+    for point in sorted(points, key=size, reverse=falling):
+        stop()
+        results.append((point, run(point)))
+    return results
+
+
+def count_forward(target: Any, setup: ExtractionSetup, *, seed: int = 0) -> tuple[Account, LiveTensors]:
+    """Run one extraction batch of random tokens on `target` for real and count its live tensors (kind
+    ``measured``).
+
+    On a CPU this is the whole truth but for scratch inside kernels. The target has to be loaded up to its
+    last tap.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, target.vocab_size, (setup.batch, setup.length), generator=generator).to(
+        target.device
+    )
+    tracker = LiveTensors()
+    labels = layer_labels(target.body)
+    taps = Taps(target.layers, list(setup.tap_ids))
+    with torch.inference_mode(), taps, module_scopes(tracker, labels), tracker:
+        tracker.add(target.body.parameters(), "target weights")
+        tracker.add(target.body.buffers(), "target weights")
+        tracker.add([ids], "token ids")
+        tracker.start_peak_here()
+        target.body(input_ids=ids, use_cache=setup.use_cache)
+        states = taps.take()
+        for state in states:
+            tracker.relabel(state, "captured states")
+        if setup.packed:
+            with tracker.scope("packed states"):
+                packed = torch.cat([state.flatten(0, 1) for state in states], dim=-1)
+                del packed
+    account = Account(
+        kind="measured",
+        title=f"extraction {setup.batch} x {setup.length}",
+        terms=tracker.by_label(),
+        notes=("Live tensors counted in a real run.",),
+    )
+    return account, tracker
+
+
+def _attempt(run: Callable[[], Any]) -> str:
+    """Run; return the message of a lack of memory, or an empty string."""
+    try:
+        run()
+    except Exception as error:
+        failure = classify(error)
+        if failure.kind != "memory":
+            raise
+        message = failure.message
+    else:
+        message = ""
+    return message
+
+
+def _failed(device: torch.device, static: int, message: str) -> Measurement:
+    found = _read(device, static, 0.0, message)
+    clean(device)
+    return found
+
+
+def _read(device: torch.device, static: int, seconds: float, message: str) -> Measurement:
+    free, total = torch.cuda.mem_get_info(device)
+    reserved_now = torch.cuda.memory_reserved(device)
+    return Measurement(
+        allocated=torch.cuda.max_memory_allocated(device),
+        reserved=torch.cuda.max_memory_reserved(device),
+        static=static,
+        outside=max(0, total - free - reserved_now),
+        failed=requested_bytes(message) if message else 0,
+        out_of_memory=bool(message),
+        seconds=seconds,
+        message=message,
+    )
+
+
+def capped(device: torch.device | str, limit_gib: float) -> None:
+    """Let this process use at most `limit_gib` of the device; the allocator then fails as a smaller card
+    would.
+    """
+    total = torch.cuda.get_device_properties(torch.device(device)).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib * GIB / total), torch.device(device))

@@ -1,0 +1,221 @@
+"""What fits a budget: the largest batch of each length bucket, the largest number of anchors, yes or no.
+
+Other rooms ask here before a run starts. Answers come from the analytic account (milliseconds, no device),
+corrected by a calibration where one was measured, and leave `MARGIN` of the budget free for what no account
+sees. A budget for extraction is not the largest batch: throughput is flat beyond some ten thousand tokens
+(98% of the best rate at 8 x 335 on an H200), so memory above that knee would buy nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dflash_lab.errors import InputError
+from dflash_lab.memory.account import Account
+from dflash_lab.memory.extraction_account import extraction_account
+from dflash_lab.memory.fit import Calibration
+from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
+from dflash_lab.memory.shapes import GIB, MIB, TargetShape, target_shape
+from dflash_lab.memory.training_account import training_account
+
+MARGIN = 0.04  # of the budget, left for fragmentation and kernel scratch
+KNEE_TOKENS = 16384
+CPU_KNEE_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class ExtractionBudget:
+    """What `extract` may put into a batch. `batches`: bucket's longest sample (tokens) -> largest batch
+    that fits.
+
+    `limited_by`: bucket -> the term that fills the memory there, or "max_batch". `accounts`: bucket -> its
+    account at that batch. `fits_tokens` is what memory allows everywhere, `token_budget` the smaller of
+    that and the knee.
+    """
+
+    token_budget: int
+    max_batch: int
+    fits_tokens: int
+    batches: dict[int, int]
+    limited_by: dict[int, str]
+    accounts: dict[int, Account]
+
+    def batch(self, length: int) -> int:
+        """Return the largest batch of samples of at most `length` tokens under this budget (at least 1)."""
+        bucket = min((edge for edge in self.batches if edge >= length), default=max(self.batches))
+        return max(1, min(self.batches[bucket], self.max_batch, self.token_budget // max(length, 1)))
+
+
+@dataclass(frozen=True)
+class TrainingFit:
+    """Whether a step fits, its account, and the largest number of anchors (multiple of 8, 0: none) that
+    would.
+    """
+
+    fits: bool
+    account: Account
+    largest_anchors: int
+    budget_gib: float
+
+
+def usable(budget_gib: float, margin: float = MARGIN) -> int:
+    """Return the bytes of a budget that may be planned with."""
+    if not budget_gib > 0:
+        raise InputError(f"budget_gib={budget_gib}: a positive number of GiB.")
+    return int(budget_gib * GIB * (1 - margin))
+
+
+def length_buckets(longest: int) -> list[int]:
+    """Return bucket edges in tokens: 64, 128, 256, ... and `longest` itself as the last."""
+    edges = [64 << power for power in range(max(0, (longest - 1).bit_length() - 6)) if 64 << power < longest]
+    return [*edges, longest]
+
+
+def largest(fits: Callable[[int], bool], high: int) -> int:
+    """Return the largest n in 0..`high` with ``fits(n)``, for a `fits` that is true up to some n and false
+    beyond.
+    """
+    low = 0
+    if high >= 1 and fits(high):
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def extraction_budget(
+    config: Any,
+    budget_gib: float,
+    *,
+    tap_ids: Sequence[int],
+    longest: int = 4096,
+    dtype: str = "bfloat16",
+    store_final: bool = False,
+    kernels: str = "fla",
+    max_batch: int = 512,
+    knee_tokens: int = KNEE_TOKENS,
+    cuda: bool = True,
+    margin: float = MARGIN,
+    calibration: Calibration | None = None,
+) -> ExtractionBudget:
+    """Plan the batches of an extraction of samples of up to `longest` tokens under `budget_gib` of device
+    memory.
+
+    Raises `InputError` if not even one sample of `longest` tokens fits, saying what fills the memory.
+    """
+    shape = config if isinstance(config, TargetShape) else target_shape(config)
+    room = usable(budget_gib, margin)
+    batches, limited_by, accounts = {}, {}, {}
+    for length in length_buckets(longest):
+        setup = ExtractionSetup(
+            batch=1,
+            length=length,
+            tap_ids=tuple(tap_ids),
+            dtype=dtype,
+            store_final=store_final,
+            kernels=kernels,  # type: ignore[arg-type]
+        )
+
+        def account(batch: int, setup: ExtractionSetup = setup) -> Account:
+            return _extraction(shape, replace(setup, batch=batch), cuda, calibration)
+
+        found = largest(lambda batch, account=account: account(batch).peak <= room, max_batch)  # type: ignore[misc]
+        one = account(max(found, 1))
+        if found == 0:
+            raise InputError(
+                f"Not one sample of {length:,} tokens fits {budget_gib:g} GiB "
+                f"({100 * margin:.0f}% kept free): {one.explain()}"
+            )
+        batches[length], accounts[length] = found, one
+        limited_by[length] = "max_batch" if found == max_batch else _largest_moving(one)
+    whole = [batches[length] * length for length in batches if batches[length] < max_batch]
+    fits_tokens = min(whole, default=max_batch * longest)
+    return ExtractionBudget(
+        token_budget=max(longest, min(fits_tokens, knee_tokens)),
+        max_batch=max_batch,
+        fits_tokens=fits_tokens,
+        batches=batches,
+        limited_by=limited_by,
+        accounts=accounts,
+    )
+
+
+def training_fits(
+    target_config: Any,
+    drafter_config: Any,
+    budget_gib: float,
+    *,
+    anchors: int,
+    context: int,
+    block_size: int = 0,
+    cuda: bool = True,
+    margin: float = MARGIN,
+    calibration: Calibration | None = None,
+    **options: Any,
+) -> TrainingFit:
+    """Say whether a training step fits `budget_gib`, and how many anchors would. `options`: see
+    `TrainingSetup`.
+    """
+    shape = target_config if isinstance(target_config, TargetShape) else target_shape(target_config)
+    setup = TrainingSetup(
+        anchors=anchors, context=context, block_size=block_size or drafter_config.block_size, **options
+    )
+    room = usable(budget_gib, margin)
+
+    def account(count: int) -> Account:
+        return _training(shape, drafter_config, replace(setup, anchors=count), cuda, calibration)
+
+    eighths = largest(lambda count: account(8 * count).peak <= room, max(1, (context - 1) // 8))
+    asked = account(anchors)
+    return TrainingFit(asked.peak <= room, asked, 8 * eighths, budget_gib)
+
+
+def device_budget_gib(device: Any) -> float:
+    """Return the GiB a run may take on `device` now: free memory plus what this process's allocator holds
+    unused.
+
+    On a CPU it is the memory available on the machine.
+    """
+    import os
+
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        fraction = torch.cuda.get_per_process_memory_fraction(device)
+        return min(free + unused, int(total * fraction)) / GIB
+    meminfo = Path("/proc/meminfo")
+    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024 / GIB
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+
+
+def _extraction(
+    shape: TargetShape, setup: ExtractionSetup, cuda: bool, calibration: Calibration | None
+) -> Account:
+    account = extraction_account(shape, setup, cuda=cuda)
+    return calibration.account(account, setup) if calibration else account
+
+
+def _training(
+    shape: TargetShape, drafter: Any, setup: TrainingSetup, cuda: bool, calibration: Calibration | None
+) -> Account:
+    account = training_account(shape, drafter, setup, cuda=cuda)
+    return calibration.account(account, setup) if calibration else account
+
+
+def _largest_moving(account: Account) -> str:
+    from dflash_lab.memory.account import STATIC_TERMS
+
+    moving = {name: size for name, size in account.terms.items() if name not in STATIC_TERMS and size > MIB}
+    return max(moving, key=lambda name: moving[name]) if moving else "target weights"

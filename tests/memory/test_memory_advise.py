@@ -1,0 +1,165 @@
+"""Advice and budgets: what fits, what helps, what does not, and a plan checked against the account."""
+
+from dataclasses import replace
+
+import pytest
+
+from dflash_lab.drafter.config import DrafterConfig
+from dflash_lab.errors import InputError
+from dflash_lab.memory.advise import advise_extraction, advise_training
+from dflash_lab.memory.extraction_account import extraction_account
+from dflash_lab.memory.planner import (
+    MARGIN,
+    device_budget_gib,
+    extraction_budget,
+    largest,
+    length_buckets,
+    training_fits,
+    usable,
+)
+from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
+from dflash_lab.memory.shapes import GIB, target_shape
+from dflash_lab.target.shapes import shape_config
+
+TAPS = (1, 16, 31, 46, 61)
+CONFIG = shape_config("qwen3.6-27b")
+SHAPE = target_shape(CONFIG)
+DRAFTER = DrafterConfig.from_target(
+    CONFIG, mask_token_id=248070, num_layers=5, block_size=24, num_heads=32, num_kv_heads=8, head_dim=128
+)
+
+
+def test_largest_is_the_last_true():
+    for last in (0, 1, 7, 63, 100):
+        assert largest(lambda n, last=last: n <= last, 100) == last
+
+
+def test_buckets_cover_every_length():
+    assert length_buckets(4096) == [64, 128, 256, 512, 1024, 2048, 4096]
+    assert length_buckets(335) == [64, 128, 256, 335]
+    assert length_buckets(20) == [20]
+
+
+@pytest.mark.parametrize("budget_gib", [94.97, 80.0, 60.0])
+def test_every_batch_of_a_budget_fits_it_and_one_more_row_does_not(budget_gib):
+    budget = extraction_budget(CONFIG, budget_gib, tap_ids=TAPS, longest=4096)
+    room = usable(budget_gib)
+    for length, batch in budget.batches.items():
+        setup = ExtractionSetup(batch=batch, length=length, tap_ids=TAPS)
+        assert extraction_account(SHAPE, setup).peak <= room
+        assert budget.accounts[length].peak == extraction_account(SHAPE, setup).peak
+        if batch < budget.max_batch:
+            assert extraction_account(SHAPE, replace(setup, batch=batch + 1)).peak > room
+            assert "gated delta net" in budget.limited_by[length]
+        else:
+            assert budget.limited_by[length] == "max_batch"
+    assert budget.token_budget <= budget.fits_tokens or budget.token_budget == 4096
+
+
+def test_a_token_budget_alone_cannot_break_a_bucket():
+    """Rows are padded to 64 inside the delta rule: many short rows need the cap on rows."""
+    budget = extraction_budget(CONFIG, 55, tap_ids=TAPS, longest=4096, kernels="torch", knee_tokens=10**9)
+    assert budget.batch(8) * 64 <= budget.batches[64] * 64
+    for length in (8, 65, 100, 335, 1000, 4096):
+        setup = ExtractionSetup(batch=budget.batch(length), length=length, tap_ids=TAPS, kernels="torch")
+        assert extraction_account(SHAPE, setup).peak <= usable(55)
+
+
+def test_memory_beyond_the_knee_is_not_asked_for():
+    assert extraction_budget(CONFIG, 94.97, tap_ids=TAPS).token_budget == 16384
+    assert extraction_budget(CONFIG, 94.97, tap_ids=TAPS, knee_tokens=10**9).token_budget > 200_000
+
+
+def test_a_budget_too_small_for_one_sample_is_refused_with_the_reason():
+    with pytest.raises(InputError, match=r"Not one sample of 64 tokens fits 40 GiB.*target weights"):
+        extraction_budget(CONFIG, 40, tap_ids=TAPS)
+    with pytest.raises(InputError, match="positive"):
+        usable(0)
+
+
+def test_training_fits_says_how_many_anchors_would():
+    answer = training_fits(CONFIG, DRAFTER, 94.97, anchors=1024, context=4096)
+    assert answer.fits and answer.largest_anchors >= 1024
+    tight = training_fits(CONFIG, DRAFTER, 60.0, anchors=1024, context=4096)
+    assert not tight.fits and 0 < tight.largest_anchors < 1024
+    again = training_fits(CONFIG, DRAFTER, 60.0, anchors=tight.largest_anchors, context=4096)
+    assert again.fits
+    assert not training_fits(CONFIG, DRAFTER, 60.0, anchors=tight.largest_anchors + 8, context=4096).fits
+
+
+def test_output_hidden_states_is_undone_first_then_the_batch_is_capped():
+    setup = ExtractionSetup(
+        batch=128, length=3316, tap_ids=TAPS, capture="output_hidden_states", stop_early=False
+    )
+    advice = advise_extraction(SHAPE, setup, 94.97)
+    assert not advice.fits
+    assert advice.plan[0] == "hooks on the tapped layers"
+    assert advice.plan[-1].startswith("bucket by length, at most ")
+    assert advice.after.peak <= usable(94.97)
+    hooks = next(change for change in advice.changes if change.name == "hooks on the tapped layers")
+    assert hooks.saves_gib > 200 and not hooks.fits  # what the layers hold does not fit either
+    assert "65 tensors of 282.5 GB" in advice.paragraph
+
+
+@pytest.mark.parametrize("loss", ["naive", "loop", "concat"])
+def test_the_chunked_loss_is_what_makes_1024_by_24_fit(loss):
+    setup = TrainingSetup(anchors=1024, context=4096, block_size=24, loss=loss)
+    advice = advise_training(SHAPE, DRAFTER, setup, 94.97)
+    assert advice.plan == ("chunked loss",)
+    assert advice.changes[0].name == "chunked loss" and advice.changes[0].fits
+    assert advice.after.peak <= usable(94.97) < advice.account.peak
+
+
+def test_what_gives_nothing_is_listed_with_its_reason():
+    setup = TrainingSetup(anchors=1024, context=4096, block_size=24, loss="naive")
+    useless = {
+        c.name: c
+        for c in advise_training(SHAPE, DRAFTER, setup, 94.97).changes
+        if c.why.startswith("no help")
+    }
+    assert set(useless) == {
+        "checkpoint the head alone",
+        "chunks of logits, concatenated",
+        "a loop of chunks under autograd",
+        "more GPUs (data parallel)",
+    }
+    assert all(change.saves_gib == 0 for change in useless.values())
+    assert "its input" in useless["checkpoint the head alone"].why
+
+
+def test_changes_predict_what_the_account_of_the_changed_setup_says():
+    setup = TrainingSetup(anchors=1024, context=4096, block_size=24, loss="naive", placement="same device")
+    advice = advise_training(SHAPE, DRAFTER, setup, 94.97)
+    names = {change.name for change in advice.changes}
+    assert {
+        "8-bit optimizer",
+        "optimizer on the CPU",
+        "vocabulary-parallel head over 2 GPUs",
+        "target logits on a second GPU",
+        "target on another device",
+        "checkpoint the draft layers",
+        "blocks of 16",
+        "hard labels only",
+        "expandable segments",
+    } <= names
+    for change in advice.changes:
+        if change.setting and change.saves_gib > 0.01:
+            assert change.peak_gib == pytest.approx(advice.account.peak_gib - change.saves_gib)
+
+
+def test_another_goal_is_never_first_where_the_same_one_fits():
+    setup = TrainingSetup(anchors=1024, context=4096, block_size=24)
+    advice = advise_training(SHAPE, DRAFTER, setup, 48)
+    assert advice.plan and advice.after.peak <= usable(48)
+    assert not {"hard labels only", "blocks of 8"} & set(advice.plan)
+
+
+def test_nothing_helps_when_the_static_part_is_too_large():
+    advice = advise_training(SHAPE, DRAFTER, TrainingSetup(anchors=8, context=64, block_size=8), 10)
+    assert not advice.fits and advice.plan == () and "None of the changes" in advice.paragraph
+    assert advice.largest == 0
+
+
+def test_margin_is_kept_and_the_machine_tells_what_is_free():
+    assert usable(100) == int(100 * GIB * (1 - MARGIN))
+    assert 0.1 < device_budget_gib("cpu") < 10_000

@@ -1,0 +1,87 @@
+"""Crash explanations from real messages and a snapshot."""
+
+import json
+
+import pytest
+
+from dflash_lab.errors import InputError
+from dflash_lab.memory.crash import explain_crash, read_shapes, requested_bytes
+from dflash_lab.memory.shapes import GIB, MIB
+
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate 11.37 GiB. GPU 0 has a total capacity of 94.97 GiB of which 3.21 "
+    "GiB is free. Process 4711 has 91.75 GiB memory in use. Of the allocated memory 76.12 GiB is allocated "
+    "by PyTorch, and 14.60 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is "
+    "large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+
+
+def test_the_request_is_read_from_every_form():
+    assert requested_bytes(MESSAGE) == pytest.approx(11.37 * GIB, rel=1e-6)
+    assert (
+        requested_bytes("CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 23.69 GiB total)")
+        == 20 * MIB
+    )
+    assert (
+        requested_bytes("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes.")
+        == 4096
+    )
+    assert requested_bytes("CUDA error: out of memory") == 0
+
+
+def test_the_tensor_is_named_and_fragments_are_seen():
+    dimensions = {"anchors": 1024, "block": 24, "vocabulary": 248320, "hidden": 5120}
+    crash = explain_crash(MESSAGE, dimensions=dimensions, advice=("Chunked loss: 63.20 GiB.",))
+    assert crash.shapes[0] == "[anchors 1,024 x block 24 x vocabulary 248,320] in bfloat16 or float16"
+    assert crash.fragmented
+    text = crash.explain()
+    assert "11.37 GiB were asked for, most likely [anchors 1,024" in text
+    assert "expandable_segments" in text and text.endswith("Chunked loss: 63.20 GiB.")
+
+
+def test_without_fragments_no_allocator_setting_is_offered():
+    crash = explain_crash(MESSAGE.replace("14.60 GiB is reserved", "120.00 MiB is reserved"))
+    assert not crash.fragmented and "expandable" not in crash.explain()
+
+
+def test_shapes_prefer_few_factors_and_both_element_sizes():
+    assert read_shapes(4 * 128 * 3316, {"batch": 128, "length": 3316}) == [
+        "[batch 128 x length 3,316] in float32"
+    ]
+    assert read_shapes(12345, {"batch": 128}) == []
+
+
+def test_a_snapshot_says_who_held_the_memory(tmp_path):
+    def block(size, state, filename, line):
+        frames = [{"filename": "/x/torch/nn/functional.py", "line": 1, "name": "linear"}]
+        frames.append({"filename": filename, "line": line, "name": "forward"})
+        return {"size": size, "state": state, "frames": frames}
+
+    snapshot = {
+        "segments": [
+            {
+                "blocks": [
+                    block(6 * GIB, "active_allocated", "/p/models/modeling_qwen3_5.py", 700),
+                    block(5 * GIB, "active_allocated", "/p/models/modeling_qwen3_5.py", 700),
+                    block(1 * GIB, "active_allocated", "/p/drafter/model.py", 90),
+                    block(9 * GIB, "inactive", "/p/drafter/model.py", 90),
+                ]
+            }
+        ],
+        "device_traces": [[{"action": "alloc", "size": 1}, {"action": "oom", "size": 3 * GIB}]],
+    }
+    path = tmp_path / "snapshot.json"
+    path.write_text(json.dumps(snapshot))
+    crash = explain_crash(snapshot=path)
+    assert crash.requested == 3 * GIB
+    assert [(h.size // GIB, h.blocks) for h in crash.holders] == [(11, 2), (1, 1)]
+    assert "11.00 GiB in 2 blocks by models/modeling_qwen3_5.py:700 (forward)" in crash.explain()
+
+
+def test_what_tells_nothing_is_refused(tmp_path):
+    with pytest.raises(InputError, match="No request found"):
+        explain_crash("CUDA error: out of memory")
+    bad = tmp_path / "snapshot.pickle"
+    bad.write_bytes(b"\x80\x04")
+    with pytest.raises(InputError, match="pickles are not read"):
+        explain_crash(snapshot=bad)

@@ -1,0 +1,90 @@
+"""The non-negative fit: exact on exact data, never negative, judged on points it did not see."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_lab.errors import InputError
+from dflash_lab.memory.account import Account
+from dflash_lab.memory.fit import Calibration, Point, fit, nnls
+from dflash_lab.memory.setups import ExtractionSetup
+
+
+def setup(batch, length):
+    return ExtractionSetup(batch=batch, length=length, tap_ids=(1, 3))
+
+
+def test_exact_data_give_exact_coefficients():
+    rng = np.random.default_rng(0)
+    matrix = rng.uniform(0, 1, (30, 4)) * np.array([1e9, 1e3, 1.0, 1e6])
+    wanted = np.array([2.0, 0.0, 5e5, 3.0])
+    assert nnls(matrix, matrix @ wanted) == pytest.approx(wanted, rel=1e-6, abs=1e-6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(5, 20))
+def test_the_solution_meets_the_conditions_of_optimality(seed, width, height):
+    """Karush-Kuhn-Tucker: x >= 0, no gain in raising a zero, no slope where x > 0."""
+    rng = np.random.default_rng(seed)
+    matrix, target = rng.normal(size=(height, width)), rng.normal(size=height)
+    x = nnls(matrix, target)
+    slope = matrix.T @ (target - matrix @ x)
+    assert (x >= 0).all()
+    assert (slope <= 1e-6).all()
+    assert np.abs(slope[x > 1e-12]).max(initial=0.0) < 1e-6
+
+
+def points(noise=0.0, constant=3e7, seed=0):
+    rng = np.random.default_rng(seed)
+    found = []
+    for batch in (1, 4, 16, 64, 256):
+        for length in (8, 65, 335, 1000, 4096):
+            item = setup(batch, length)
+            padded = batch * 64 * -(-length // 64)
+            truth = 1.1 * 1e5 * item.tokens + 2e4 * padded + constant
+            truth *= 1 + noise * rng.uniform(-1, 1)
+            found.append(Point(item, predicted=100_000 * item.tokens, measured=int(truth)))
+    return found
+
+
+def test_held_out_points_are_predicted_and_counted():
+    calibration = fit(points(noise=0.01), device="a card")
+    assert calibration.fitted_points + calibration.heldout_points == 25
+    assert calibration.heldout_points >= 14
+    assert len(calibration.heldout) == calibration.heldout_points
+    assert calibration.median_error_pct < 1.5 and calibration.worst_error_pct < 4
+    assert calibration.worst_error_pct == max(abs(error) for error in calibration.heldout)
+
+
+def test_an_uncalibrated_prediction_is_further_off():
+    raw = [100 * abs(p.predicted / p.measured - 1) for p in points()]
+    assert np.median(raw) > 5 > fit(points()).worst_error_pct
+
+
+def test_a_calibrated_account_says_so_and_adds_up():
+    calibration = fit(points(), device="a card")
+    item = setup(32, 335)
+    account = Account("analytic", "x", {"target weights": 10**9, "MLP": 100_000 * item.tokens})
+    better = calibration.account(account, item)
+    assert better.kind == "calibrated" and "a card" in better.notes[-1]
+    assert better.moving + better.terms.get("workspace", 0) == pytest.approx(
+        calibration.predict(item, account.moving), rel=0.01
+    )
+    assert better.terms["target weights"] == 10**9
+
+
+def test_it_is_written_and_read(tmp_path):
+    calibration = fit(points(noise=0.01))
+    calibration.save(tmp_path / "c.json")
+    assert Calibration.load(tmp_path / "c.json") == calibration
+    (tmp_path / "old.json").write_text(json.dumps({"schema": 0}))
+    with pytest.raises(InputError, match="measure again"):
+        Calibration.load(tmp_path / "old.json")
+
+
+def test_too_few_points_are_refused():
+    with pytest.raises(InputError, match="at least six"):
+        fit(points()[:5])
