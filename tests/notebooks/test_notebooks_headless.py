@@ -24,7 +24,9 @@ from dflash_lab.workbench.report import write_report
 from dflash_lab.workbench.stage import is_finished
 
 REPO = Path(__file__).resolve().parents[2]
-KINDS = ("llama", "qwen3_5")
+KINDS = [
+    pytest.param(kind, marks=pytest.mark.xdist_group(f"notebooks-{kind}")) for kind in ("llama", "qwen3_5")
+]
 TINY: dict[str, dict[str, Any]] = {
     "prepare": {"max_length": 256, "heldout_fraction": 0.3},
     "dataset_stats": {"max_length": 128, "token_budget": 512},

@@ -1,0 +1,189 @@
+"""A real JupyterLab and a real Chromium for tests: open a notebook, run all its cells, read what came out.
+
+The notebook model is asked rather than the page, because Lab keeps only cells near the screen in the page.
+Steps wait for the app's own promises: waiting for an idle kernel alone is a race that often runs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Browser, ConsoleMessage, Page
+
+TOKEN = "a-token-for-tests"
+ARGUMENTS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+OPEN = """async () => {
+    const app = window.jupyterapp;
+    await app.restored;
+    const deadline = Date.now() + 60000;
+    while (!app.shell.currentWidget?.sessionContext && Date.now() < deadline)
+        await new Promise(resolve => setTimeout(resolve, 100));
+    const panel = app.shell.currentWidget;
+    await panel.context.ready;
+    await panel.sessionContext.ready;
+    await panel.sessionContext.session.kernel.info;
+}"""
+RUN_ALL = """() => { window.jupyterapp.commands.execute('notebook:run-all-cells'); }"""
+CELLS = """() => {
+    const cells = window.jupyterapp.shell.currentWidget.content.model.cells;
+    const found = [];
+    for (const cell of cells) {
+        if (cell.type !== 'code') continue;
+        const json = cell.toJSON();
+        found.push({source: cell.sharedModel.getSource(), count: cell.executionCount, outputs: json.outputs});
+    }
+    return found;
+}"""
+SOURCES = """() => Array.from(
+    window.jupyterapp.shell.currentWidget.content.model.cells, cell => cell.sharedModel.getSource()
+)"""
+SCROLL_TO = """index => {
+    const content = window.jupyterapp.shell.currentWidget.content;
+    content.activeCellIndex = index;
+    return content.scrollToItem(index, 'start');
+}"""
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class Lab:
+    """A JupyterLab server on loopback whose settings live in a temporary folder."""
+
+    def __init__(self, root: Path, home: Path, theme: str = "JupyterLab Light") -> None:
+        self.port = free_port()
+        self.root = root
+        settings = home / "settings" / "@jupyterlab" / "apputils-extension"
+        settings.mkdir(parents=True, exist_ok=True)
+        quiet = {"fetchNews": "false", "checkForUpdates": False}
+        (settings / "notification.jupyterlab-settings").write_text(json.dumps(quiet))
+        (settings / "themes.jupyterlab-settings").write_text(json.dumps({"theme": theme}))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        for name, folder in (
+            ("JUPYTER_CONFIG_DIR", "config"),
+            ("JUPYTER_DATA_DIR", "data"),
+            ("JUPYTER_RUNTIME_DIR", "runtime"),
+            ("JUPYTERLAB_SETTINGS_DIR", "settings"),
+            ("JUPYTERLAB_WORKSPACES_DIR", "workspaces"),
+            ("IPYTHONDIR", "ipython"),
+        ):
+            environment[name] = str(home / folder)
+        self.log = (home / "lab.log").open("w+")
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1"),
+                *(f"--port={self.port}", "--ServerApp.port_retries=0", f"--ServerApp.root_dir={root}"),
+                *(f"--IdentityProvider.token={TOKEN}", "--LabApp.expose_app_in_browser=True"),
+                "--LabApp.extension_manager=readonly",
+            ],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+        )
+        self._wait()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"JupyterLab ended at once; see {self.log.name}")
+            try:
+                with urllib.request.urlopen(f"{self.url}/api?token={TOKEN}", timeout=2):
+                    return
+            except OSError:
+                time.sleep(0.3)
+        raise TimeoutError(f"JupyterLab did not answer; see {self.log.name}")
+
+    def close(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        self.log.close()
+
+
+class Notebook:
+    """One notebook open in one page, with what the console complained about."""
+
+    def __init__(
+        self, browser: Browser, lab: Lab, path: str, *, width: int = 1280, height: int = 800
+    ) -> None:
+        self.context = browser.new_context(viewport={"width": width, "height": height})
+        self.page: Page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.page.on("console", self._console)
+        self.page.on("pageerror", lambda error: self.complaints.append(f"page error: {error}"))
+        self.page.goto(f"{lab.url}/lab/tree/{path}?token={TOKEN}&reset", wait_until="domcontentloaded")
+        self.page.wait_for_function("() => window.jupyterapp !== undefined", timeout=60_000)
+        self.page.evaluate(OPEN)
+
+    def _console(self, message: ConsoleMessage) -> None:
+        if message.type == "error":
+            self.complaints.append(message.text)
+
+    def run_all(self, timeout_s: float = 180) -> list[dict[str, Any]]:
+        """Run all cells by Lab's own command and wait until each has its number; an error output fails."""
+        self.page.evaluate(RUN_ALL)
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            cells = self.cells()
+            failed = [out for cell in cells for out in cell["outputs"] if out["output_type"] == "error"]
+            if failed:
+                raise AssertionError(f"{failed[0]['ename']}: {failed[0]['evalue']}")
+            if all(cell["count"] is not None for cell in cells):
+                return cells
+            self.page.wait_for_timeout(250)
+        waiting = [cell["source"][:80] for cell in self.cells() if cell["count"] is None]
+        raise TimeoutError(f"cells without a number after {timeout_s} s: {waiting}")
+
+    def cells(self) -> list[dict[str, Any]]:
+        return self.page.evaluate(CELLS)
+
+    def scroll_to(self, text: str) -> None:
+        """Bring the cell whose source contains `text` to the top of the screen."""
+        sources = self.page.evaluate(SOURCES)
+        self.page.evaluate(SCROLL_TO, next(i for i, source in enumerate(sources) if text in source))
+        self.page.wait_for_timeout(800)
+
+    def screenshot(self, name: str) -> None:
+        """Keep a picture when SCREENSHOTS names a folder."""
+        folder = os.environ.get("SCREENSHOTS")
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self.page.screenshot(path=str(Path(folder) / f"{name}.png"))
+
+    def close(self) -> None:
+        """Shut the kernel down and close the page."""
+        self.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
+        self.context.close()
+
+
+def chromium() -> str:
+    """The path of a Chromium, or an empty string."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")

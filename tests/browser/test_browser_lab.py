@@ -1,0 +1,90 @@
+"""The notebooks as a person uses them: opened in JupyterLab, `Run all`, a slider moved, a quiet console.
+
+The tests of one file run in order in one process, and each stage reads what the one before left.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from dflash_lab.workbench.registry import STAGES
+
+pytestmark = pytest.mark.timeout(600)
+
+# What JupyterLab itself complains about on every start, whatever the notebook.
+HARMLESS = re.compile(
+    r"favicon|ResizeObserver loop|Failed to load resource: .*(404|403)|WebSocket connection.*closed"
+)
+
+
+def complaints(notebook) -> list[str]:
+    return [text for text in notebook.complaints if not HARMLESS.search(text)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_run_all_in_a_fresh_lab(opened, workspace, stage):
+    notebook = opened(stage)
+    cells = notebook.run_all()
+    kinds = {kind for cell in cells for output in cell["outputs"] for kind in output.get("data", {})}
+    assert "application/vnd.plotly.v1+json" in kinds or "application/vnd.jupyter.widget-view+json" in kinds
+    results = list((workspace / "runs" / "lab").glob(f"{stage}*/result.json"))
+    assert len(results) == 1
+    for text in ("show(", "execute("):
+        notebook.scroll_to(text)
+        notebook.screenshot(f"{stage}-{text.strip('(')}")
+    notebook.scroll_to("show(")
+    notebook.page.wait_for_selector(".js-plotly-plot .main-svg", timeout=20_000)
+    assert complaints(notebook) == []
+
+
+def test_moving_a_slider_changes_the_figure(opened):
+    notebook = opened("dataset_stats")
+    notebook.run_all()
+    notebook.scroll_to("explorer(")
+    handle = notebook.page.locator(".widget-slider .noUi-handle").first
+    handle.wait_for(timeout=20_000)
+    texts = notebook.page.locator(".jp-OutputArea-output").filter(has=notebook.page.locator(".widget-slider"))
+    before = texts.last.inner_text()
+    handle.focus()
+    for _ in range(5):
+        handle.press("PageDown")
+    notebook.page.wait_for_timeout(1500)
+    notebook.screenshot("explorer-moved")
+    assert texts.last.inner_text() != before
+    assert complaints(notebook) == []
+
+
+def test_the_run_browser_compares_two_runs(opened, workspace):
+    import shutil
+
+    copy = workspace / "runs" / "other"
+    if not copy.exists():
+        shutil.copytree(workspace / "runs" / "lab", copy)
+        path = copy / "train_drafter" / "result.json"
+        path.write_text(path.read_text().replace('"num_layers": 2', '"num_layers": 3'))
+    notebook = opened("runs")
+    notebook.run_all()
+    notebook.scroll_to("browser(")
+    options = notebook.page.locator("select[multiple] option")
+    options.first.wait_for(timeout=20_000)
+    assert options.count() == 2
+    notebook.page.locator("select[multiple]").select_option(index=[0, 1])
+    notebook.page.get_by_text("parameters that differ").wait_for(timeout=20_000)
+    table = notebook.page.locator(".jp-OutputArea-output table.dataframe").filter(has_text="num_layers")
+    assert table.count() >= 1
+    notebook.page.wait_for_function(
+        "() => document.querySelectorAll('.js-plotly-plot .legend .traces').length >= 2"
+    )
+    notebook.screenshot("runs-compared")
+    assert complaints(notebook) == []
+
+
+def test_the_lab_asks_for_its_token(lab):
+    import urllib.error
+    import urllib.request
+
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"{lab.url}/api/contents", timeout=10)
+    assert refused.value.code == 403
