@@ -79,10 +79,11 @@ class AnswerFile:
         """Return the key of a prompt under these settings, 16 bytes."""
         return xxhash.xxh3_128_digest(self.settings.encode() + b"\0" + np.asarray(prompt, "<i4").tobytes())
 
-    def get(self, key: bytes) -> list[int] | None:
-        """Return the stored answer, or None."""
-        if key not in self._offsets:
-            return None
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._offsets
+
+    def get(self, key: bytes) -> list[int]:
+        """Return the stored answer."""
         with open(self.path, "rb") as file:
             file.seek(self._offsets[key])
             return json.loads(file.readline())["answer"]
@@ -188,10 +189,10 @@ def _answer(
     keys = {id(one): answers.key(one.prompt) for one in dialogues}
     missing: dict[bytes, list[int]] = {}
     for one in dialogues:
-        if answers.get(keys[id(one)]) is None:
-            missing.setdefault(keys[id(one)], one.prompt)
-        else:
+        if keys[id(one)] in answers:
             answers.reused += 1
+        else:
+            missing.setdefault(keys[id(one)], one.prompt)
     for group in _groups(sorted(missing.items(), key=lambda item: len(item[1])), batch):
         new = speaker.generate([prompt for _, prompt in group])
         for (key, _), answer in zip(group, new, strict=True):
@@ -199,7 +200,7 @@ def _answer(
         if on_answers is not None:
             on_answers(len(group))
     for one in dialogues:
-        one.answer = answers.get(keys[id(one)]) or []
+        one.answer = answers.get(keys[id(one)])
         one.said = [*one.said, {"role": "assistant", "content": speaker.text_of(one.answer)}]
 
 

@@ -111,8 +111,9 @@ def test_truncating_keeps_the_sample_and_notes_it(made):
     assert "begins after" in run_prepare(params).problems.filter(pl.col("line") == 6)["reason"][0]
 
 
-def test_limit_reads_only_so_many(made):
+def test_limit_reads_only_so_many_and_too_few_to_split_is_said(made, caplog):
     assert run_prepare(made(limit=1)).figures["samples_in"] == 1
+    assert "too few samples to split" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])

@@ -8,6 +8,7 @@ fails.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from dflash_lab.data.problems import Problem
 
+log = logging.getLogger(__name__)
 _PREVIEWS = 3  # samples shown with their mask
 _PREVIEW_TOKENS = 400
 
@@ -139,6 +141,8 @@ def run_prepare(params: PrepareParams, progress: ProgressCallback | None = None)
         raise InputError(
             f"{params.input or 'self_prompts'}: no sample could be stored. {first or 'It is empty.'}"
         )
+    if params.heldout_fraction and not 0 < report.heldout < report.stored:
+        log.warning("%d of %d samples are held out: too few samples to split", report.heldout, report.stored)
     for suffix in (".json", ".parquet"):
         staged.with_suffix(suffix).replace(params.samples_path.with_suffix(suffix))
     files.sync_folder(params.run)
