@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import logging
 import statistics
 import sys
@@ -28,13 +29,17 @@ import torch
 from dflash_lab import files, provenance
 from dflash_lab.data.batching import plan_batches
 from dflash_lab.data.samples import Sample, write_samples
+from dflash_lab.extraction.capture import Capture, pad
 from dflash_lab.extraction.codecs import CODECS
 from dflash_lab.extraction.fast.apply import speed_up
+from dflash_lab.extraction.layout import Layout
 from dflash_lab.extraction.loop import extract
 from dflash_lab.extraction.preflight import body_parameters
 from dflash_lab.extraction.selftest import rel_l2
-from dflash_lab.extraction.store import open_store
+from dflash_lab.extraction.shard import Tokens, read_index
+from dflash_lab.extraction.writer import HostBuffers
 from dflash_lab.target.loading import load_target
+from dflash_lab.target.model import Target
 from dflash_lab.target.sources import load_config
 from dflash_lab.target.taps import default_tap_ids
 
@@ -93,17 +98,15 @@ def typical_samples(path: Path, vocabulary: int, *, token_budget: int, max_batch
 def speed_case(
     shape: str, ceiling: float, folder: Path, *, token_budget: int, batches: int, profile: bool
 ) -> dict[str, Any]:
-    """Extract typical samples with a target of `shape`, plain and fused; return both rates and the states'
-    difference.
+    """Time the forward of typical batches plain and fused, then extract `batches` of them through
+    the whole pipeline.
     """
     config = load_config(f"random:{shape}")
     tap_ids = default_tap_ids(config.num_hidden_layers)
     parameters = body_parameters(config, max(tap_ids))
-    began = time.perf_counter()
     target = load_target(
         f"random:{shape}", device="cuda", dtype="bfloat16", last_layer=max(tap_ids), with_head=False
     )
-    loaded = time.perf_counter() - began
     samples = typical_samples(
         folder / f"{shape}.parquet",
         config.vocab_size,
@@ -111,86 +114,73 @@ def speed_case(
         max_batch=512,
         batches=batches,
     )
+
+    def share(tokens_per_s: float) -> dict[str, float]:
+        tflops = 2 * parameters * tokens_per_s / 1e12
+        return {"tflops": round(tflops, 1), "share_of_matmul_ceiling": round(tflops / ceiling, 4)}
+
+    result: dict[str, Any] = {"shape": shape, "body_parameters": parameters, "token_budget": token_budget}
+    result["eager"], eager_states = forward_rate(target, samples, tap_ids, token_budget)
+    result["eager"] |= share(result["eager"]["tokens_per_s"])
+    log.info("%s eager: %s", shape, result["eager"])
     began = time.perf_counter()
     path = speed_up(target, "auto")
-    log.info("%s: %s %s", shape, path.summary(), dict(list(path.plain.items())[:3]))
-    result: dict[str, Any] = {
-        "shape": shape,
-        "body_parameters": parameters,
-        "load_seconds": round(loaded, 1),
-        "fuse_seconds": round(time.perf_counter() - began, 1),
-        "fast_path": path.summary(),
-        "token_budget": token_budget,
-    }
-    for name in ("eager", "fast"):
-        if name == "eager":
-            with path.off():
-                result[name] = _one(
-                    target,
-                    samples,
-                    folder / f"{shape}-{name}",
-                    tap_ids,
-                    token_budget,
-                    parameters,
-                    ceiling,
-                    profile,
-                )
-        else:
-            result[name] = _one(
-                target,
-                samples,
-                folder / f"{shape}-{name}",
-                tap_ids,
-                token_budget,
-                parameters,
-                ceiling,
-                profile,
-            )
-    result["fast_against_eager"] = compare_stores(folder / f"{shape}-eager", folder / f"{shape}-fast")
-    del target, path
-    gc.collect()
-    torch.cuda.empty_cache()
-    return result
-
-
-def _one(
-    target: Any,
-    samples: Path,
-    store: Path,
-    tap_ids: list[int],
-    token_budget: int,
-    parameters: int,
-    ceiling: float,
-    profile: bool,
-) -> dict[str, Any]:
-    warm_up(target, token_budget)
+    result["fast_path"] = {**path.summary(), "seconds": round(time.perf_counter() - began, 1)}
+    log.info("%s: %s %s", shape, result["fast_path"], dict(list(path.plain.items())[:3]))
+    result["fast"], fast_states = forward_rate(target, samples, tap_ids, token_budget)
+    result["fast"] |= share(result["fast"]["tokens_per_s"])
+    result["fast"]["rel_l2_to_eager"] = [
+        round(rel_l2(one, other), 5) for one, other in zip(fast_states, eager_states)
+    ]
+    log.info("%s fast: %s", shape, result["fast"])
     torch.cuda.reset_peak_memory_stats()
     report = extract(
-        target, samples, store, tap_ids=tap_ids, token_budget=token_budget, max_batch=512, part_gib=4.0
+        target, samples, folder / shape, tap_ids=tap_ids, token_budget=token_budget, max_batch=512
     )
-    tflops = 2 * parameters * report.tokens_per_s / 1e12
-    found = {
+    result["pipeline"] = {
         **report.figures(),
-        "tflops": round(tflops, 1),
-        "share_of_matmul_ceiling": round(tflops / ceiling, 4),
+        **share(report.tokens_stored / report.forward_seconds),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "selftest": report.selftest,
     }
+    log.info("%s pipeline: %s", shape, result["pipeline"])
     if profile:
-        found["kernels_ms"] = kernel_times(target, token_budget)
-    log.info("%s: %s", store.name, {k: v for k, v in found.items() if k not in ("selftest", "kernels_ms")})
-    return found
+        result["kernels_ms"] = kernel_times(target, token_budget)
+        log.info("%s kernels: %s", shape, json.dumps(result["kernels_ms"], indent=1))
+    return result
 
 
-@torch.inference_mode()
-def warm_up(target: Any, token_budget: int) -> None:
-    """Compile and tune every kernel on the shapes of long and short batches."""
-    for length in (4096, 560, 130):
-        ids = torch.zeros(
-            max(1, min(512, token_budget // length)), length, dtype=torch.int64, device=target.device
-        )
-        target.body(input_ids=ids, use_cache=False)
-    torch.cuda.synchronize()
+def forward_rate(
+    target: Target, samples: Path, tap_ids: list[int], token_budget: int, batches: int = 3
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Tokens a second of forward and packing over the longest, a middle and the shortest batch, after one
+    pass to warm up.
+
+    Also returns some states of the middle batch, for comparison, one tensor a tap.
+    """
+    index = read_index(samples)
+    plan = plan_batches(index.lengths, token_budget=token_budget, max_batch=512, chunk=64)
+    chosen = [plan.batches[at] for at in np.linspace(0, len(plan) - 2, batches).astype(int)]
+    tokens = Tokens(index, np.arange(len(index.lengths)))
+    layout = Layout(tuple(tap_ids), target.hidden_size, False, CODECS["bf16"])
+    sizes = [layout.buffer_bytes(int(index.lengths[rows].sum()), len(rows)) for rows in chosen]
+    buffers = HostBuffers(2, max(sizes), pinned=True)
+    with Capture(target, layout, buffers) as capture:
+        for _ in range(2):
+            capture.spans.clear()
+            for rows in chosen:
+                host = capture.run(rows, *tokens.of(rows), lambda: None)
+                buffers.give_back(host.buffer)
+        torch.cuda.synchronize()
+        ids = tokens.of(chosen[1])[0][:4]
+        states = [state.float().cpu() for state in capture.states(pad(ids, target.device))]
+    seconds = [begin.elapsed_time(end) / 1e3 for begin, end in capture.spans]
+    counts = [int(index.lengths[rows].sum()) for rows in chosen]
+    by_shape = {
+        f"{len(rows)} x {int(index.lengths[rows].max())}": round(count / second, 1)
+        for rows, count, second in zip(chosen, counts, seconds)
+    }
+    return {"tokens_per_s": round(sum(counts) / sum(seconds), 1), "by_shape": by_shape}, states
 
 
 @torch.inference_mode()
@@ -208,19 +198,6 @@ def kernel_times(target: Any, token_budget: int, length: int = 512) -> dict[str,
     return {"total": round(total / 1e3, 2)} | {
         f"{row.key[:90]} x{row.count}": round(row.self_device_time_total / 1e3, 2) for row in rows
     }
-
-
-def compare_stores(one: Path, other: Path, count: int = 16) -> dict[str, float]:
-    """Worst and mean rel-L2 a tap between two stores of the same samples."""
-    first, second = open_store(one), open_store(other)
-    errors = [[] for _ in first.tap_ids]
-    for index in range(0, len(first), max(1, len(first) // count)):
-        a, b = first[index], second[second.find(first[index].hash)]
-        for number, (x, y) in enumerate(
-            zip(b.taps.split(first.hidden_size, -1), a.taps.split(first.hidden_size, -1))
-        ):
-            errors[number].append(rel_l2(x, y))
-    return {f"tap {tap}": round(statistics.mean(found), 5) for tap, found in zip(first.tap_ids, errors)}
 
 
 def codec_errors() -> dict[str, float]:
@@ -267,8 +244,8 @@ def main() -> None:
     parser.add_argument(
         "--shapes", nargs="*", default=["qwen3.6-27b", "qwen3-8b"], help="named shapes of the CUDA cases"
     )
-    parser.add_argument("--batches", type=int, default=8, help="full batches of each CUDA case")
-    parser.add_argument("--token-budget", type=int, default=32768)
+    parser.add_argument("--batches", type=int, default=16, help="full batches of each CUDA case")
+    parser.add_argument("--token-budget", type=int, default=16384)
     parser.add_argument("--scratch", type=Path, default=None, help="folder for the stores (fast: /dev/shm)")
     parser.add_argument("--profile", action="store_true", help="also list the kernels of one forward")
     parser.add_argument("--skip-cpu", action="store_true", help="leave out planning and codecs")
@@ -289,12 +266,14 @@ def main() -> None:
                     batches=arguments.batches,
                     profile=arguments.profile,
                 )
+            gc.collect()
+            torch.cuda.empty_cache()
             cases[shape] = case
             name = shape.rsplit("-", 1)[-1]
-            figures[f"share_of_matmul_ceiling_{name}"] = case["fast"]["share_of_matmul_ceiling"]
+            figures[f"share_of_matmul_ceiling_{name}"] = case["pipeline"]["share_of_matmul_ceiling"]
             figures[f"share_eager_{name}"] = case["eager"]["share_of_matmul_ceiling"]
-            figures[f"tokens_per_s_{name}"] = case["fast"]["extract_tokens_per_s"]
-            figures.setdefault("gpu_idle_pct", case["fast"]["gpu_idle_pct"])
+            figures[f"tokens_per_s_{name}"] = case["fast"]["tokens_per_s"]
+            figures.setdefault("gpu_idle_pct", case["pipeline"]["gpu_idle_pct"])
             _write(arguments.json, figures, cases)
         figures["matmul_ceiling_after_tflops"] = round(matmul_ceiling(torch.device("cuda")), 1)
     _write(arguments.json, figures, cases)

@@ -160,10 +160,12 @@ class Capture:
         return event
 
 
-def idle_pct(spans: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
-    """Share of the time between the first and the last forward in which no forward ran, in percent."""
-    if len(spans) < 2:
-        return 0.0
+def busy(spans: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> tuple[float, float]:
+    """Return the seconds from the first forward's begin to the last one's end, and the percent of
+    it without a forward.
+    """
+    if not spans:
+        return 0.0, 0.0
     torch.cuda.synchronize()
     total = spans[0][0].elapsed_time(spans[-1][1])
-    return 100 * (1 - sum(begin.elapsed_time(end) for begin, end in spans) / total)
+    return total / 1e3, 100 * (1 - sum(begin.elapsed_time(end) for begin, end in spans) / total)

@@ -22,7 +22,7 @@ from dflash_lab.data.batching import Plan, plan_batches
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.extraction import manifest as manifests
 from dflash_lab.extraction.budget import BucketBudgets
-from dflash_lab.extraction.capture import Capture, idle_pct
+from dflash_lab.extraction.capture import Capture, busy
 from dflash_lab.extraction.codecs import find_codec
 from dflash_lab.extraction.layout import Layout
 from dflash_lab.extraction.lock import refuse_other_counts, shard_lock, store_lock
@@ -186,7 +186,7 @@ class _Run:
         self.last_chance: deque[int] = deque()
         self.records: list[BatchRecord] = []
         self.failures: list[str] = []
-        self.seconds = self.idle_pct = 0.0
+        self.seconds = self.forward_seconds = self.idle_pct = 0.0
         self.selftest: dict[str, Any] = {}
         self._buffers, self._part_bytes, self._seal_seconds = buffers, int(part_gib * GIB), seal_seconds
         self._progress = on_progress or (lambda *_args, **_fields: None)
@@ -214,7 +214,7 @@ class _Run:
             with BackgroundWriter(parts, buffers) as writer:
                 self._work(capture, writer)
             self.seconds = time.perf_counter() - began
-            self.idle_pct = idle_pct(capture.spans)
+            self.forward_seconds, self.idle_pct = busy(capture.spans)
         return parts.written
 
     def _examples(self) -> list[np.ndarray]:
@@ -318,6 +318,7 @@ def _account(
         batches=run.records,
         padded_tokens=sum(batch.samples * batch.longest for batch in run.records),
         seconds=run.seconds,
+        forward_seconds=run.forward_seconds,
         bytes_written=written.bytes,
         write_seconds=written.write_seconds,
         parts=written.parts,

@@ -47,6 +47,9 @@ class ExtractionReport:
     batches: list[BatchRecord]
     padded_tokens: int
     seconds: float
+    forward_seconds: (
+        float  # CUDA: from the first forward's begin to the last one's end, on the device's clock
+    )
     bytes_written: int
     write_seconds: float
     parts: int
@@ -82,6 +85,7 @@ class ExtractionReport:
             "extract_tokens_per_s": round(self.tokens_per_s, 2),
             "padding_waste_pct": round(self.waste_pct, 3),
             "seconds": round(self.seconds, 3),
+            "forward_seconds": round(self.forward_seconds, 3),
             "batches": len(self.batches),
             "memory_failures": len(self.failures),
             "bytes_written": self.bytes_written,

@@ -13,7 +13,8 @@ from support.tiny_targets import build_tiny
 
 from dflash_lab.extraction.fast import reference
 from dflash_lab.extraction.fast.apply import speed_up
-from dflash_lab.extraction.fast.ops import triton_ops
+from dflash_lab.extraction.fast.layers import FusedLayer
+from dflash_lab.extraction.fast.ops import reference_ops, triton_ops
 from dflash_lab.extraction.loop import extract
 from dflash_lab.extraction.selftest import rel_l2
 from dflash_lab.extraction.store import open_store
@@ -45,6 +46,12 @@ def draw(request: pytest.FixtureRequest):
     return make
 
 
+def kernels_sequence():
+    from dflash_lab.extraction.fast import kernels_sequence
+
+    return kernels_sequence
+
+
 def both(name: str, *args, limit: float) -> None:
     found, wanted = getattr(triton_ops(), name)(*args), getattr(reference, name)(*args)
     for one, other in zip(
@@ -74,8 +81,11 @@ def test_convolution_equals_its_reference(draw, normalise: bool) -> None:
 
 def test_gates_equal_their_reference(draw) -> None:
     rows = draw(BATCH * LENGTH, COLUMNS)
-    a_log, dt_bias = draw(VALUE_HEADS).float(), 20 * draw(VALUE_HEADS).float()
-    both("delta_gates", rows, 7, 31, a_log, dt_bias, BATCH, limit=1e-5)
+    gates = reference.Gates(7, 31, draw(VALUE_HEADS).float(), 20 * draw(VALUE_HEADS).float())
+    for chunk in (1, 64):
+        found = kernels_sequence().delta_gates(rows, gates, BATCH, chunk)
+        for one, other in zip(found, reference.delta_gates(rows, gates, BATCH, chunk)):
+            assert rel_l2(one, other) <= 1e-5
     mixed = draw(BATCH, LENGTH, VALUE_HEADS, WIDTH)
     both("gated_rms_norm", mixed, rows, 128, draw(WIDTH), 1e-6, limit=draw.limit)
     both("sigmoid_gate", mixed, rows, 3, WIDTH, limit=draw.limit)
@@ -99,10 +109,13 @@ def test_delta_rule_equals_the_step_by_step_one(length: int) -> None:
     q, k = (
         torch.nn.functional.normalize(make(2, length, KEY_HEADS, WIDTH), dim=-1).bfloat16() for _ in range(2)
     )
-    v = make(2, length, VALUE_HEADS, WIDTH).bfloat16()
-    decay, beta = -make(2, length, VALUE_HEADS).abs(), make(2, length, VALUE_HEADS).sigmoid()
-    found = triton_ops().delta_rule(q, k, v, decay, beta)
-    assert rel_l2(found, reference.delta_rule(q, k, v, decay, beta)) <= 1e-2
+    v, rows = make(2, length, VALUE_HEADS, WIDTH).bfloat16(), make(2 * length, 2 * VALUE_HEADS).bfloat16()
+    gates = reference.Gates(0, VALUE_HEADS, make(VALUE_HEADS), make(VALUE_HEADS))
+    found, wanted = triton_ops().delta_rule(q, k, v, rows, gates), reference.delta_rule(q, k, v, rows, gates)
+    assert rel_l2(found, wanted) <= 1e-2
+    from dflash_lab.extraction.fast.delta_rule import _by_entry_point
+
+    assert rel_l2(_by_entry_point(q, k, v, rows, gates), wanted) <= 1e-2
 
 
 def states_of(target, ids: torch.Tensor, taps: list[int]) -> list[torch.Tensor]:
@@ -113,7 +126,9 @@ def states_of(target, ids: torch.Tensor, taps: list[int]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_5", "qwen3_5_moe"])
 def test_fused_and_batched_states_are_as_close_to_fp32_as_single_ones(kind: str, tmp_path: Path) -> None:
-    """In bf16 the error of batched, fused states against fp32 is at most 1.1 x that of the plain single run."""
+    """In bf16 the error of batched, fused states against fp32 is at most 1.1 x that of the plain
+    single run.
+    """
     hybrid = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
@@ -122,7 +137,10 @@ def test_fused_and_batched_states_are_as_close_to_fp32_as_single_ones(kind: str,
     }
     folder = build_tiny(kind, tmp_path / kind, head_dim=128, **WIDE, **(hybrid if "qwen3_5" in kind else {}))
     taps = [1, 4, 7]
-    exact = load_target(str(folder), dtype="float32", with_head=False)
+    exact = load_target(str(folder), device="cuda", dtype="float32", with_head=False)
+    for layer in exact.layers:  # step by step in float32: no library's kernel
+        layer.forward = FusedLayer(layer, reference_ops())
+        layer.forward.prepare()
     target = load_target(str(folder), device="cuda", dtype="bfloat16", with_head=False)
     generator = torch.Generator().manual_seed(2)
     rows = [torch.randint(256, (length,), generator=generator) for length in (200, 65, 64, 63, 1)]

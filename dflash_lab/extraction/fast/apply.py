@@ -85,6 +85,9 @@ def speed_up(target: Target, mode: str = "auto", ops: Ops | None = None) -> Fast
             path.plain[index] = str(error)
         else:
             fused[index].prepare()
+    tuned = next((layer for layer in fused.values() if layer.tunes), None)
+    if tuned is not None and target.device.type == "cuda":
+        tuned.tune(target.device)
     path.errors = _prove(target, fused)
     limit = TOLERANCE.get(target.dtype, 1e-4)
     for index, found in list(path.errors.items()):

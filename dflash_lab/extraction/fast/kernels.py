@@ -1,4 +1,5 @@
-"""Triton kernels over rows: norms, SwiGLU, gates. Each equals the function of the same name in `reference`.
+"""Triton kernels over rows: norms, SwiGLU, output gates. Each equals the function of the same name in
+`reference`.
 
 All are bound by memory: read once, write once, float32 in between, one rounding at the end.
 Imported only where Triton is.
@@ -73,48 +74,6 @@ def swiglu(gate_up: Tensor) -> Tensor:
         gate_up, out, width, gate_up.stride(0), BLOCK=block, num_warps=max(1, block // 512)
     )
     return out
-
-
-@triton.jit
-def _delta_gates(
-    rows,
-    a_log,
-    dt_bias,
-    decay,
-    beta,
-    count,
-    columns,
-    beta_at,
-    alpha_at,
-    heads,
-    ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    head = tl.arange(0, HEADS)[None, :]
-    live = (row < count) & (head < heads)
-    b = tl.load(rows + row * columns + beta_at + head, mask=live, other=0.0).to(tl.float32)
-    a = tl.load(rows + row * columns + alpha_at + head, mask=live, other=0.0).to(tl.float32)
-    rate = tl.exp(tl.load(a_log + head, mask=head < heads, other=0.0).to(tl.float32))
-    a += tl.load(dt_bias + head, mask=head < heads, other=0.0).to(tl.float32)
-    softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))  # as torch: linear above 20
-    tl.store(decay + row * heads + head, -rate * softplus, mask=live)
-    tl.store(beta + row * heads + head, tl.sigmoid(b), mask=live)
-
-
-def delta_gates(
-    rows: Tensor, beta_at: int, alpha_at: int, a_log: Tensor, dt_bias: Tensor, batch: int
-) -> tuple[Tensor, Tensor]:
-    """See `reference.delta_gates`. rows [T, N] contiguous."""
-    count, heads = rows.shape[0], a_log.shape[0]
-    decay = torch.empty(batch, count // batch, heads, dtype=torch.float32, device=rows.device)
-    beta = torch.empty_like(decay)
-    block = 32
-    _delta_gates[(triton.cdiv(count, block),)](
-        rows, a_log, dt_bias, decay, beta, count, rows.shape[1], beta_at, alpha_at, heads,
-        ROWS=block, HEADS=triton.next_power_of_2(heads), num_warps=4,
-    )  # fmt: skip
-    return decay, beta
 
 
 @triton.jit

@@ -6,9 +6,12 @@ Each equals the function of the same name in `reference`. Imported only where Tr
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from dflash_lab.extraction.fast.reference import Gates
 
 
 @triton.jit
@@ -48,6 +51,39 @@ def conv_silu(
         ROWS=block, WIDTH=triton.next_power_of_2(width), num_warps=4,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _delta_gates(
+    rows, a_log, dt_bias, decay, beta, length, columns, beta_at, alpha_at, heads,
+    CHUNK: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    # One program: one chunk of one sequence, so that the running sum stays inside it.
+    place = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)[:, None]
+    row = tl.program_id(1).to(tl.int64) * length + place
+    head = tl.arange(0, HEADS)[None, :]
+    live = (place < length) & (head < heads)
+    b = tl.load(rows + row * columns + beta_at + head, mask=live, other=0.0).to(tl.float32)
+    a = tl.load(rows + row * columns + alpha_at + head, mask=live, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(a_log + head, mask=head < heads, other=0.0).to(tl.float32))
+    a += tl.load(dt_bias + head, mask=head < heads, other=0.0).to(tl.float32)
+    softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))  # as torch: linear above 20
+    step = tl.where(live, -rate * softplus * 1.4426950408889634, 0.0)
+    tl.store(decay + row * heads + head, tl.cumsum(step, axis=0), mask=live)
+    tl.store(beta + row * heads + head, tl.sigmoid(b), mask=live)
+
+
+def delta_gates(rows: Tensor, gates: Gates, batch: int, chunk: int) -> tuple[Tensor, Tensor]:
+    """See `reference.delta_gates`. rows [T, N] contiguous; chunk is a power of two."""
+    heads, length = gates.a_log.shape[0], rows.shape[0] // batch
+    decay = torch.empty(batch, length, heads, dtype=torch.float32, device=rows.device)
+    beta = torch.empty_like(decay)
+    _delta_gates[(triton.cdiv(length, chunk), batch)](
+        rows, gates.a_log, gates.dt_bias, decay, beta,
+        length, rows.shape[1], gates.beta_at, gates.alpha_at, heads,
+        CHUNK=chunk, HEADS=triton.next_power_of_2(heads), num_warps=4,
+    )  # fmt: skip
+    return decay, beta
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dflash_lab.extraction.fast.merge import merge
 from dflash_lab.extraction.fast.ops import Ops
+from dflash_lab.extraction.fast.reference import Gates
 
 
 class NotUnderstood(Exception):
@@ -173,7 +174,7 @@ class FusedDeltaNet:
         self._key_heads, self._key_width = int(module.num_k_heads), int(module.head_k_dim)
         self._value_heads, self._value_width = int(module.num_v_heads), int(module.head_v_dim)
         self._conv = conv.weight.detach().squeeze(1).contiguous()
-        self._a_log, self._dt_bias = module.A_log.detach(), module.dt_bias.detach()
+        self._decay = (module.A_log.detach(), module.dt_bias.detach())
         self._norm_weight = module.norm.weight.detach()
         self._eps = float(module.norm.variance_epsilon)
 
@@ -195,14 +196,22 @@ class FusedDeltaNet:
                 (2 * keys, self._value_heads, self._value_width, False),
             )
         )
-        decay, beta = ops.delta_gates(
-            rows, self._starts[2], self._starts[3], self._a_log, self._dt_bias, batch
-        )
         assert ops.delta_rule is not None
-        mixed = ops.delta_rule(q, k, v, decay, beta)
+        mixed = ops.delta_rule(q, k, v, rows, Gates(self._starts[2], self._starts[3], *self._decay))
         return F.linear(
             ops.gated_rms_norm(mixed, rows, self._starts[1], self._norm_weight, self._eps), self._out.weight
         )
+
+    def tune(self, ops: Ops, device: torch.device) -> None:
+        """Run the delta rule once at working size: its kernels choose their tiles at the first
+        call, for good.
+        """
+        batch, length, dtype = 16, 512, self._weight.dtype
+        shapes = ((self._key_heads, self._key_width),) * 2 + ((self._value_heads, self._value_width),)
+        q, k, v = (torch.ones(batch, length, *shape, device=device, dtype=dtype) for shape in shapes)
+        rows = torch.zeros(batch * length, len(self._weight), device=device, dtype=dtype)
+        assert ops.delta_rule is not None
+        ops.delta_rule(q, k, v, rows, Gates(self._starts[2], self._starts[3], *self._decay))
 
 
 class FusedLayer:
@@ -234,6 +243,16 @@ class FusedLayer:
         """Merge weights: only now does anything change in the layer."""
         self._mixer.prepare()
         self._mlp.prepare()
+
+    @property
+    def tunes(self) -> bool:
+        """Whether the layer has kernels that tune themselves at their first call."""
+        return isinstance(self._mixer, FusedDeltaNet)
+
+    def tune(self, device: torch.device) -> None:
+        """Let them do so at working size."""
+        assert isinstance(self._mixer, FusedDeltaNet)
+        self._mixer.tune(self._ops, device)
 
     @staticmethod
     def covers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ class Ops:
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     swiglu: Callable[..., Tensor]
     conv_silu: Callable[..., Tensor]
-    delta_gates: Callable[..., tuple[Tensor, Tensor]]
     delta_rule: Callable[..., Tensor] | None
     gated_rms_norm: Callable[..., Tensor]
     norm_rope: Callable[..., Tensor]
@@ -44,28 +42,22 @@ def triton_ops() -> Ops:
         raise InputError("fast kernels need Triton, which is not installed here. Use fast=off.")
     from dflash_lab.extraction.fast import kernels, kernels_sequence
 
+    delta_rule: Callable[..., Tensor] | None = None
+    if importlib.util.find_spec("fla") is not None:
+        from dflash_lab.extraction.fast import delta_rule as chunked
+
+        delta_rule = chunked.delta_rule
     return Ops(
         "triton",
         rms_norm=kernels.rms_norm,
         add_rms_norm=kernels.add_rms_norm,
         swiglu=kernels.swiglu,
         conv_silu=kernels_sequence.conv_silu,
-        delta_gates=kernels.delta_gates,
-        delta_rule=_flash_delta_rule() if importlib.util.find_spec("fla") is not None else None,
+        delta_rule=delta_rule,
         gated_rms_norm=kernels.gated_rms_norm,
         norm_rope=kernels_sequence.norm_rope,
         sigmoid_gate=kernels.sigmoid_gate,
     )
-
-
-def _flash_delta_rule() -> Callable[..., Tensor]:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        out: Any = chunk_gated_delta_rule(q, k, v, g=decay, beta=beta, output_final_state=False)
-        return out[0]
-
-    return delta_rule
 
 
 def ops_for(device: torch.device) -> Ops | None:

@@ -7,6 +7,9 @@ N].
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -49,34 +52,47 @@ def conv_silu(
     return x.to(rows.dtype)
 
 
-def delta_gates(
-    rows: Tensor, beta_at: int, alpha_at: int, a_log: Tensor, dt_bias: Tensor, batch: int
-) -> tuple[Tensor, Tensor]:
-    """Return log decay -exp(A_log) softplus(a + dt_bias) and write strength sigmoid(b), [B, L, heads] float32
-    each.
+@dataclass(frozen=True)
+class Gates:
+    """Where the raw gates of a delta net stand in its projection: columns of b and a, and the
+    decay's parameters [heads].
     """
-    heads = a_log.shape[0]
-    b = rows[:, beta_at : beta_at + heads].float()
-    a = rows[:, alpha_at : alpha_at + heads].float()
-    decay = -a_log.float().exp() * F.softplus(a + dt_bias.float())
-    return decay.view(batch, -1, heads), b.sigmoid().view(batch, -1, heads)
+
+    beta_at: int
+    alpha_at: int
+    a_log: Tensor
+    dt_bias: Tensor
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """The gated delta rule one step at a time: S = S exp(g); S += k (beta (v - S^T k))^T; o = S^T q /
-    sqrt(D).
+def delta_gates(rows: Tensor, gates: Gates, batch: int, chunk: int) -> tuple[Tensor, Tensor]:
+    """Return the decay and the write strength sigmoid(b), [B, L, heads] float32 each.
+
+    Decay: log2 of exp(-exp(A_log) softplus(a + dt_bias)), summed from the start of each chunk of `chunk`
+    positions.
+    """
+    heads = gates.a_log.shape[0]
+    b = rows[:, gates.beta_at : gates.beta_at + heads].float().view(batch, -1, heads)
+    a = rows[:, gates.alpha_at : gates.alpha_at + heads].float().view(batch, -1, heads)
+    decay = -gates.a_log.float().exp() * F.softplus(a + gates.dt_bias.float()) / math.log(2)
+    return torch.cat([part.cumsum(dim=1) for part in decay.split(chunk, dim=1)], dim=1), b.sigmoid()
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, gates: Gates) -> Tensor:
+    """The gated delta rule one step at a time: S = S decay; S += k (beta (v - S^T k))^T; o = S^T q / sqrt(D).
 
     q, k [B, L, heads, D] already normalised, v [B, L, value heads, DV]; a query head serves consecutive value
     heads.
+    Source: Yang et al., Gated Delta Networks (2024), equation 10.
     """
     batch, length, heads, width = q.shape
-    repeats = v.shape[2] // heads
+    log_decay, beta = delta_gates(rows, gates, batch, chunk=1)
+    decay, repeats = log_decay.exp2(), v.shape[2] // heads
     q = q.repeat_interleave(repeats, dim=2).float() * width**-0.5
     k, values = k.repeat_interleave(repeats, dim=2).float(), v.float()
     state = q.new_zeros(batch, v.shape[2], width, v.shape[3])
     out = torch.empty_like(values)
     for t in range(length):
-        state = state * decay[:, t, :, None, None].exp()
+        state = state * decay[:, t, :, None, None]
         change = beta[:, t, :, None] * (values[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t]))
         state = state + k[:, t, :, :, None] * change[:, :, None, :]
         out[:, t] = torch.einsum("bhkv,bhk->bhv", state, q[:, t])
