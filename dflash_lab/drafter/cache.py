@@ -34,7 +34,7 @@ class DraftCache:
         ctx = self.drafter.context(taps.to(self._store.dtype))
         positions = torch.arange(self.length, self.length + count, device=ctx.device)
         angles = self.drafter.angles(positions, ctx.dtype)
-        for index, layer in enumerate(self.drafter.layers):
+        for index, layer in enumerate(self.drafter.blocks()):
             k, v = layer.self_attn.keys_values(ctx, angles)
             self._store[0, index, self.length : self.length + count] = k
             self._store[1, index, self.length : self.length + count] = v
@@ -55,7 +55,7 @@ class DraftCache:
         attend = dense_attend(layout)
         h = self.drafter.scaled(embeddings).to(self._store.dtype)[None]
         angles = self.drafter.angles(layout.slot_positions, h.dtype)
-        for index, layer in enumerate(self.drafter.layers):
+        for index, layer in enumerate(self.drafter.blocks()):
             context = ContextKeys(self._store[0, index, : self.length], self._store[1, index, : self.length])
             h = layer(h, angles, context, attend)
         return self.drafter.norm(h)[0]

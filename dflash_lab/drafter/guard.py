@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from dflash_lab import files
 from dflash_lab.drafter.rows import Row
@@ -85,7 +86,7 @@ class Guard:
 
 def save_rows(path: Path, rows: Sequence[Row], fault: str) -> None:
     """Write rows as safetensors; the metadata names the fault and the samples' hashes."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for number, row in enumerate(rows):
         fields = {
             "input_ids": row.input_ids,

@@ -11,29 +11,15 @@ data sets.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dflash_lab.drafter.loss.result import RowStats
+
 TOP_K = (1, 2, 4, 8, 16)
 BINS = 15  # of confidence, for calibration
-
-
-class RowStats(Protocol):
-    """Statistics of slots [A, B] that the loss leaves; `kl` and `target_argmax` are None without target
-    states.
-    """
-
-    live: Tensor
-    label: Tensor
-    ce: Tensor
-    entropy: Tensor
-    p_max: Tensor
-    argmax: Tensor
-    rank: Tensor
-    kl: Tensor | None
-    target_argmax: Tensor | None
 
 
 class Tally:

@@ -175,6 +175,10 @@ class Drafter(nn.Module):
                     parameter.normal_(0.0, deviation, generator=generator)
         return self
 
+    def blocks(self) -> list[Layer]:
+        """The layers, typed."""
+        return list(self.layers)  # type: ignore[arg-type]
+
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Rope:
         """Rotary cos and sin of `positions`."""
         return rope(positions, self.config.head_dim, self.config.rope_theta, dtype)

@@ -104,7 +104,8 @@ class Sharded(Replicated):
     def wrap(self, drafter: Drafter) -> nn.Module:
         for layer in drafter.layers:
             fully_shard(layer)
-        return fully_shard(drafter)
+        fully_shard(drafter)
+        return drafter
 
     def exchange(self, model: Any, wanted: bool) -> None:
         model.set_requires_gradient_sync(wanted)

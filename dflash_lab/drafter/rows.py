@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, TypeVar
@@ -27,6 +27,7 @@ from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.errors import InputError
 
 T = TypeVar("T")
+OPEN_ROWS = 64  # that a sample may still join while rows are planned
 
 
 class Items(Protocol):
@@ -86,26 +87,22 @@ class Row:
 def plan_rows(lengths: Sequence[int], context_tokens: int, generator: torch.Generator) -> list[list[int]]:
     """Pack shuffled samples into rows of at most `context_tokens`; every sample stands in exactly one row.
 
-    Within windows of 256 samples the longest go first, each into the fullest open row that takes it; the rows
-    are shuffled at the end. A sample above the budget fills a row alone (and is cut to it).
+    In shuffled order each sample goes into the fullest of the open rows that takes it (64 stay open), so that
+    company changes from epoch to epoch. A sample above the budget fills a row alone (and is cut to it).
     """
-    order = torch.randperm(len(lengths), generator=generator).tolist()
     rows: list[list[int]] = []
-    for start in range(0, len(order), 256):
-        window = sorted(order[start : start + 256], key=lambda i: (-int(lengths[i]), i))
-        room: list[int] = []
-        opened: list[list[int]] = []
-        for index in window:
-            need = min(int(lengths[index]), context_tokens)
-            fits = [(space - need, row) for row, space in enumerate(room) if space >= need]
-            if fits:
-                row = min(fits)[1]
-                opened[row].append(index)
-                room[row] -= need
-            else:
-                opened.append([index])
-                room.append(context_tokens - need)
-        rows += opened
+    room: dict[int, int] = {}  # open row -> tokens left
+    for index in torch.randperm(len(lengths), generator=generator).tolist():
+        need = min(int(lengths[index]), context_tokens)
+        fits = [(left - need, row) for row, left in room.items() if left >= need]
+        row = min(fits)[1] if fits else len(rows)
+        if not fits:
+            rows.append([])
+            room[row] = context_tokens
+            if len(room) > OPEN_ROWS:
+                del room[min(room, key=lambda r: (room[r], r))]
+        rows[row].append(index)
+        room[row] -= need
     return [rows[i] for i in torch.randperm(len(rows), generator=generator).tolist()]
 
 
@@ -115,7 +112,7 @@ class PackedRows:
     def __init__(
         self,
         items: Items,
-        indices: Sequence[int],
+        indices: Sequence[int] | np.ndarray,
         config: DrafterConfig,
         *,
         context_tokens: int,
@@ -153,13 +150,6 @@ class PackedRows:
         generator = seeded("anchors", self.seed, epoch, index)
         row = pack(items, self.config, self.context_tokens, self.anchors, generator)
         return padded(row, self.context_tokens, self.anchors, self.config) if self.pad else row
-
-    def stream(self, epoch: int, index: int) -> Iterator[tuple[int, int, Row]]:
-        """Rows from (epoch, index) on, without end."""
-        while True:
-            for i in range(index, self.count(epoch)):
-                yield epoch, i, self.row(epoch, i)
-            epoch, index = epoch + 1, 0
 
 
 def pack(
@@ -230,7 +220,7 @@ def padded(row: Row, context_tokens: int, anchors: int, config: DrafterConfig) -
     )
 
 
-def prefetch(source: Iterable[T], depth: int = 2) -> Iterator[T]:
+def prefetch(source: Iterable[T], depth: int = 2) -> Generator[T]:
     """Run `source` in a thread, at most `depth` ahead. Its exceptions are raised here; closing ends the
     thread.
     """

@@ -85,7 +85,7 @@ class Trainer:
         config = drafter.config
         if head.weight.shape[0] != config.vocab_size:
             raise InputError(
-                f"vocab_size is {config.vocab_size} in the drafter, the target's head has {len(head.weight)} rows."
+                f"the drafter's vocab_size is {config.vocab_size}, the target has {len(head.weight)} tokens."
             )
         self.loss = FusedDraftLoss(loss_config(settings.loss, config), plan_group=group.plan_group)
         self.weights = decay_weights(config.block_size, settings.gamma)
@@ -300,6 +300,7 @@ class Trainer:
         """Sum up."""
         place = self.place
         last = states.newest(self.folder / "checkpoints")
+        assert last is not None, "a finished run has saved its last step"
         return TrainReport(
             steps=self.step,
             skipped=self.guard.skipped,

@@ -17,7 +17,7 @@ from dflash_lab.errors import InputError, UnsupportedTarget
 
 ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
 _SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-_READ_ONLY = (
+_READ_ONLY: tuple[str, ...] = (
     "torch_dtype",
     "transformers_version",
     "mask_token_id",

@@ -1,4 +1,6 @@
-"""Two processes on the same global batch train like one; each kind of run goes on from the other's checkpoint."""
+"""Two processes on the same global batch train like one; each kind of run goes on from the other's
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ STEPS = dict(max_steps=4, eval_every=2, eval_rows=3, checkpoint_every=2, log_eve
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """Runs of two processes, by name, from one launch; `again` lost its last checkpoint and was started anew."""
+    """Runs of two processes, by name, from one launch; `again` lost its last checkpoint and was started
+    anew.
+    """
     root = tmp_path_factory.mktemp("ranks")
     jobs = {
         "ddp": dict(mode="ddp", kind="adamw"),

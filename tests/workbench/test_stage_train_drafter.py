@@ -222,7 +222,7 @@ def test_two_processes_started_from_the_stage(run_dir, tiny_target, tmp_path):
     assert load_checkpoint(tmp_path / "drafter").config.block_size == 4
 
 
-def test_a_dead_process_ends_the_stage_with_its_traceback(run_dir, tiny_target, tmp_path):
+def test_a_dead_process_ends_the_stage_with_its_traceback(result, run_dir, tiny_target, tmp_path):
     damaged = tmp_path / "drafter"
     damaged.mkdir()
     (damaged / "config.json").write_bytes((run_dir / "drafter" / "config.json").read_bytes())

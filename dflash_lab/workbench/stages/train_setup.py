@@ -103,8 +103,14 @@ def train_settings(params: TrainDrafterParams, store: FeatureStore, config: Draf
 
     steps = params.max_steps
     if not steps:
-        sizes = dict(context_tokens=params.context_tokens, anchors=params.anchors, seed=params.seed)
-        rows = PackedRows(store, np.flatnonzero(~store.heldout), config, **sizes).count(0)
+        rows = PackedRows(
+            store,
+            np.flatnonzero(~store.heldout),
+            config,
+            context_tokens=params.context_tokens,
+            anchors=params.anchors,
+            seed=params.seed,
+        ).count(0)
         steps = max(1, math.ceil(params.epochs * rows / (params.accumulate * params.processes)))
     same = (
         "context_tokens anchors accumulate gamma denominator noise_std warmup floor clip_norm log_every "

@@ -1,0 +1,219 @@
+"""Checkpoints out and in: z-lab's layout, the speculators layout, older spellings, and files that are not
+right.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.tiny_drafters import SECOND, tiny_config, tiny_drafter
+from transformers import AutoConfig, Qwen3Config
+
+from dflash_lab.drafter.checkpoint import load_checkpoint, save_checkpoint
+from dflash_lab.drafter.config import FULL, SLIDING, DrafterConfig, LayerMask, resolve_mask_token_id
+from dflash_lab.drafter.model import Drafter
+from dflash_lab.drafter.serving import serving_notes
+from dflash_lab.drafter.speculators import export_speculators, import_speculators, read_speculators_json
+from dflash_lab.errors import InputError, StoreError, UnsupportedTarget
+
+RELEASED = {  # the released Qwen3.6-27B drafter, newer spelling: block_size inside dflash_config only
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "hidden_size": 5120,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 17408,
+    "vocab_size": 248320,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7},
+    "layer_types": [SLIDING] * 4 + [FULL],
+    "sliding_window": 2048,
+    "num_target_layers": 64,
+    "eos_token_id": 248044,
+    "dflash_config": {"block_size": 16, "mask_token_id": 248070, "target_layer_ids": [1, 16, 31, 46, 61]},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "changes", [{}, SECOND, dict(is_causal=False, output_multiplier=0.5, final_logit_softcapping=30.0)]
+)
+def test_zlab_layout_there_and_back(tmp_path, dtype, changes):
+    drafter = tiny_drafter(tiny_config(**changes)).to(dtype)
+    save_checkpoint(tmp_path, drafter)
+    loaded = load_checkpoint(tmp_path)
+    assert loaded.config == drafter.config
+    assert all(torch.equal(a, loaded.state_dict()[n]) for n, a in drafter.state_dict().items())
+    assert load_checkpoint(tmp_path, dtype="float32").fc.weight.dtype == torch.float32
+    assert sorted(load_file(tmp_path / "model.safetensors")) == sorted(drafter.state_dict())
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["block_size"] == values["dflash_config"]["block_size"] == 4
+    assert values["rope_theta"] == values["rope_parameters"]["rope_theta"] == 1e4
+    assert isinstance(AutoConfig.from_pretrained(tmp_path), Qwen3Config)
+
+
+def test_five_layers_are_58_tensors(tmp_path):
+    save_checkpoint(tmp_path, tiny_drafter(tiny_config(num_layers=5)))
+    assert len(load_file(tmp_path / "model.safetensors")) == 58
+
+
+def test_a_released_configuration_is_understood_and_kept():
+    config = DrafterConfig.from_json(RELEASED)
+    assert (config.block_size, config.mask_token_id, config.rope_theta) == (16, 248070, 1e7)
+    assert config.tap_ids == (1, 16, 31, 46, 61)
+    assert config.layer_mask(0) == LayerMask(causal=True, window=2048)
+    assert config.layer_mask(4) == LayerMask(causal=False, window=None)
+    with torch.device("meta"):
+        count = sum(p.numel() for p in Drafter(config).parameters())
+    assert count == config.parameter_count == pytest.approx(1.730e9, rel=1e-3)
+    written = config.to_json()
+    assert written["eos_token_id"] == 248044 and written["block_size"] == 16
+    assert DrafterConfig.from_json(written) == config
+
+
+def test_older_spelling_and_default_taps():
+    older = {
+        k: v for k, v in RELEASED.items() if k not in ("rope_parameters", "dflash_config", "layer_types")
+    }
+    older |= {
+        "rope_theta": 5e5,
+        "rope_scaling": None,
+        "block_size": 10,
+        "dflash_config": {"mask_token_id": 3},
+    }
+    config = DrafterConfig.from_json(older)
+    assert (config.rope_theta, config.block_size, config.tap_ids) == (5e5, 10, (1, 16, 31, 46, 61))
+    assert config.layer_types == (FULL,) * 5
+    assert DrafterConfig.from_json({**older, "is_causal": True}).layer_mask(0) == LayerMask(True, None)
+
+
+@pytest.mark.parametrize("changes", [{}, SECOND])
+def test_parameter_count_is_exact(changes):
+    config = tiny_config(**changes)
+    assert config.parameter_count == sum(p.numel() for p in Drafter(config).parameters())
+
+
+def test_what_cannot_be_is_refused_by_name():
+    with pytest.raises(InputError, match="'num_target_layers' is missing"):
+        DrafterConfig.from_json({k: v for k, v in RELEASED.items() if k != "num_target_layers"})
+    with pytest.raises(UnsupportedTarget, match="yarn"):
+        DrafterConfig.from_json(
+            {**RELEASED, "rope_scaling": {"rope_type": "yarn", "factor": 4}, "rope_parameters": None}
+        )
+    with pytest.raises(UnsupportedTarget, match="attention_bias"):
+        DrafterConfig.from_json({**RELEASED, "attention_bias": True})
+    for changes, word in (
+        (dict(block_size=1), "block_size 1"),
+        (dict(tap_ids=(6,)), r"0\.\.5"),
+        (dict(mask_token_id=97), "outside the vocabulary"),
+        (dict(sliding_window=None), "sliding_window >= 1"),
+        (dict(num_kv_heads=3), "no multiple"),
+        (dict(conv_kernel_size=2), "DFlash 2 needs"),
+        (dict(layer_types=("linear",) * 3), "linear"),
+    ):
+        with pytest.raises(InputError, match=word):
+            tiny_config(**changes)
+
+
+def test_files_that_are_not_right_are_named(tmp_path):
+    with pytest.raises(InputError, match=r"config\.json is missing"):
+        load_checkpoint(tmp_path / "nowhere")
+    drafter = tiny_drafter()
+    save_checkpoint(tmp_path, drafter)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {("fc_weight" if n == "fc.weight" else n): t for n, t in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"fc\.weight is missing \(did you mean 'fc_weight'\?\)"):
+        load_checkpoint(tmp_path)
+    save_file({**tensors, "norm.weight": tensors["norm.weight"][:-1].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"norm\.weight is \(47,\)"):
+        load_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
+    with pytest.raises(StoreError, match="whole safetensors"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("changes", [{}, dict(is_causal=False)])
+def test_speculators_layout_there_and_back(tmp_path, changes):
+    drafter = tiny_drafter(tiny_config(**changes)).to(torch.bfloat16)
+    export_speculators(drafter, tmp_path, target="some/target", target_architecture="LlamaForCausalLM")
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["aux_hidden_state_layer_ids"] == [tap + 1 for tap in drafter.config.tap_ids]
+    assert values["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+    assert not {"architectures", "dflash_config", "block_size"} & values["transformer_layer_config"].keys()
+    back = import_speculators(tmp_path)
+    assert back.config == drafter.config
+    assert all(torch.equal(a, back.state_dict()[n]) for n, a in drafter.state_dict().items())
+
+
+def test_speculators_files_of_others(tmp_path):
+    drafter = tiny_drafter()
+    export_speculators(drafter, tmp_path, target="t")
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    del values["num_target_layers"]
+    path.write_text(json.dumps(values))
+    with pytest.raises(InputError, match="give num_target_layers"):
+        import_speculators(tmp_path)
+    borrowed = {"lm_head.weight": torch.zeros(97, 48), "embed_tokens.weight": torch.zeros(97, 48)}
+    save_file({**drafter.state_dict(), **borrowed}, tmp_path / "model.safetensors")
+    assert import_speculators(tmp_path, num_target_layers=6).config == drafter.config
+    for change, word in (
+        ({"draft_vocab_size": 50}, "draft_vocab_size 50"),
+        ({"sample_from_anchor": True}, "sample_from_anchor"),
+        ({"speculators_model_type": "eagle3"}, "eagle3"),
+    ):
+        with pytest.raises(UnsupportedTarget, match=word):
+            read_speculators_json({**values, **change}, 6)
+    with pytest.raises(UnsupportedTarget, match="DFlash 2"):
+        export_speculators(tiny_drafter(tiny_config(**SECOND)), tmp_path, target="t")
+
+
+def test_shape_from_a_target():
+    target = Qwen3Config(
+        num_hidden_layers=36, hidden_size=64, num_attention_heads=8, num_key_value_heads=2, head_dim=16
+    )
+    config = DrafterConfig.from_target(target, mask_token_id=5, sliding_layers=4, sliding_window=128)
+    assert config.tap_ids == (1, 9, 17, 25, 33) and config.layer_types == (SLIDING,) * 4 + (FULL,)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 2, 16)
+    assert config.rope_theta == target.rope_parameters["rope_theta"]
+    with pytest.raises(InputError, match=r"layers 0\.\.4"):
+        DrafterConfig.from_target(target, mask_token_id=5, sliding_layers=(5,), sliding_window=8)
+    with pytest.raises(InputError, match="unknown fields"):
+        DrafterConfig.from_target(target, mask_token_id=5, num_head=3)
+
+
+def test_partial_rotary_of_a_target_does_not_leak(tiny_target):
+    from dflash_lab.target.sources import load_config
+
+    target = load_config(str(tiny_target("qwen3_5")))
+    config = DrafterConfig.from_target(target, mask_token_id=280, num_layers=2, tap_ids=(1, 3))
+    assert config.to_json()["rope_parameters"] == {"rope_type": "default", "rope_theta": config.rope_theta}
+    assert Drafter(config).angles(torch.arange(3), torch.float32)[0].shape == (3, config.head_dim)
+
+
+def test_mask_token_is_found_without_resizing():
+    class Words:
+        mask_token_id = None
+        pad_token_id, eos_token_id, unk_token_id = None, 7, 8
+
+        def __len__(self):
+            return 100
+
+    assert resolve_mask_token_id(100, explicit=5, tokenizer=Words())[0] == 5
+    assert resolve_mask_token_id(128, tokenizer=Words()) == (100, "first embedding row without a token")
+    assert resolve_mask_token_id(100, tokenizer=Words()) == (7, "the tokenizer's eos token")
+    assert resolve_mask_token_id(64)[0] == 63
+    with pytest.raises(InputError, match="only 100"):
+        resolve_mask_token_id(100, explicit=100)
+
+
+def test_serving_notes_hold_the_commands():
+    notes = serving_notes(DrafterConfig.from_json(RELEASED), "runs/x/drafter", "Qwen/Qwen3.6-27B")
+    assert '{"method": "dflash", "model": "runs/x/drafter", "num_speculative_tokens": 15}' in notes
+    assert "--speculative-num-draft-tokens 16" in notes and "[2, 17, 32, 47, 62]" in notes and "V2" in notes

@@ -1,0 +1,108 @@
+"""Metrics against their definitions, counted by hand and by loops; sums add over rows and processes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dflash_lab.drafter.metrics import TOP_K, Tally
+
+
+def stats(correct, live, *, rank=None, confidence=None, agree=None):
+    correct, live = torch.tensor(correct).bool(), torch.tensor(live).bool()
+    label = torch.where(live, 7, 0)
+    argmax = torch.where(correct, label, 3)
+    shape = correct.shape
+    return SimpleNamespace(
+        live=live,
+        label=label,
+        argmax=argmax,
+        ce=torch.full(shape, 2.0),
+        entropy=torch.full(shape, 0.5),
+        p_max=torch.full(shape, 0.5) if confidence is None else torch.tensor(confidence),
+        rank=torch.where(correct, 0, 20) if rank is None else torch.tensor(rank),
+        kl=None if agree is None else torch.full(shape, 0.25),
+        target_argmax=None if agree is None else torch.where(torch.tensor(agree).bool(), label, 1),
+    )
+
+
+def one(loss=6.0, below=3.0):
+    return torch.tensor(loss), torch.tensor(below)
+
+
+def test_streak_and_conditional_accuracy_by_hand():
+    # right, right, wrong; wrong, right, right; one slot only, right; padding
+    correct = [[0, 1, 1, 0], [0, 0, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]]
+    live = [[0, 1, 1, 1], [0, 1, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]]
+    tally = Tally(4, "cpu")
+    tally.add(stats(correct, live), *one())
+    report = tally.report()
+    assert report["blocks"] == 3 and report["slots"] == 7
+    assert report["accuracy"] == pytest.approx(5 / 7)
+    assert report["streak"] == pytest.approx(1 + (2 + 0 + 1) / 3)
+    assert report["position_accuracy"] == pytest.approx([2 / 3, 2 / 2, 1 / 2])
+    assert report["conditional_accuracy"] == pytest.approx([2 / 3, 1 / 1, 0 / 1])
+    assert report["loss"] == pytest.approx(2.0) and report["ce"] == pytest.approx(2.0)
+    assert report["agreement"] is None and report["kl"] is None
+
+
+def test_top_k_streak_needs_only_the_rank():
+    tally = Tally(4, "cpu")
+    rank = [[0, 3, 1, 9], [0, 0, 20, 0]]
+    tally.add(stats([[0, 0, 0, 0], [0, 1, 0, 1]], [[0, 1, 1, 1], [0, 1, 1, 1]], rank=rank), *one())
+    report = tally.report()
+    assert report["streak"] == 1 + (0 + 1) / 2
+    assert report["top2_streak"] == 1 + (0 + 1) / 2
+    assert report["top4_streak"] == 1 + (2 + 1) / 2
+    assert report["top16_streak"] == 1 + (3 + 1) / 2
+
+
+def test_calibration_error_and_agreement():
+    tally = Tally(3, "cpu")
+    confidence = [[0.0, 0.9, 0.9], [0.0, 0.9, 0.1]]
+    agree = [[0, 1, 0], [0, 1, 1]]
+    tally.add(
+        stats([[0, 1, 0], [0, 0, 0]], [[0, 1, 1], [0, 1, 1]], confidence=confidence, agree=agree), *one()
+    )
+    report = tally.report()
+    assert report["ece"] == pytest.approx((3 * abs(0.9 - 1 / 3) + 1 * abs(0.1 - 0)) / 4)
+    assert report["agreement"] == pytest.approx(3 / 4) and report["kl"] == pytest.approx(0.25)
+
+
+def test_random_rows_against_loops_and_sums_add():
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for _ in range(3):
+        lengths = torch.randint(0, 5, (6,), generator=generator)
+        live = (torch.arange(5)[None] <= lengths[:, None]) & (torch.arange(5)[None] > 0)
+        correct = (torch.rand(6, 5, generator=generator) < 0.6) & live
+        rows.append(stats(correct.int().tolist(), live.int().tolist()))
+    whole, parts = Tally(5, "cpu"), [Tally(5, "cpu") for _ in rows]
+    for row, part in zip(rows, parts, strict=True):
+        whole.add(row, *one())
+        part.add(row, *one())
+    merged = Tally(5, "cpu")
+    for part in parts:
+        merged.merge(part)
+    assert merged.report() == whole.report()
+    doubled = whole.reduced(lambda flat: flat * 2).report()  # as two processes with the same rows
+    assert doubled["streak"] == whole.report()["streak"] and doubled["slots"] == 2 * whole.report()["slots"]
+    accepted = blocks = 0
+    for row in rows:
+        for live, correct in zip(row.live, (row.argmax == row.label) & row.live, strict=True):
+            if not live.any():
+                continue
+            blocks += 1
+            for k in range(1, 5):
+                if not (live[k] and correct[k]):
+                    break
+                accepted += 1
+    assert whole.report()["streak"] == pytest.approx(1 + accepted / blocks)
+    assert TOP_K[0] == 1 and float(whole.sums["top_k"][0]) == accepted
+
+
+def test_nothing_counted_is_none_not_zero():
+    report = Tally(3, "cpu").report()
+    assert report["streak"] is None and report["loss"] is None and report["position_accuracy"] == [None, None]

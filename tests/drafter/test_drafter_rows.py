@@ -1,0 +1,157 @@
+"""Packed rows: every sample once, the budget kept, documents apart, padding without effect, prefetch that
+ends.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.tiny_drafters import relative_error, tiny_config, tiny_drafter, tiny_head, tiny_items
+
+from dflash_lab.drafter.anchors import decay_weights
+from dflash_lab.drafter.loss.config import LossConfig
+from dflash_lab.drafter.loss.fused import FusedDraftLoss
+from dflash_lab.drafter.objective import add_noise, row_loss
+from dflash_lab.drafter.rows import PackedRows, plan_rows, prefetch
+from dflash_lab.errors import InputError
+
+
+def source(pad=False, context=64, anchors=10, **changes):
+    items = tiny_items(12, heldout=0, **changes)
+    return items, PackedRows(
+        items, range(len(items)), tiny_config(), context_tokens=context, anchors=anchors, seed=0, pad=pad
+    )
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(2, 80))
+def test_plan_holds_every_sample_once_within_the_budget(lengths, budget):
+    rows = plan_rows(lengths, budget, torch.Generator().manual_seed(0))
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    for row in rows:
+        assert len(row) == 1 or sum(min(lengths[i], budget) for i in row) <= budget
+
+
+def test_epochs_differ_and_rows_repeat():
+    items, rows = source()
+    again = PackedRows(items, range(12), tiny_config(), context_tokens=64, anchors=10, seed=0)
+    first = rows.row(0, 1)
+    for other in (rows.row(0, 1), again.row(0, 1)):
+        assert other.hashes == first.hashes and torch.equal(other.layout.anchors, first.layout.anchors)
+    epochs = [[rows.row(e, i) for i in range(rows.count(e))] for e in (0, 1)]
+    together = [{frozenset(r.hashes) for r in epoch} for epoch in epochs]
+    assert together[0] != together[1]
+    for epoch in epochs:
+        assert sorted(h for row in epoch for h in row.hashes) == sorted(item.hash for item in items)
+
+
+def test_a_row_is_its_documents_side_by_side():
+    items, rows = source()
+    by_hash = {item.hash: item for item in items}
+    row = rows.row(0, 0)
+    start = 0
+    for digest, segment in zip(row.hashes, row.layout.segments, strict=True):
+        item = by_hash[digest]
+        assert (segment.context_start, segment.context_stop) == (start, start + len(item))
+        assert torch.equal(row.input_ids[start : start + len(item)], item.input_ids.long())
+        assert torch.equal(row.taps[start : start + len(item)], item.taps)
+        assert torch.equal(row.final[start : start + len(item)], item.final)
+        for block in range(segment.block_start, segment.block_stop):
+            a = int(row.layout.anchors[block]) - start
+            assert int(row.layout.starts[block]) == start and item.loss_mask[a] and item.loss_mask[a + 1]
+            assert int(row.block_ids[block, 0]) == int(item.input_ids[a])
+            assert (row.block_ids[block, 1:] == tiny_config().mask_token_id).all()
+            for k in range(1, 4):
+                inside = a + k < len(item) and bool(item.loss_mask[a : a + k + 1].all())
+                assert bool(row.slot_mask[block, k]) == inside  # never into the next document
+                if inside:
+                    assert int(row.labels[block, k]) == int(item.input_ids[a + k])
+                    assert int(row.target_rows[block, k]) == start + a + k - 1
+        start += len(item)
+    assert row.tokens == start and row.blocks == len(row.block_ids) == 10
+
+
+def test_padding_changes_no_loss_and_no_gradient():
+    _, plain = source()
+    _, padded = source(pad=True)
+    results = []
+    for rows in (plain, padded):
+        row = rows.row(0, 2)
+        drafter = tiny_drafter()
+        loss = FusedDraftLoss(LossConfig(soft_weight=0.5))
+        found = row_loss(drafter, tiny_head(), row, row.taps.float(), decay_weights(4, 4.0), loss)
+        found.total.backward()
+        results.append((found, torch.cat([p.grad.flatten() for p in drafter.parameters()])))
+    assert padded.row(0, 2).taps.shape[0] == 64 and padded.row(0, 2).block_ids.shape[0] == 10
+    assert results[1][0].total.item() == pytest.approx(results[0][0].total.item(), rel=1e-6)
+    assert int(results[1][0].row_count) == int(results[0][0].row_count)
+    assert relative_error(results[1][1], results[0][1]) < 1e-5
+
+
+def test_padding_where_blocks_are_missing():
+    _, rows = source(pad=True, anchors=200)
+    row = rows.row(0, 0)
+    assert row.blocks < 200 == row.block_ids.shape[0] == row.slot_mask.shape[0]
+    assert not row.slot_mask[row.blocks :].any()
+    with torch.no_grad():
+        hidden = tiny_drafter()(tiny_head().embed(row.block_ids), row.taps.float(), row.layout)
+    assert hidden.shape[0] == 200 and torch.isfinite(hidden).all()
+
+
+def test_over_long_samples_are_cut_and_counted():
+    _, rows = source(context=16)
+    assert rows.cut > 0 and all(rows.row(0, i).tokens <= 16 for i in range(rows.count(0)))
+
+
+def test_slot_zero_and_masked_slots_cost_nothing():
+    _, rows = source()
+    row = rows.row(0, 0)
+    labels = row.labels.clone()
+    labels[~row.slot_mask] = 55
+    changed = row.__class__(**{**row.__dict__, "labels": labels})
+    losses = []
+    for each in (row, changed):
+        drafter, loss = tiny_drafter(), FusedDraftLoss(LossConfig())
+        losses.append(
+            row_loss(drafter, tiny_head(), each, each.taps.float(), decay_weights(4, 4.0), loss).total
+        )
+    assert torch.equal(*losses)
+
+
+def test_noise_is_uniform_within_its_bounds_and_seeded():
+    taps = torch.zeros(400, 50)
+    noisy = add_noise(taps, 0.05, torch.Generator().manual_seed(1))
+    assert float(noisy.abs().max()) <= 0.05
+    assert float(noisy.std()) == pytest.approx(0.05 / 3**0.5, rel=0.02)
+    assert torch.equal(noisy, add_noise(taps, 0.05, torch.Generator().manual_seed(1)))
+
+
+def test_prefetch_keeps_order_raises_what_the_source_raises_and_ends_its_thread():
+    def failing():
+        yield 1
+        yield 2
+        raise RuntimeError("disk gone")
+
+    stream = prefetch(failing())
+    assert [next(stream), next(stream)] == [1, 2]
+    with pytest.raises(RuntimeError, match="disk gone"):
+        next(stream)
+    assert list(prefetch(range(5))) == [0, 1, 2, 3, 4]
+    endless = prefetch(iter(int, 1), depth=1)
+    next(endless)
+    endless.close()
+    deadline = time.monotonic() + 5
+    while any(t.name == "row-prefetch" for t in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(t.name == "row-prefetch" for t in threading.enumerate())
+
+
+def test_sizes_are_checked():
+    items = tiny_items(3, heldout=0)
+    with pytest.raises(InputError, match="anchors = 0"):
+        PackedRows(items, range(3), tiny_config(), context_tokens=64, anchors=0, seed=0)
