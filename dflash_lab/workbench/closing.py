@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from dflash_lab.workbench.registry import STAGES
 from dflash_lab.workbench.stage import RESULT, read_result
 
 Figures = dict[str, Any]
@@ -50,8 +51,9 @@ def closing_figures(run: Path) -> Figures:
         values = [value for value in values if value is not None]
         if values:
             figures[name] = together(values)
-    for stage, shards in results.items():
-        figures[f"{stage}_seconds"] = round(sum(result["seconds"] for result in shards), 1)
+    for stage in STAGES:
+        if stage in results:
+            figures[f"{stage}_seconds"] = round(sum(result["seconds"] for result in results[stage]), 1)
     return figures
 
 

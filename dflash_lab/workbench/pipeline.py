@@ -17,8 +17,9 @@ from dflash_lab.workbench.launch import OK, output_notebook, run_notebook
 from dflash_lab.workbench.param_files import Given, known_names, read_given
 from dflash_lab.workbench.progress import duration
 from dflash_lab.workbench.registry import STAGES, params_class
+from dflash_lab.workbench.report import REPORT, write_index, write_report
 from dflash_lab.workbench.secrets import redact_tree
-from dflash_lab.workbench.stage import RESULT, SCHEMA_VERSION, is_finished
+from dflash_lab.workbench.stage import RESULT, SCHEMA_VERSION, is_finished, read_result
 
 logger = logging.getLogger(__name__)
 
@@ -28,20 +29,23 @@ def run_all(given: Given, extra: list[str]) -> int:
     enter_workspace()
     steps = plan(given)
     start = time.monotonic()
+    worked = False
     for number, (stage, step) in enumerate(steps, 1):
         params = read_given(params_class(stage), step)
-        name = params.folder.name
+        head = f"[{number}/{len(steps)}] {params.folder.name}"
         if not params.force and output_notebook(params).exists() and is_finished(params):
-            logger.info("[%d/%d] %s: finished before", number, len(steps), name)
+            logger.info("%s: finished before", head)
             continue
-        logger.info("[%d/%d] %s", number, len(steps), name)
-        begun = time.monotonic()
+        logger.info("%s", head)
+        worked, begun = True, time.monotonic()
         code = run_notebook(stage, step, extra)
         if code != OK:
             return code
-        logger.info("[%d/%d] %s: %s", number, len(steps), name, duration(time.monotonic() - begun))
+        logger.info("%s: %s", head, duration(time.monotonic() - begun))
     run = read_given(params_class(steps[0][0]), steps[0][1]).run
-    _close(run, time.monotonic() - start)
+    if worked or not (run / RESULT).exists() or not (run / REPORT).exists():
+        _close(run, time.monotonic() - start)
+    _show(run)
     return OK
 
 
@@ -81,22 +85,23 @@ def _refuse_names_of_no_stage(stages: list[str], given: Given) -> None:
             raise InputError(f"no stage has a parameter {name[:80]!r}{near(name, known)}.")
 
 
-def _close(run: Path, seconds: float) -> None:
-    """Write the run's closing table and its report, and show both."""
-    from dflash_lab.workbench.report import write_index, write_report
-
+def _close(run: Path, wall_s: float) -> None:
+    """Write the run's closing table, its report and the index of runs."""
     figures = closing_figures(run)
     record: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "run": run.name,
         "figures": figures,
-        "seconds": round(seconds, 1),
+        "wall_s": round(wall_s, 1),  # of this start; finished stages were skipped in it
         **provenance(),
     }
     write_json(run / RESULT, redact_tree(record))
-    report = write_report(run)
+    write_report(run)
     write_index(run.parent)
-    for line in closing_lines(figures):
+
+
+def _show(run: Path) -> None:
+    for line in closing_lines(read_result(run / RESULT)["figures"]):
         logger.info("%s", line)
-    logger.info("notebooks: %s", run / "*.ipynb")
-    logger.info("report:    %s", report)
+    logger.info("notebooks  %s", run / "*.ipynb")
+    logger.info("report     %s", run / REPORT)

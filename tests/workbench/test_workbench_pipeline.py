@@ -1,0 +1,132 @@
+"""A named run: stages in order, one step a shard, the finished skipped, the first failure ends it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dflash_lab.errors import InputError
+from dflash_lab.files import read_json, write_json
+from dflash_lab.workbench import pipeline
+from dflash_lab.workbench.param_files import Given, read_given
+from dflash_lab.workbench.registry import STAGES, params_class
+from dflash_lab.workbench.stage import is_finished
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def demo(tmp_path, monkeypatch):
+    """The demo's parameter files in a workspace of their own, and a launcher that only writes results."""
+    shutil.copytree(REPO / "params" / "demo", tmp_path / "params" / "demo")
+    (tmp_path / "notebooks").mkdir()
+    monkeypatch.chdir(tmp_path)
+    started: list[str] = []
+    fails: set[str] = set()
+
+    def run_notebook(stage, given, extra):
+        params = read_given(params_class(stage), given)
+        started.append(params.folder.name)
+        if stage in fails:
+            return 1
+        params.folder.mkdir(parents=True, exist_ok=True)
+        params.folder.with_suffix(".ipynb").write_text(
+            '{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}'
+        )
+        for path in params.outputs():
+            write_json(path, {})
+        if stage == "prepare":
+            write_json(params.run / "samples.parquet", {})
+        record = {
+            "schema_version": 1,
+            "stage": stage,
+            "parameters": params.as_dict(),
+            "figures": {},
+            "seconds": 2.0,
+        }
+        inputs = pipeline_inputs(params)
+        write_json(
+            params.folder / "result.json", {**record, "inputs": inputs, "time": "2025-01-01T00:00:00+00:00"}
+        )
+        return 0
+
+    monkeypatch.setattr(pipeline, "run_notebook", run_notebook)
+    return tmp_path, started, fails
+
+
+def pipeline_inputs(params):
+    from dflash_lab.workbench.fingerprint import fingerprints
+
+    return fingerprints(params.inputs(), params.run)
+
+
+def test_plan_is_the_stages_in_order_with_a_step_a_shard(demo):
+    steps = pipeline.plan(Given(run="params/demo"))
+    names = [read_given(params_class(stage), given).folder.name for stage, given in steps]
+    assert names == [
+        "prepare",
+        "dataset_stats",
+        "extract-0",
+        "extract-1",
+        "memory_sweep",
+        "train_drafter",
+        "acceptance",
+    ]
+
+
+def test_everything_runs_once_then_nothing(demo):
+    root, started, _ = demo
+    assert pipeline.run_all(Given(run="params/demo"), []) == 0
+    assert len(started) == 7
+    record = read_json(root / "runs/demo/result.json")
+    assert record["figures"]["extract_seconds"] == 4.0
+    assert (root / "runs/demo/report.html").exists() and (root / "runs/index.html").exists()
+    assert pipeline.run_all(Given(run="params/demo"), []) == 0
+    assert len(started) == 7 and read_json(root / "runs/demo/result.json") == record
+
+
+def test_a_changed_parameter_reruns_its_stage_only_until_its_outputs_change(demo):
+    _, started, _ = demo
+    pipeline.run_all(Given(run="params/demo"), [])
+    started.clear()
+    pipeline.run_all(Given(run="params/demo", typed=[("num_prompts", "3")]), [])
+    assert started == ["acceptance"]
+
+
+def test_a_changed_input_reruns_what_reads_it(demo):
+    root, started, _ = demo
+    pipeline.run_all(Given(run="params/demo"), [])
+    started.clear()
+    write_json(root / "runs/demo/samples.parquet", {"other": 1})
+    pipeline.run_all(Given(run="params/demo"), [])
+    assert {"dataset_stats", "extract-0", "extract-1"} <= set(started) and "prepare" not in started
+
+
+def test_the_first_failure_ends_the_run_and_the_next_start_goes_on(demo):
+    _, started, fails = demo
+    fails.add("memory_sweep")
+    assert pipeline.run_all(Given(run="params/demo"), []) == 1
+    assert started[-1] == "memory_sweep"
+    fails.clear()
+    started.clear()
+    assert pipeline.run_all(Given(run="params/demo"), []) == 0
+    assert started == ["memory_sweep", "train_drafter", "acceptance"]
+
+
+def test_a_name_goes_to_the_stages_that_know_it_and_an_unknown_one_is_refused(demo):
+    steps = dict(pipeline.plan(Given(run="params/demo", typed=[("max_batch", "7")])))
+    assert ("max_batch", "7") in steps["extract"].typed and ("max_batch", "7") not in steps["prepare"].typed
+    with pytest.raises(InputError, match="did you mean 'max_batch'"):
+        pipeline.plan(Given(run="params/demo", typed=[("max_bach", "7")]))
+
+
+def test_a_folder_without_stages_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"has no <stage>.yaml"):
+        pipeline.plan(Given(run=str(tmp_path)))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_nothing_is_finished_in_an_empty_folder(stage, tmp_path):
+    assert not is_finished(params_class(stage)(run_dir=str(tmp_path)))
