@@ -14,7 +14,7 @@ import xxhash
 
 from dflash_lab import files
 from dflash_lab.target.checkpoint import Checkpoint
-from dflash_lab.target.sources import Source, source_tokenizer, whole_config
+from dflash_lab.target.sources import Source, has_tokenizer, source_tokenizer, whole_config
 
 # Fields that say where or with what a config was read, not what the model computes.
 _VOLATILE = ("transformers_version", "_name_or_path", "dtype", "use_cache", "_commit_hash", "torch_dtype")
@@ -37,7 +37,7 @@ def identify(source: Source, *, seed: int = 0, full: bool = False) -> dict[str, 
     hash.
 
     full: hash the content of the weight files as well (reads all of them). For ``random:`` targets the
-    weights are named by their seed; tokenizer and template are empty.
+    weights are named by their seed. Tokenizer and template are empty where there is no tokenizer.
     """
     config = whole_config(source)
     fields = {k: v for k, v in config.to_dict().items() if k not in _VOLATILE}
@@ -52,6 +52,8 @@ def identify(source: Source, *, seed: int = 0, full: bool = False) -> dict[str, 
     identity["weights"] = _hash([header_hash(path) for path in weights])
     if full:
         identity["weights_content"] = _hash([files.checksum(path) for path in weights])
+    if not has_tokenizer(source):
+        return {**identity, "tokenizer": "", "template": ""}
     tokenizer = source_tokenizer(source)
     return {**identity, "tokenizer": tokenizer_hash(tokenizer), "template": template_hash(tokenizer)}
 

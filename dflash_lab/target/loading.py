@@ -98,22 +98,24 @@ def load_target(
     seed: int = 0,
     last_layer: int | None = None,
     with_head: bool = True,
-    attn: str = "sdpa",
+    attn: str = "auto",
     allow_slow_kernels: bool = False,
 ) -> Target:
     """Load a target for inference: evaluation mode, no gradients.
 
     target: ``smollm2``, a folder, a hub id, or ``random:<named shape | config.json>`` (weights from `seed`).
     last_layer: the last decoder layer to load (0-based, z-lab id); later ones are not read. with_head: False
-    leaves the head matrix unread. device ``meta`` gives shapes without weights. Raises `InputError` for a
-    name or value that means nothing and `UnsupportedTarget` for a model that is not understood.
+    leaves the head matrix unread. attn: sdpa where the model has it with ``auto``. device ``meta`` gives
+    shapes without weights. Raises `InputError` for a name or value that means nothing and `UnsupportedTarget`
+    for a model that is not understood.
     """
     started = time.monotonic()
     order = _order(target, device, dtype, trust_remote_code, seed)
     config = structure.cut_config(order.text, last_layer)
-    config._attn_implementation = attn
-    if order.device.type == "cuda" and structure.is_hybrid(config) and not allow_slow_kernels:
-        _require_fast_kernels(target)
+    config.use_cache = False  # a forgotten use_cache would keep 144 MiB of recurrent state a row on a 27B hybrid
+    config._attn_implementation = None if attn == "auto" else attn
+    if order.device.type == "cuda" and not allow_slow_kernels:
+        _require_fast_kernels(target, config)
     body, parts = order.skeleton(config)
     if order.device.type != "meta":
         if order.checkpoint is None:
@@ -202,8 +204,9 @@ def _head_weight(order: _Order, embedding: torch.Tensor) -> torch.Tensor:
     return module.weight.detach()
 
 
-def _require_fast_kernels(name: str) -> None:
-    if importlib.util.find_spec("fla") is None:
+def _require_fast_kernels(name: str, config: PretrainedConfig) -> None:
+    linear = "linear_attention" in (getattr(config, "layer_types", None) or ())
+    if linear and importlib.util.find_spec("fla") is None:
         raise InputError(
             f"{name} has gated-delta-net layers and flash-linear-attention is not installed: on CUDA the "
             "fallback is many times slower and takes more memory. pip install 'dflash-lab[gpu]', or set "

@@ -77,7 +77,7 @@ class Target:
     @property
     def is_hybrid(self) -> bool:
         """Whether some layers keep a recurrent state instead of keys and values."""
-        return structure.is_hybrid(self.config)
+        return structure.is_hybrid(self.config, self.body)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

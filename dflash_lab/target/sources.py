@@ -73,11 +73,21 @@ def load_tokenizer(target: str, *, trust_remote_code: bool = False) -> Tokenizer
     return source_tokenizer(resolve(target, trust_remote_code=trust_remote_code))
 
 
+def has_tokenizer(source: Source) -> bool:
+    """Tell whether tokenizer files lie beside the weights."""
+    names = ("tokenizer_config.json", "tokenizer.json")
+    return source.checkpoint is not None and any(local_file(source.checkpoint, name) for name in names)
+
+
 def source_tokenizer(source: Source) -> Tokenizer:
     """Return the tokenizer of a resolved target."""
     if source.checkpoint is None:
         raise InputError(
             f"{source.name}: a random target has no tokenizer. Give a checkpoint where text is needed."
+        )
+    if not has_tokenizer(source):
+        raise InputError(
+            f"{source.name}: no tokenizer beside the weights. Save the model's tokenizer there too."
         )
     return AutoTokenizer.from_pretrained(source.checkpoint, trust_remote_code=source.trust_remote_code)
 
@@ -87,7 +97,8 @@ def source_stop_ids(source: Source, config: PretrainedConfig) -> list[int]:
     found: set[int] = set()
     holders: list[object] = [config]
     if source.checkpoint is not None:
-        holders.append(source_tokenizer(source))
+        if has_tokenizer(source):
+            holders.append(source_tokenizer(source))
         if local_file(source.checkpoint, "generation_config.json") is not None:
             holders.append(GenerationConfig.from_pretrained(source.checkpoint))
     for holder in holders:

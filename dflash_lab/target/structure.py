@@ -10,23 +10,21 @@ acceptance silently.
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_MAPPING, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from dflash_lab.errors import InputError, UnsupportedTarget
 
-# Fields that change the logits after the head matrix. The losses and the decoder compute hidden @ weight.T
-# and no more.
-_LOGIT_FIELDS = {
-    "final_logit_softcapping": (None, 0, 0.0),
-    "logit_scale": (None, 1, 1.0),
-    "logits_scaling": (None, 1, 1.0),
-    "lm_head_bias": (None, False),
-}
+# Config fields by which models scale or cap their logits after the head matrix. The losses and the decoder
+# compute hidden @ weight.T and no more.
+_LOGIT_FIELD = re.compile(
+    r"(final_|output_)?(logits?|lm_head)_(scale|scaling|soft_?cap(ping)?|multiplier)|output_multiplier"
+)
 _CAUSAL_ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForImageTextToText")
 
 
@@ -63,9 +61,8 @@ def check_causal(config: PretrainedConfig, name: str) -> None:
         raise UnsupportedTarget(
             f"{name}: {text.model_type} attends to later tokens; a target must be causal."
         )
-    for field, neutral in _LOGIT_FIELDS.items():
-        value = getattr(text, field, None)
-        if value not in neutral:
+    for field, value in text.to_dict().items():
+        if _LOGIT_FIELD.fullmatch(field) and value not in (None, 0, 1):
             raise UnsupportedTarget(
                 f"{name}: {text.model_type} has {field}={value}, which changes its logits after the head. "
                 "It would need that step in TargetHead, the fused loss and the decoder."
@@ -80,7 +77,7 @@ def cut_config(config: PretrainedConfig, last_layer: int | None) -> PretrainedCo
     if not 0 <= last_layer < config.num_hidden_layers:
         raise InputError(f"last_layer={last_layer}: the target has layers 0..{config.num_hidden_layers - 1}.")
     config.num_hidden_layers = last_layer + 1
-    if getattr(config, "layer_types", None):
+    if len(getattr(config, "layer_types", None) or ()) > last_layer + 1:
         config.layer_types = config.layer_types[: last_layer + 1]
     return config
 
@@ -93,6 +90,10 @@ def skeleton(
         with torch.device("meta"):
             return AutoModel.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except ValueError as error:
+        if type(config) in MODEL_MAPPING:  # there is such a model, but it does not take these settings
+            raise InputError(
+                f"{name}: {error} Another attention can be asked for, such as attn='eager'."
+            ) from error
         raise UnsupportedTarget(
             f"{name}: transformers has no text model for model_type {config.model_type!r} ({error}). "
             "It would need one, or trust_remote_code=True if it brings code of its own that you trust."
@@ -108,6 +109,7 @@ def find_parts(body: PreTrainedModel, config: PretrainedConfig, name: str) -> Pa
         return UnsupportedTarget(f"{name}: {type(body).__name__} is not understood: {what}.")
 
     decoder = body.get_decoder()
+    names = {id(module): child for child, module in body.named_modules()}
     lists = [
         m for m in decoder.children() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers
     ]
@@ -123,17 +125,17 @@ def find_parts(body: PreTrainedModel, config: PretrainedConfig, name: str) -> Pa
         )
     norms = [
         module
-        for child, module in decoder.named_children()
+        for module in decoder.children()
         if "norm" in type(module).__name__.lower()
-        and "embed" not in child
         and getattr(module, "weight", None) is not None
         and module.weight.shape == (config.hidden_size,)
     ]
+    if len(norms) > 1:  # a norm of the embeddings beside the final one
+        norms = [module for module in norms if "embed" not in names[id(module)]]
     if len(norms) != 1:
         raise missing(
             f"expected one final norm of width {config.hidden_size} beside the layers, found {len(norms)}"
         )
-    names = {id(module): child for child, module in body.named_modules()}
     return Parts(lists[0], embedding, norms[0], names[id(embedding)], names[id(norms[0])])
 
 
@@ -155,9 +157,12 @@ def head_of(config: PretrainedConfig, *, name: str, trust_remote_code: bool = Fa
     return next(child for child, module in causal.named_modules() if module is head)
 
 
-def is_hybrid(config: PretrainedConfig) -> bool:
+def is_hybrid(config: PretrainedConfig, body: PreTrainedModel | None = None) -> bool:
     """Tell whether some layers keep a recurrent state (gated delta net, state space) instead of keys and
     values.
+
+    A config says so by its kinds of layer; some older state-space models say so only in their class.
     """
     kinds = getattr(config, "layer_types", None) or []
-    return any("attention" not in kind or kind == "linear_attention" for kind in kinds)
+    named = any("attention" not in kind or kind == "linear_attention" for kind in kinds)
+    return named or bool(getattr(body, "_is_stateful", False))
