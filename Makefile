@@ -7,6 +7,8 @@ RUN ?= params/demo
 PORT ?= 8888
 PYTEST_ARGS ?=
 BIN := .venv/bin
+# Containers run as root, which Jupyter refuses unless told; it listens on loopback with its token either way.
+AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
@@ -31,7 +33,7 @@ format: install-test
 	$(BIN)/nbstripout --keep-id notebooks/*.ipynb
 
 lab: install
-	$(BIN)/jupyter lab --ip=127.0.0.1 --port=$(PORT) --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks
+	$(BIN)/jupyter lab --ip=127.0.0.1 --port=$(PORT) $(AS_ROOT) --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks
 
 bench: install-test
 	for script in benchmarks/bench_*.py; do $(BIN)/python "$$script" || exit 1; done

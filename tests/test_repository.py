@@ -273,6 +273,14 @@ def test_documented_make_targets_files_and_commands_exist():
     assert seen > 5
 
 
+def test_make_lab_binds_to_loopback_and_keeps_the_token():
+    makefile = (REPO / "Makefile").read_text()
+    (line,) = [
+        line for line in makefile.splitlines() if "jupyter lab" in line.lower() and line.startswith("\t")
+    ]
+    assert "--ip=127.0.0.1" in line and "token" not in line.lower() and "password" not in line.lower()
+
+
 def test_links_between_documents_hold():
     for path in documents():
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text(encoding="utf-8")):
