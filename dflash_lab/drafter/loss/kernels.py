@@ -219,12 +219,11 @@ def gradient_kernel(
         column = start + tl.arange(0, BLOCK)
         inside = column < last
         z = tl.load(Z + column, mask=inside, other=-float("inf"))
-        log_p = tl.maximum(z - lse, -1.0e4)
-        log_p = tl.where(z != z, z, log_p)
+        log_p = z - lse
         p = tl.exp2(log_p * LOG2E)
         grad = hard * p
         if HAS_CAP:
-            grad -= cap * p * (log_p + entropy)
+            grad -= tl.where(p == 0.0, 0.0, cap * p * (log_p + entropy))
         if TARGET:
             s = tl.load(S + column, mask=inside, other=-float("inf"))
             log_q = s * inv_t - target_lse_t
