@@ -189,3 +189,17 @@ def tokens_frame(study: Study, decode_one: Callable[[int], str]) -> pl.DataFrame
         "replaced": pl.String,
     }
     return pl.DataFrame(rows, schema=schema, orient="row")
+
+
+def token_class(text: str) -> str:
+    """Return what kind of token a text is: where drafts die depends on it."""
+    bare = text.strip()
+    if not bare:
+        return "line break" if "\n" in text else "space"
+    if bare.startswith("<|") or (bare.startswith("<") and bare.endswith(">")):
+        return "special"
+    if any(character.isdigit() for character in bare):
+        return "number"
+    if any(character.isalpha() for character in bare):
+        return "word start" if text[0].isspace() else "word piece"
+    return "punctuation"

@@ -41,7 +41,13 @@ class Costs:
 
     @classmethod
     def typed(
-        cls, *, step_ms: float, step_ms_per_token: float, draft_ms: float, build_ms_per_node: float = 0.002
+        cls,
+        *,
+        step_ms: float,
+        step_ms_per_token: float,
+        draft_ms: float,
+        build_ms_per_node: float = 0.002,
+        replay: bool = False,
     ) -> Costs:
         """Costs from four numbers: a step of width w takes step_ms + (w - 1) * step_ms_per_token."""
         widths = (1, 2048)
@@ -49,6 +55,7 @@ class Costs:
             {w: step_ms + (w - 1) * step_ms_per_token for w in widths},
             {1: draft_ms, 64: draft_ms},
             {n: n * build_ms_per_node for n in widths},
+            replay,
         )
 
 

@@ -12,14 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import polars as pl
-
-from dflash_lab import files
-from dflash_lab.acceptance.offline_report import OfflineReport
-from dflash_lab.acceptance.whatif import Costs
+from dflash_lab.acceptance.evaluation import Evaluation
 from dflash_lab.workbench.params import StageParams, param
-
-FRAMES = ("answers", "rounds", "tokens", "budgets", "costs", "points", "checks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,56 +76,13 @@ class AcceptanceParams(StageParams):
         return paths if self.prompts == "humaneval" else [*paths, Path(self.prompts)]
 
 
-@dataclass(frozen=True)
-class AcceptanceResult:
-    """Headline figures and what the notebook draws.
-
-    `answers`, `rounds`, `tokens`: see `acceptance.study`. `budgets`: `part` (dev | test | all), `budget`,
-    `tau`, `low`, `high`. `costs`: `what`, `size`, `ms`. `points`: `block_size`, `budget`, `tau`, `round_ms`,
-    `speedup`, best first. `checks`: `name`, `verdict`, `value`, `detail`. `offline`: every anchor of the
-    analysed answers. `facts`: protocol, phases, sentences.
-    """
-
-    figures: dict[str, Any]
-    answers: pl.DataFrame
-    rounds: pl.DataFrame
-    tokens: pl.DataFrame
-    budgets: pl.DataFrame
-    costs: pl.DataFrame
-    points: pl.DataFrame
-    checks: pl.DataFrame
-    offline: OfflineReport
-    facts: dict[str, Any]
-
-    @property
-    def cost_model(self) -> Costs:
-        """The measured costs, for `acceptance.whatif`."""
-        return Costs.from_frame(self.costs, replay=bool(self.facts["hybrid"]))
-
-    def save(self, folder: Path) -> None:
-        """Leave the result in the stage's folder."""
-        for name in FRAMES:
-            with files.atomic_path(folder / f"{name}.parquet") as temporary:
-                getattr(self, name).write_parquet(temporary)
-        self.offline.save(folder / "offline")
-        files.write_json(folder / "facts.json", self.facts)
-        files.write_json(folder / "figures.json", self.figures)
-
-    @classmethod
-    def load(cls, folder: Path) -> AcceptanceResult:
-        """Read a finished result again."""
-        return cls(
-            figures=files.read_json(folder / "figures.json"),
-            offline=OfflineReport.load(folder / "offline"),
-            facts=files.read_json(folder / "facts.json"),
-            **{name: pl.read_parquet(folder / f"{name}.parquet") for name in FRAMES},
-        )
+AcceptanceResult = Evaluation  # the registry finds a stage's result by this name
 
 
 def run_acceptance(params: AcceptanceParams, progress: Any = None) -> AcceptanceResult:
     """Decode, compare, analyse; the result is saved in the stage's folder."""
-    from dflash_lab.workbench.stages.acceptance_run import AcceptanceRun
+    from dflash_lab.acceptance.evaluate import Evaluator
 
-    result = AcceptanceRun(params, progress).result()
+    result = Evaluator(params, progress).evaluate()
     result.save(params.folder)
     return result

@@ -15,6 +15,7 @@ import torch
 from dflash_lab.acceptance import diagnosis
 from dflash_lab.acceptance.costs import measure_costs
 from dflash_lab.acceptance.decode import Decoded, decode, plain_decode
+from dflash_lab.acceptance.evaluation import Evaluation
 from dflash_lab.acceptance.live import live_items, stored_items
 from dflash_lab.acceptance.offline import offline
 from dflash_lab.acceptance.offline_report import OfflineReport
@@ -27,26 +28,30 @@ from dflash_lab.acceptance.study import (
     next_turn,
     rounds_frame,
     run_study,
+    token_class,
     tokens_frame,
 )
 from dflash_lab.acceptance.target_run import check_tree_target
 from dflash_lab.acceptance.tau import compare
 from dflash_lab.acceptance.whatif import Costs, operating_points
 from dflash_lab.data.items import FeatureItem
+from dflash_lab.data.samples import scan_samples
 from dflash_lab.drafter.checkpoint import load_checkpoint
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError, UnsupportedTarget
 from dflash_lab.extraction.store import open_store
 from dflash_lab.target.loading import choose_device, load_target
-from dflash_lab.workbench.stages.acceptance import AcceptanceParams, AcceptanceResult
 
 logger = logging.getLogger(__name__)
 
 
-class AcceptanceRun:
-    """One run of the stage: target, drafter and prompts, and the studies made so far."""
+class Evaluator:
+    """One evaluation: target, drafter and prompts, and the studies made so far.
 
-    def __init__(self, params: AcceptanceParams, progress: Any = None) -> None:
+    `params` has the names of the stage `acceptance`'s parameters, which document unit and range of each.
+    """
+
+    def __init__(self, params: Any, progress: Any = None) -> None:
         self.params, self.progress = params, progress
         device = choose_device(params.device)
         self.target = load_target(params.target, device=device, dtype=params.dtype, seed=params.seed)
@@ -60,7 +65,7 @@ class AcceptanceRun:
         self.figures: dict[str, Any] = {"prompts": len(self.prompts), "prompts_available": len(available)}
         self.facts: dict[str, Any] = {"hybrid": self.target.is_hybrid}
 
-    def result(self) -> AcceptanceResult:
+    def evaluate(self) -> Evaluation:
         """Do everything in order."""
         self._decode_basics()
         report, own = self._offline()
@@ -80,7 +85,7 @@ class AcceptanceRun:
         )
         for name, value in self.figures.items():
             logger.info("%s: %s", name, value)
-        return AcceptanceResult(
+        return Evaluation(
             figures=self.figures,
             answers=answers_frame(studies, self.prompts),
             rounds=rounds_frame(studies),
@@ -89,6 +94,7 @@ class AcceptanceRun:
             costs=costs,
             points=points,
             checks=checks,
+            breaks=self._breaks(report),
             offline=report,
             facts=self.facts,
         )
@@ -203,6 +209,32 @@ class AcceptanceRun:
             "offline_anchors": len(report.anchors),
         }
         return report, own
+
+    def _breaks(self, report: OfflineReport) -> pl.DataFrame:
+        """Where chains broke along the offline walk: class and text of the answer's token and of the
+        draft, entropy.
+        """
+        rows, _ = report.walk()
+        frame = report.anchors[rows].filter(pl.col("label").is_not_null())
+        ids = frame.select(pl.concat([pl.col("label"), pl.col("drafted")]).unique()).to_series().to_list()
+        texts = {token: self._text(token) for token in ids}
+        source = {prompt.hash: prompt.source for prompt in self.prompts}
+        if self.params.prompts == "heldout":
+            known = scan_samples(self.params.samples_path).select("content_hash", "source").collect()
+            source = dict(known.iter_rows())
+        return frame.select(
+            "answer",
+            "place",
+            "accepted",
+            "entropy",
+            "p_top",
+            "p_label",
+            label=pl.col("label").replace_strict(texts, return_dtype=pl.String),
+            drafted=pl.col("drafted").replace_strict(texts, return_dtype=pl.String),
+            source=pl.col("sample").replace_strict(
+                source, default=self.params.prompts, return_dtype=pl.String
+            ),
+        ).with_columns(kind=pl.col("label").map_elements(token_class, return_dtype=pl.String))
 
     def _operating_points(
         self, report: OfflineReport, own: list[int]
