@@ -23,6 +23,7 @@ from dflash_lab.errors import StoreError
 from dflash_lab.files import read_json, write_json
 from dflash_lab.provenance import provenance
 from dflash_lab.workbench import peak
+from dflash_lab.workbench.advice import advice_for, details_of
 from dflash_lab.workbench.fingerprint import fingerprints
 from dflash_lab.workbench.lock import stage_lock
 from dflash_lab.workbench.params import StageParams
@@ -135,7 +136,6 @@ def failure_record(params: StageParams, error: BaseException, seconds: float) ->
     An exception may carry `details` (a dict of plain values: batch, lengths, memory) and `advice` (a
     sentence).
     """
-    details = getattr(error, "details", None)
     frames = [
         f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)
     ]
@@ -146,8 +146,8 @@ def failure_record(params: StageParams, error: BaseException, seconds: float) ->
         "error": type(error).__name__,
         "message": str(error)[:4000],
         "where": frames[-12:],
-        "details": {str(name): _plain(value) for name, value in details.items()} if details else {},
-        "advice": str(getattr(error, "advice", "") or ""),
+        "details": _plain(details_of(error)),
+        "advice": advice_for(error, params),
         "parameters": params.as_dict(),
         "seconds": round(seconds, 3),
         "peak_memory": peak.peak_memory(),

@@ -1,0 +1,57 @@
+"""What `failure.json` says beside the error: what the exception itself knows, or what its kind tells."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+from dflash_lab.workbench.params import StageParams
+
+_SIZES = ("batch", "block", "tokens", "anchors", "length", "layers", "taps", "budget", "size", "samples")
+
+
+def details_of(error: BaseException) -> dict[str, Any]:
+    """Return the plain facts (batch, lengths, memory) that the error or its cause carries as `details`."""
+    for link in chain(error):
+        details = getattr(link, "details", None)
+        if isinstance(details, dict):
+            return {str(name): value for name, value in details.items()}
+    return {}
+
+
+def advice_for(error: BaseException, params: StageParams) -> str:
+    """Return what to do: the error's own `advice`, else by kind (memory, disk), else an empty string."""
+    links = list(chain(error))
+    for link in links:
+        own = getattr(link, "advice", None)
+        if own:
+            return str(own)
+    for link in links:
+        if type(link).__name__ == "OutOfMemoryError" or isinstance(link, MemoryError):
+            return _memory(link, params)
+        if isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT):
+            return (
+                "The disk or your quota is full: free space or give another run_dir; finished files are kept."
+            )
+    return ""
+
+
+def _memory(error: BaseException, params: StageParams) -> str:
+    from dflash_lab.memory.crash import explain_crash, requested_bytes
+
+    general = "Run memory_sweep with these parameters for the largest sizes that fit."
+    if not requested_bytes(str(error)):
+        return general
+    values = {name: value for name, value in params.as_dict().items() if any(word in name for word in _SIZES)}
+    sizes = {name: value for name, value in values.items() if isinstance(value, int) and value > 1}
+    return f"{explain_crash(error, dimensions=sizes).explain()} {general}"
+
+
+def chain(error: BaseException) -> list[BaseException]:
+    """Return the error, its cause, the cause's cause, and so on; contexts where there is no cause."""
+    found: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in found:
+        found.append(link)
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return found

@@ -1,0 +1,66 @@
+"""Advice in failure.json: the error's own, else by its kind."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+
+from dflash_lab.workbench.advice import advice_for, chain, details_of
+from dflash_lab.workbench.params import StageParams, param
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyParams(StageParams):
+    stage: ClassVar[str] = "toy"
+    max_batch: int = param(8, "batch")
+    token_budget: int = param(2**22, "budget")
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch's."""
+
+
+class Knowing(RuntimeError):
+    advice = "lower token_budget"
+    details: ClassVar[dict] = {"batch": 3}
+
+
+def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
+    try:
+        raise error from cause
+    except BaseException as caught:
+        return caught
+
+
+def test_own_advice_and_details_win_also_through_a_cause():
+    error = raised(ValueError("stage failed"), Knowing("inner"))
+    assert advice_for(error, ToyParams()) == "lower token_budget" and details_of(error) == {"batch": 3}
+
+
+def test_an_out_of_memory_is_explained_with_the_runs_sizes():
+    size = 8 * 2**22 * 4
+    message = f"CUDA out of memory. Tried to allocate {size / 2**20:.2f} MiB. GPU 0 has a total capacity"
+    text = advice_for(raised(OutOfMemoryError(message)), ToyParams())
+    assert "asked for" in text and "max_batch 8 x token_budget 4,194,304" in text and "memory_sweep" in text
+
+
+def test_an_out_of_memory_without_numbers_still_says_what_to_do():
+    assert "memory_sweep" in advice_for(MemoryError(), ToyParams())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_named(number):
+    assert "full" in advice_for(OSError(number, "no space"), ToyParams())
+
+
+def test_others_get_no_advice():
+    assert advice_for(ZeroDivisionError(), ToyParams()) == "" and details_of(ZeroDivisionError()) == {}
+
+
+def test_chain_ends_on_a_loop():
+    first, second = ValueError(), KeyError()
+    first.__context__, second.__context__ = second, first
+    assert chain(first) == [first, second]
