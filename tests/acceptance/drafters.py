@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from dflash_lab.acceptance.offline import Context
 from dflash_lab.acceptance.proposals import Draft
-from dflash_lab.drafter.attention import row_layout
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.model import Drafter
 
@@ -80,8 +80,13 @@ def same_law(ours: list, theirs: list) -> bool:
     return statistic < freedom + 4 * (2 * freedom) ** 0.5
 
 
-def overfit(target, drafter: Drafter, items, steps: int = 60) -> Drafter:
-    """Train a tiny drafter on `items` until it is right often, so that tests see real partial acceptance."""
+def overfit(
+    target, drafter: Drafter, items, steps: int = 60, *, visible_shift: int = 0, label_shift: int = 0
+) -> Drafter:
+    """Train a tiny drafter on `items` until it is right often, so that tests see real partial acceptance.
+
+    visible_shift, label_shift: faults to train with (context past the anchor, labels of the slot after).
+    """
     size = drafter.config.block_size
     optimizer = torch.optim.Adam(drafter.parameters(), lr=3e-3)
     drafter.train()
@@ -92,10 +97,10 @@ def overfit(target, drafter: Drafter, items, steps: int = 60) -> Drafter:
             anchors = list(range(first, len(ids) - 1))
             block = torch.full((len(anchors), size), drafter.config.mask_token_id)
             block[:, 0] = ids[anchors]
-            padded = torch.cat([ids, ids.new_full((size,), -100)])
-            labels = padded[torch.tensor(anchors)[:, None] + torch.arange(1, size)]
-            layout = row_layout([anchors], [len(ids)], size)
-            hidden = drafter(target.head.embed(block), item.taps.float(), layout, attention="dense")[:, 1:]
+            padded = torch.cat([ids, ids.new_full((size + label_shift,), -100)])
+            labels = padded[torch.tensor(anchors)[:, None] + torch.arange(1, size) + label_shift]
+            context = Context(drafter, item.taps.float())
+            hidden = context.blocks(anchors, target.head.embed(block), visible_shift=visible_shift)[:, 1:]
             logits = drafter.logits(hidden, target.head.weight)
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
             optimizer.zero_grad()
