@@ -11,12 +11,13 @@ data sets.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from dflash_lab.drafter.loss.result import RowStats
+if TYPE_CHECKING:
+    from dflash_lab.drafter.objective import RowLoss
 
 TOP_K = (1, 2, 4, 8, 16)
 BINS = 15  # of confidence, for calibration
@@ -44,13 +45,17 @@ class Tally:
             "bin_count": zeros(BINS),
             "bin_confidence": zeros(BINS),
             "bin_correct": zeros(BINS),
+            "selected": zeros(),  # slots where DFlash 2's selector, told the slot before, chose the label
+            "selected_run": zeros(),
+            "selectable": zeros(),
             "loss": zeros(),
             "denominator": zeros(),
         }
 
     @torch.no_grad()
-    def add(self, stats: RowStats, loss: Tensor, denominator: Tensor) -> None:
-        """Add one row's statistics; `loss` is unnormalised, `denominator` what it is divided by."""
+    def add(self, row: RowLoss) -> None:
+        """Add one row."""
+        stats = row.rows
         mask, labels, sums = stats.live, stats.label, self.sums
         correct = (stats.argmax == labels) & mask
         run = correct[:, 1:].long().cumprod(1)  # [A, B-1]
@@ -74,8 +79,13 @@ class Tally:
         sums["bin_count"].index_add_(0, where, torch.ones_like(confidence))
         sums["bin_confidence"].index_add_(0, where, confidence)
         sums["bin_correct"].index_add_(0, where, correct[mask].double())
-        sums["loss"] += loss.double()
-        sums["denominator"] += denominator
+        if row.chosen is not None:
+            right = (row.chosen == labels) & mask
+            sums["selected"] += right.sum()
+            sums["selected_run"] += right[:, 1:].long().cumprod(1).sum()
+            sums["selectable"] += mask.sum()
+        sums["loss"] += row.total.detach().double()
+        sums["denominator"] += row.below
 
     def reduced(self, total: Callable[[Tensor], Tensor]) -> Tally:
         """A copy with `total` (a sum over processes) applied to all sums at once."""
@@ -116,6 +126,9 @@ class Tally:
             "position_accuracy": _ratios(sums["correct"][1:], sums["slots"][1:]),
             "conditional_accuracy": _ratios(sums["accepted"][1:], sums["reached"][1:]),
         }
+        if sums["selectable"]:
+            report["selector_accuracy"] = _ratio(sums["selected"], sums["selectable"])
+            report["selector_streak"] = 1 + float(sums["selected_run"]) / float(sums["blocks"])
         for i, k in enumerate(TOP_K[1:], start=1):
             hits = _ratio(sums["top_k"][i], sums["blocks"])
             report[f"top{k}_streak"] = None if hits is None else 1 + hits

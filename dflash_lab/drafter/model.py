@@ -219,7 +219,10 @@ class Drafter(nn.Module):
         """Draft logits [..., V] of hidden [..., H] with the target's head [V, H], scaled and soft-capped as
         configured.
         """
-        logits = F.linear(hidden, head)
+        return self.capped(F.linear(hidden, head))
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Apply `output_multiplier` and `final_logit_softcapping`."""
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         if (cap := self.config.final_logit_softcapping) > 0:

@@ -8,16 +8,20 @@ at a + k - 1 through its own final norm: they give its distribution of the token
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from dflash_lab.drafter.anchors import decay_weights
 from dflash_lab.drafter.config import DrafterConfig
-from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.loss.fused import FusedDraftLoss
-from dflash_lab.drafter.loss.result import DraftLoss
+from dflash_lab.drafter.loss.result import RowStats
+from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.rows import Row
+from dflash_lab.drafter.selector_loss import selector_loss
+from dflash_lab.drafter.settings import TrainSettings
 from dflash_lab.errors import InputError
 
 if TYPE_CHECKING:
@@ -32,46 +36,63 @@ def add_noise(taps: Tensor, std: float, generator: torch.Generator) -> Tensor:
     return taps + ((noise * 2 - 1) * std).to(taps.dtype)
 
 
-def loss_config(config: LossConfig, drafter: DrafterConfig) -> LossConfig:
-    """Put the drafter's logit scale and soft cap into the loss, which projects the hidden states itself."""
-    return dataclasses.replace(
-        config, logit_scale=drafter.output_multiplier, logit_softcap=drafter.final_logit_softcapping
-    )
-
-
-def row_loss(
-    model: nn.Module,
-    head: TargetHead,
-    row: Row,
-    taps: Tensor,
-    weights: Tensor,
-    loss: FusedDraftLoss,
-    *,
-    attention: str = "auto",
-    teacher: bool = True,
-) -> DraftLoss:
-    """Loss and statistics of one row on the device of `head`.
-
-    `model` is a Drafter or a wrapper of one; `taps` [S, K*H] are the row's states, with noise or without;
-    `weights` [B] weigh the slots of a block. `teacher` compares with the target where the row has its final
-    states, even if no term of the loss needs it (one more matrix product).
+@dataclass(frozen=True)
+class RowLoss:
+    """What a row costs: `total` (differentiable, unnormalised), `below` (what it is divided by),
+    statistics of its slots, and the tokens [A, B] that DFlash 2's selector chose (None without one).
     """
-    hidden = model(head.embed(row.block_ids), taps, row.layout, attention)
-    target_hidden = None
-    if row.final is None:
-        if loss.config.needs_target:
-            raise InputError(
-                "this loss compares with the target's distribution, but the features hold no final states. "
-                "Extract with store_final: true, or train on hard labels from the data alone."
-            )
-    elif teacher or loss.config.needs_target:
-        with torch.no_grad():
-            target_hidden = head.normed(row.final.to(head.weight.dtype))
-    return loss(
-        hidden,
-        head.weight,
-        row.labels,
-        row.slot_mask * weights,
-        target_hidden=target_hidden,
-        target_rows=None if target_hidden is None else row.target_rows,
-    )
+
+    total: Tensor
+    below: Tensor
+    rows: RowStats
+    chosen: Tensor | None
+
+
+class Objective:
+    """The loss of packed rows under a run's settings, on the device of `head`."""
+
+    def __init__(
+        self, head: TargetHead, config: DrafterConfig, settings: TrainSettings, plan_group: Any = None
+    ) -> None:
+        self.head, self.settings = head, settings
+        self.weights = decay_weights(config.block_size, settings.gamma)
+        scaled = dataclasses.replace(
+            settings.loss, logit_scale=config.output_multiplier, logit_softcap=config.final_logit_softcapping
+        )
+        self.fused = FusedDraftLoss(scaled, plan_group=plan_group)
+
+    def __call__(
+        self, model: nn.Module, drafter: Drafter, row: Row, taps: Tensor, *, teacher: bool
+    ) -> RowLoss:
+        """Loss of one row. `model` is `drafter` or a wrapper of it; `taps` [S, K*H] the row's states, with
+        noise or without. `teacher` compares with the target where the row has its final states, even if no
+        term needs it (one more matrix product).
+        """
+        head, device = self.head, self.head.weight.device
+        embeddings = head.embed(row.block_ids.to(device)).to(taps.device)
+        hidden = model(embeddings, taps, row.layout, self.settings.attention).to(device)
+        target_hidden = None
+        if row.final is None:
+            if self.settings.loss.needs_target:
+                raise InputError(
+                    "this loss compares with the target's distribution, but the store has no final states. "
+                    "Extract with store_final: true, or train on hard labels from the data alone."
+                )
+        elif teacher or self.settings.loss.needs_target:
+            with torch.no_grad():
+                target_hidden = head.normed(row.final.to(device, head.weight.dtype))
+        weights = row.slot_mask * self.weights
+        loss = self.fused(
+            hidden,
+            head.weight,
+            row.labels,
+            weights,
+            target_hidden=target_hidden,
+            target_rows=None if target_hidden is None else row.target_rows,
+        )
+        total, chosen = loss.total, None
+        if drafter.candidate_selector is not None and self.settings.selector_weight:
+            selector, chosen = selector_loss(drafter, hidden, head.weight, row.labels, loss.rows)
+            total = total + self.settings.selector_weight * selector
+        below = loss.weight_sum if self.settings.denominator == "weights" else loss.row_count
+        return RowLoss(total, below, loss.rows, chosen)

@@ -25,12 +25,13 @@ def save(run: Trainer) -> None:
     if run.group.rank == 0:
         if run.journal:
             run.journal.flush()  # the lines before the checkpoint must not be younger than it
+        plan = run.objective.fused.plan
         record = {
             "setup": run.setup,
             "place": run.place,
             "optimizer_steps": run.optimizer.steps,
             "guard": run.guard.state(),
-            "loss_rows": run.loss.plan.rows if run.loss.plan else 0,
+            "loss_rows": plan.rows if plan else 0,
         }
         tensors |= {f"window.{name}": value for name, value in window.items()}
         root = run.folder / "checkpoints"
@@ -60,7 +61,7 @@ def resume(run: Trainer) -> None:
     run.guard.load(record["guard"])
     run.place = record["place"]
     rows = record["loss_rows"]
-    run.loss.plan = ChunkPlan(rows) if rows else None  # the same chunks give the same sums
+    run.objective.fused.plan = ChunkPlan(rows) if rows else None  # the same chunks give the same sums
     logger.info("training goes on from step %d", run.step)
 
 

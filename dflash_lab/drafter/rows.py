@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, TypeVar

@@ -22,6 +22,7 @@ class TrainSettings:
     Attributes:
         max_steps: optimizer steps of the whole run; the schedule ends there.
         context_tokens, anchors: size of a packed row; a step sees `accumulate` rows on each process.
+        selector_weight: factor of the cross-entropy of DFlash 2's selector; no matter for DFlash.
         gamma: slot k weighs exp(-(k-1)/gamma); 0: all slots alike.
         denominator: a step's loss is divided by the sum of its slot `weights` (SpecForge, the default) or by
             their number, `mask` (speculators). The two differ by sum(w)/B, 0.20 to 0.46 for gamma 4 to 12 at
@@ -34,7 +35,6 @@ class TrainSettings:
         time_limit_s: seconds of training; the schedule then follows the larger of step share and time share,
             so the rate has come down when time is up. 0: none, and only then is a run reproducible bit for
             bit.
-        head_rows: rows of a loss chunk; 0: planned from free memory.
     """
 
     max_steps: int
@@ -42,6 +42,7 @@ class TrainSettings:
     anchors: int
     accumulate: int = 1
     loss: LossConfig = field(default_factory=LossConfig)
+    selector_weight: float = 1.0
     gamma: float = 7.0
     denominator: str = "weights"
     noise_std: float = 0.0

@@ -21,14 +21,12 @@ import numpy as np
 import torch
 
 from dflash_lab.drafter import state as states
-from dflash_lab.drafter.anchors import decay_weights, stream_seed
+from dflash_lab.drafter.anchors import stream_seed
 from dflash_lab.drafter.guard import Guard
 from dflash_lab.drafter.journal import Journal
-from dflash_lab.drafter.loss.fused import FusedDraftLoss
-from dflash_lab.drafter.loss.result import DraftLoss
 from dflash_lab.drafter.metrics import Tally
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.drafter.objective import add_noise, loss_config, row_loss
+from dflash_lab.drafter.objective import Objective, add_noise
 from dflash_lab.drafter.optimizer import Optimizer
 from dflash_lab.drafter.parallel import Single
 from dflash_lab.drafter.resume import keep_best, resume, save
@@ -81,14 +79,13 @@ class Trainer:
     ) -> None:
         self.head, self.drafter, self.settings, self.group = head, drafter, settings, group
         self.folder, self.probe, self.on_progress = folder, probe, on_progress
-        self.device = head.weight.device
+        self.device = drafter.fc.weight.device
         config = drafter.config
         if head.weight.shape[0] != config.vocab_size:
             raise InputError(
                 f"the drafter's vocab_size is {config.vocab_size}, the target has {len(head.weight)} tokens."
             )
-        self.loss = FusedDraftLoss(loss_config(settings.loss, config), plan_group=group.plan_group)
-        self.weights = decay_weights(config.block_size, settings.gamma)
+        self.objective = Objective(head, config, settings, group.plan_group)
         sizes = dict(context_tokens=settings.context_tokens, anchors=settings.anchors, seed=settings.seed)
         heldout = np.asarray(items.heldout, dtype=bool)
         pad = self.device.type == "cuda"
@@ -100,7 +97,7 @@ class Trainer:
         self.model = group.wrap(drafter)
         self.optimizer = Optimizer(drafter.named_parameters(), settings.optimizer)
         self.guard = Guard(settings.explode_factor, settings.max_bad_steps, folder / "bad")
-        self.window = Tally(config.block_size, self.device)  # since the last log
+        self.window = Tally(config.block_size, head.weight.device)  # since the last log
         self.journal: Journal | None = None
         self.setup = states.setup(settings, drafter, self.rows.lengths, group.world)
         self.place: dict[str, Any] = dict(
@@ -173,7 +170,7 @@ class Trainer:
         waited = time.perf_counter() - started
         nominal = settings.anchors * (self.drafter.config.block_size - 1) * settings.accumulate
         self.drafter.train()
-        tally = Tally(self.drafter.config.block_size, self.device)
+        tally = Tally(self.drafter.config.block_size, self.head.weight.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, denominator
         for number, (epoch, index, host_row) in enumerate(batch):
             row = host_row.to(self.device)
@@ -183,10 +180,10 @@ class Trainer:
                 generator.manual_seed(stream_seed("noise", settings.seed, epoch, index))
                 taps = add_noise(taps, settings.noise_std, generator)
             self.group.exchange(self.model, number + 1 == len(batch))
-            loss, below = self.row_loss(row, taps, teacher=False)
+            loss = self.objective(self.model, self.drafter, row, taps, teacher=False)
             (loss.total / nominal).backward()
-            sums += torch.stack([loss.total.detach().double(), below.double()])
-            tally.add(loss.rows, loss.total.detach(), below)
+            sums += torch.stack([loss.total.detach(), loss.below]).to(sums)
+            tally.add(loss)
         if self.apply(sums, nominal, [row for _, _, row in batch]):
             self.window.merge(tally)
         self.advance(len(batch))
@@ -196,14 +193,6 @@ class Trainer:
         place["blocks"] += blocks
         place["waited"] += waited
         place["seconds"] += self.group.longest(time.perf_counter() - started)
-
-    def row_loss(self, row: Row, taps: torch.Tensor, *, teacher: bool) -> tuple[DraftLoss, torch.Tensor]:
-        """A row's loss and the denominator that it adds to."""
-        attention = self.settings.attention
-        loss = row_loss(
-            self.model, self.head, row, taps, self.weights, self.loss, attention=attention, teacher=teacher
-        )
-        return loss, loss.weight_sum if self.settings.denominator == "weights" else loss.row_count
 
     def apply(self, sums: torch.Tensor, nominal: int, rows: list[Row]) -> bool:
         """Judge the gradients and move the weights; whether it did. Drops the gradients, counts the step."""
@@ -238,7 +227,7 @@ class Trainer:
     def log(self) -> None:
         """Write the means over the steps since the last log."""
         sums = self.window.reduced(self.group.total)
-        self.window = Tally(self.drafter.config.block_size, self.device)
+        self.window = Tally(self.drafter.config.block_size, self.head.weight.device)
         if self.journal:
             place = self.place
             self.journal.write(
@@ -259,15 +248,16 @@ class Trainer:
         if not self.heldout:
             return
         self.drafter.eval()
-        tally = Tally(self.drafter.config.block_size, self.device)
+        tally = Tally(self.drafter.config.block_size, self.head.weight.device)
         world = self.group.world
         with torch.no_grad():
             for first in range(0, len(self.heldout), world):  # all processes take part in every forward
                 number = first + self.group.rank
                 row = self.heldout[min(number, len(self.heldout) - 1)].to(self.device)
-                loss, below = self.row_loss(row, row.taps.to(self.drafter.fc.weight.dtype), teacher=True)
+                taps = row.taps.to(self.drafter.fc.weight.dtype)
+                loss = self.objective(self.model, self.drafter, row, taps, teacher=True)
                 if number < len(self.heldout):
-                    tally.add(loss.rows, loss.total, below)
+                    tally.add(loss)
         report = tally.reduced(self.group.total).report()
         if self.probe:
             whole = self.group.replica(self.drafter)

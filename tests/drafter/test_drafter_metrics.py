@@ -28,8 +28,10 @@ def stats(correct, live, *, rank=None, confidence=None, agree=None):
     )
 
 
-def one(loss=6.0, below=3.0):
-    return torch.tensor(loss), torch.tensor(below)
+def row(*arguments, chosen=None, **values):
+    """A row whose loss is 6 over 3."""
+    found = stats(*arguments, **values)
+    return SimpleNamespace(rows=found, total=torch.tensor(6.0), below=torch.tensor(3.0), chosen=chosen)
 
 
 def test_streak_and_conditional_accuracy_by_hand():
@@ -37,7 +39,7 @@ def test_streak_and_conditional_accuracy_by_hand():
     correct = [[0, 1, 1, 0], [0, 0, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]]
     live = [[0, 1, 1, 1], [0, 1, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]]
     tally = Tally(4, "cpu")
-    tally.add(stats(correct, live), *one())
+    tally.add(row(correct, live))
     report = tally.report()
     assert report["blocks"] == 3 and report["slots"] == 7
     assert report["accuracy"] == pytest.approx(5 / 7)
@@ -51,7 +53,7 @@ def test_streak_and_conditional_accuracy_by_hand():
 def test_top_k_streak_needs_only_the_rank():
     tally = Tally(4, "cpu")
     rank = [[0, 3, 1, 9], [0, 0, 20, 0]]
-    tally.add(stats([[0, 0, 0, 0], [0, 1, 0, 1]], [[0, 1, 1, 1], [0, 1, 1, 1]], rank=rank), *one())
+    tally.add(row([[0, 0, 0, 0], [0, 1, 0, 1]], [[0, 1, 1, 1], [0, 1, 1, 1]], rank=rank))
     report = tally.report()
     assert report["streak"] == 1 + (0 + 1) / 2
     assert report["top2_streak"] == 1 + (0 + 1) / 2
@@ -63,9 +65,7 @@ def test_calibration_error_and_agreement():
     tally = Tally(3, "cpu")
     confidence = [[0.0, 0.9, 0.9], [0.0, 0.9, 0.1]]
     agree = [[0, 1, 0], [0, 1, 1]]
-    tally.add(
-        stats([[0, 1, 0], [0, 0, 0]], [[0, 1, 1], [0, 1, 1]], confidence=confidence, agree=agree), *one()
-    )
+    tally.add(row([[0, 1, 0], [0, 0, 0]], [[0, 1, 1], [0, 1, 1]], confidence=confidence, agree=agree))
     report = tally.report()
     assert report["ece"] == pytest.approx((3 * abs(0.9 - 1 / 3) + 1 * abs(0.1 - 0)) / 4)
     assert report["agreement"] == pytest.approx(3 / 4) and report["kl"] == pytest.approx(0.25)
@@ -78,11 +78,11 @@ def test_random_rows_against_loops_and_sums_add():
         lengths = torch.randint(0, 5, (6,), generator=generator)
         live = (torch.arange(5)[None] <= lengths[:, None]) & (torch.arange(5)[None] > 0)
         correct = (torch.rand(6, 5, generator=generator) < 0.6) & live
-        rows.append(stats(correct.int().tolist(), live.int().tolist()))
+        rows.append(row(correct.int().tolist(), live.int().tolist()))
     whole, parts = Tally(5, "cpu"), [Tally(5, "cpu") for _ in rows]
-    for row, part in zip(rows, parts, strict=True):
-        whole.add(row, *one())
-        part.add(row, *one())
+    for each, part in zip(rows, parts, strict=True):
+        whole.add(each)
+        part.add(each)
     merged = Tally(5, "cpu")
     for part in parts:
         merged.merge(part)
@@ -90,8 +90,8 @@ def test_random_rows_against_loops_and_sums_add():
     doubled = whole.reduced(lambda flat: flat * 2).report()  # as two processes with the same rows
     assert doubled["streak"] == whole.report()["streak"] and doubled["slots"] == 2 * whole.report()["slots"]
     accepted = blocks = 0
-    for row in rows:
-        for live, correct in zip(row.live, (row.argmax == row.label) & row.live, strict=True):
+    for each in (r.rows for r in rows):
+        for live, correct in zip(each.live, (each.argmax == each.label) & each.live, strict=True):
             if not live.any():
                 continue
             blocks += 1
@@ -106,3 +106,12 @@ def test_random_rows_against_loops_and_sums_add():
 def test_nothing_counted_is_none_not_zero():
     report = Tally(3, "cpu").report()
     assert report["streak"] is None and report["loss"] is None and report["position_accuracy"] == [None, None]
+
+
+def test_selector_counts_its_own_choices():
+    chosen = torch.tensor([[-1, 7, 7, 2], [-1, 7, 3, 7]])
+    tally = Tally(4, "cpu")
+    tally.add(row([[0, 0, 0, 0]] * 2, [[0, 1, 1, 1]] * 2, chosen=chosen))
+    report = tally.report()
+    assert report["selector_accuracy"] == pytest.approx(4 / 6)
+    assert report["selector_streak"] == pytest.approx(1 + (2 + 1) / 2) and report["streak"] == 1.0

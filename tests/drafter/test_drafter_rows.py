@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny_drafters import relative_error, tiny_config, tiny_drafter, tiny_head, tiny_items
 
-from dflash_lab.drafter.anchors import decay_weights
 from dflash_lab.drafter.loss.config import LossConfig
-from dflash_lab.drafter.loss.fused import FusedDraftLoss
-from dflash_lab.drafter.objective import add_noise, row_loss
+from dflash_lab.drafter.objective import Objective, add_noise
 from dflash_lab.drafter.rows import PackedRows, plan_rows, prefetch
+from dflash_lab.drafter.settings import TrainSettings
 from dflash_lab.errors import InputError
 
 
@@ -25,6 +24,15 @@ def source(pad=False, context=64, anchors=10, **changes):
     items = tiny_items(12, heldout=0, **changes)
     return items, PackedRows(
         items, range(len(items)), tiny_config(), context_tokens=context, anchors=anchors, seed=0, pad=pad
+    )
+
+
+def cost(drafter, row, loss):
+    chosen = TrainSettings(
+        max_steps=1, context_tokens=64, anchors=10, loss=loss, gamma=4.0, denominator="mask"
+    )
+    return Objective(tiny_head(), drafter.config, chosen)(
+        drafter, drafter, row, row.taps.float(), teacher=True
     )
 
 
@@ -83,13 +91,12 @@ def test_padding_changes_no_loss_and_no_gradient():
     for rows in (plain, padded):
         row = rows.row(0, 2)
         drafter = tiny_drafter()
-        loss = FusedDraftLoss(LossConfig(soft_weight=0.5))
-        found = row_loss(drafter, tiny_head(), row, row.taps.float(), decay_weights(4, 4.0), loss)
+        found = cost(drafter, row, LossConfig(soft_weight=0.5))
         found.total.backward()
         results.append((found, torch.cat([p.grad.flatten() for p in drafter.parameters()])))
     assert padded.row(0, 2).taps.shape[0] == 64 and padded.row(0, 2).block_ids.shape[0] == 10
     assert results[1][0].total.item() == pytest.approx(results[0][0].total.item(), rel=1e-6)
-    assert int(results[1][0].row_count) == int(results[0][0].row_count)
+    assert int(results[1][0].below) == int(results[0][0].below)
     assert relative_error(results[1][1], results[0][1]) < 1e-5
 
 
@@ -116,10 +123,7 @@ def test_slot_zero_and_masked_slots_cost_nothing():
     changed = row.__class__(**{**row.__dict__, "labels": labels})
     losses = []
     for each in (row, changed):
-        drafter, loss = tiny_drafter(), FusedDraftLoss(LossConfig())
-        losses.append(
-            row_loss(drafter, tiny_head(), each, each.taps.float(), decay_weights(4, 4.0), loss).total
-        )
+        losses.append(cost(tiny_drafter(), each, LossConfig()).total)
     assert torch.equal(*losses)
 
 

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
-from support.tiny_drafters import ItemList, tiny_config, tiny_drafter, tiny_head, tiny_items
+from support.tiny_drafters import SECOND, ItemList, tiny_config, tiny_drafter, tiny_head, tiny_items
 
 from dflash_lab.drafter.checkpoint import load_checkpoint
 from dflash_lab.drafter.guard import Diverged
@@ -18,6 +19,7 @@ from dflash_lab.drafter.journal import read_journal
 from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.optimizer import OptimizerConfig
+from dflash_lab.drafter.selector_loss import selector_loss
 from dflash_lab.drafter.settings import TrainSettings
 from dflash_lab.drafter.train import train
 from dflash_lab.errors import InputError
@@ -232,3 +234,37 @@ def test_nothing_to_train_on_and_wrong_head_are_named(tmp_path):
             settings(),
             folder=tmp_path,
         )
+
+
+def test_second_generation_trains_its_selector(tmp_path):
+    config = tiny_config(**SECOND, is_causal=False, initializer_range=0.05)
+    drafter = Drafter(config).initialize(torch.Generator().manual_seed(0))
+    chosen = settings(
+        max_steps=60, eval_every=30, optimizer=OptimizerConfig(lr=1e-2), noise_std=0.0, loss=LossConfig()
+    )
+    report = train(tiny_items(16, heldout=4), tiny_head(), drafter, chosen, folder=tmp_path)
+    assert report.last["selector_accuracy"] > 0.6 > 0.3 > report.first["selector_accuracy"]
+    assert report.last["selector_streak"] <= report.last["top4_streak"]
+
+
+def test_selector_loss_by_hand():
+    """One slot: cross-entropy over its top 4, the label in the last place if it is not among them."""
+    drafter = tiny_drafter(tiny_config(**SECOND))
+    selector, head = drafter.candidate_selector, tiny_head().weight
+    hidden = torch.randn(1, 2, 48, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    top = (hidden[0, 1] @ head.T).topk(5).indices
+    for label, place, kept in ((int(top[2]), 2, top[:4]), (int(top[4]), 3, torch.cat([top[:3], top[4:]]))):
+        labels = torch.tensor([[11, label]])
+        rows = SimpleNamespace(
+            live=torch.tensor([[False, True]]), label=labels, weight=torch.tensor([[0.0, 0.5]])
+        )
+        total, chosen = selector_loss(drafter, hidden, head, labels, rows)
+        query = selector.predecessor_codebook[11] * selector.hidden_projection(hidden[0, 1])
+        scores = head[kept] @ hidden[0, 1] + selector.successor_codebook[kept] @ query
+        wanted = 0.5 * torch.nn.functional.cross_entropy(scores[None], torch.tensor([place]))
+        assert float(total.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5)
+        allowed = scores[:4] if label in top[:4] else scores[:3]
+        assert int(chosen[0, 1]) == int(kept[allowed.argmax()])
+        found = torch.autograd.grad(total, [hidden, selector.successor_codebook])
+        expected = torch.autograd.grad(wanted, [hidden, selector.successor_codebook])
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))

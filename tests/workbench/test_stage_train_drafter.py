@@ -32,11 +32,11 @@ TINY = dict(
     gamma=4.0,
     soft_weight=0.15,
     hard_weight=0.85,
-    lr=2e-3,
-    max_steps=6,
+    lr=1e-2,
+    max_steps=12,
     log_every=2,
-    eval_every=3,
-    checkpoint_every=3,
+    eval_every=6,
+    checkpoint_every=6,
     tau_samples=2,
 )
 
@@ -94,11 +94,11 @@ def test_stage_leaves_a_drafter_and_its_figures(result, run_dir):
     ):
         assert np.isfinite(found[name]), name
     assert found["loss_last"] < found["loss_first"]
-    assert found["steps"] == 6 and found["skipped_steps"] == 0
-    assert result.steps["step"].to_list() == [1, 2, 3, 4, 5, 6]
+    assert found["steps"] == 12 and found["skipped_steps"] == 0
+    assert result.steps["step"].to_list() == list(range(1, 13))
     assert result.positions["slot"].unique().sort().to_list() == [1, 2, 3]
     heldout = result.metrics.filter(kind="heldout")
-    assert heldout["step"].to_list() == [0, 3, 6] and heldout["chained_tau"].null_count() == 0
+    assert heldout["step"].to_list() == [0, 6, 12] and heldout["chained_tau"].null_count() == 0
 
 
 def test_finished_stage_is_shown_again_without_training(result, run_dir, tiny_target):
@@ -118,7 +118,7 @@ def test_other_parameters_set_the_earlier_run_aside(result, run_dir, tiny_target
         store=str(run_dir / "store"),
     )
     execute(other)
-    assert (run_dir / "train_drafter" / "run-1" / "checkpoints" / "step-00000006").is_dir()
+    assert (run_dir / "train_drafter" / "run-1" / "checkpoints" / "step-00000012").is_dir()
     assert read_config(tmp_path / "other").block_size == 4
 
 
@@ -170,8 +170,8 @@ def test_every_figure_draws(result):
     for figure in drawn:
         assert isinstance(figure, go.Figure) and figure.data and figure.layout.title.text
     heat = figures.positions(result.positions).data[0]
-    wanted = result.positions.filter(kind="heldout", step=3, slot=2)["accuracy"][0]
-    assert heat.z[list(heat.y).index(2)][list(heat.x).index(3)] == wanted
+    wanted = result.positions.filter(kind="heldout", step=6, slot=2)["accuracy"][0]
+    assert heat.z[list(heat.y).index(2)][list(heat.x).index(6)] == wanted
 
 
 def test_mask_figure_shows_the_rule(result):

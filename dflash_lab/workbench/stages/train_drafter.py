@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import polars as pl
 
 from dflash_lab import files
-from dflash_lab.errors import InputError
 from dflash_lab.workbench.params import StageParams, param
 
 if TYPE_CHECKING:
@@ -43,6 +42,7 @@ class TrainDrafterParams(StageParams):
     head_dim: int = param(0, "size of a head; 0: the target's", low=0)
     intermediate_size: int = param(0, "feed-forward width; 0: the target's", low=0)
     second: bool = param(False, "DFlash 2: dynamic convolutions and a candidate selector")
+    selector_weight: float = param(1.0, "factor of the selector's cross-entropy (DFlash 2)", low=0.0)
     drafter_dtype: str = param(
         "auto", "weights; auto: bfloat16 on CUDA, else float32", choices=("auto", "float32", "bfloat16")
     )
@@ -200,7 +200,7 @@ def collect(params: TrainDrafterParams, report: TrainReport, config: DrafterConf
         "steps": report.steps,
         "skipped_steps": report.skipped,
         "loss_first": losses[0] if len(losses) else None,
-        "loss_last": losses.tail(min(10, len(losses))).mean(),
+        "loss_last": losses.tail(max(1, min(10, len(losses) // 10))).mean(),
         "heldout_loss_first": report.first.get("loss"),
         "heldout_loss_last": report.last.get("loss"),
         "accuracy_first": report.first.get("accuracy"),

@@ -23,7 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 def train_here(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
-    """Load the store, the target's ends and the drafter, and train in this process (one of several, perhaps)."""
+    """Load the store, the ends of the target and the drafter, and train in this process, perhaps one of
+    several.
+    """
     import torch
 
     from dflash_lab.drafter.checkpoint import load_checkpoint
@@ -113,8 +115,8 @@ def train_settings(params: TrainDrafterParams, store: FeatureStore, config: Draf
         ).count(0)
         steps = max(1, math.ceil(params.epochs * rows / (params.accumulate * params.processes)))
     same = (
-        "context_tokens anchors accumulate gamma denominator noise_std warmup floor clip_norm log_every "
-        "eval_every eval_rows checkpoint_every keep max_bad_steps explode_factor time_limit_s attention seed"
+        "context_tokens anchors accumulate selector_weight gamma denominator noise_std warmup floor clip_norm "
+        "log_every eval_every eval_rows checkpoint_every keep max_bad_steps explode_factor time_limit_s attention seed"
     )
     return TrainSettings(
         max_steps=steps,
