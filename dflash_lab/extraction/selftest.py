@@ -21,8 +21,10 @@ from dflash_lab.target.model import Target
 
 PREFIXES = (1, 17, 63, 64, 65)  # around the 64-token chunk of the gated delta rule
 LONGEST = {"cuda": 512, "cpu": 80}
-# Padding on the wrong side gives 0.1 to 1.2. Rounding in bf16 alone gives 0.01 to 0.03 after 64 layers.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.08, torch.float16: 0.04}
+# Of the first layer's output; rounding errors add up over layers like a random walk, so layer k may have
+# sqrt(k + 1) times that. Measured in bf16 on 62 random layers: 0.017 at layer 1, 0.1 at layer 61. Padding on
+# the wrong side gives 0.1 to 1.2 at every layer.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.03, torch.float16: 0.01}
 
 
 class SelfTestError(LabError, RuntimeError):
@@ -31,12 +33,14 @@ class SelfTestError(LabError, RuntimeError):
 
 @dataclass(frozen=True)
 class SelfTest:
-    """The record of a self-test; `batched_error` and `layer_error` are the worst rel-L2 by stored state."""
+    """The record of a self-test; errors are the worst rel-L2 by stored state, `tolerance` what each
+    may be.
+    """
 
     lengths: list[int]
     batched_error: list[float]
     layer_error: list[float]
-    tolerance: float
+    tolerance: list[float]
     problems: list[str]
 
     def as_dict(self) -> dict[str, Any]:
@@ -73,14 +77,14 @@ def self_test(target: Target, capture: Capture, samples: list[np.ndarray], layer
             owner = torch.zeros(len(row), dtype=torch.int64, device=one.device)
             health[index] = max(health[index], int(check_rows(one[0], owner, 1)))
     layered = _against_layers(target, capture, prefixes[-1], layers)
-    tolerance = TOLERANCE.get(target.dtype, 1e-4)
-    for layer, error, other, finding in zip(layers, batched, layered, health):
-        if error > tolerance:
+    tolerance = [TOLERANCE.get(target.dtype, 2e-5) * (layer + 1) ** 0.5 for layer in layers]
+    for layer, error, other, finding, limit in zip(layers, batched, layered, health, tolerance):
+        if error > limit:
             problems.append(
                 f"layer {layer}: batched states differ from single ones by rel-L2 {error:.3g} (at "
-                f"most {tolerance:g})"
+                f"most {limit:.2g})"
             )
-        if other > tolerance:
+        if other > limit:
             problems.append(f"layer {layer}: the tap is not the output of that layer (rel-L2 {other:.3g})")
         if finding:
             problems.append(f"layer {layer}: {FINDINGS[finding]} row")

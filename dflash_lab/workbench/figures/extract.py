@@ -77,7 +77,10 @@ def self_test(selftest: dict[str, Any], names: list[str]) -> go.Figure:
             x=names[: len(values)], y=values, mode="markers", name=label, marker={"color": colour, "size": 10}
         )
     if selftest:
-        fig.add_hline(y=selftest["tolerance"], line={"color": RED, "dash": "dash"}, annotation_text="limit")
+        limits = selftest["tolerance"]
+        fig.add_scatter(
+            x=names[: len(limits)], y=limits, mode="lines", name="limit", line={"color": RED, "dash": "dash"}
+        )
     fig.update_layout(
         title="Self-test before the run", xaxis_title="stored state", yaxis_title="relative L2 error"
     )

@@ -137,6 +137,7 @@ class ExtractResult:
 
 def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
     """Extract one shard and seal it; raises `QuarantineError` at the end if samples could not be stored."""
+    from dflash_lab.extraction.fast.apply import speed_up
     from dflash_lab.extraction.loop import extract
     from dflash_lab.extraction.preflight import preflight
     from dflash_lab.extraction.shard import read_index
@@ -166,6 +167,7 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
         with_head=False,
         allow_slow_kernels=params.allow_slow_kernels,
     )
+    fast = speed_up(target, params.fast)
     report = extract(
         target,
         params.samples_path,
@@ -180,10 +182,16 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
         window=params.window,
         part_gib=params.part_gib,
         recheck=params.recheck,
+        notes={"fast_path": fast.summary(), "preflight": checked.figures()},
         on_progress=progress,
     )
     result = ExtractResult(
-        figures={**report.figures(), **checked.figures(), "taps": str(tap_ids)},
+        figures={
+            **report.figures(),
+            **checked.figures(),
+            "taps": str(tap_ids),
+            "fused_layers": len(fast.errors),
+        },
         batches=pl.DataFrame(report.batches, schema=_BATCH_SCHEMA),
         quarantined=pl.DataFrame(report.quarantined, schema=_QUARANTINE_SCHEMA),
         states=_state_rms(params)
