@@ -112,7 +112,9 @@ def load_target(
     started = time.monotonic()
     order = _order(target, device, dtype, trust_remote_code, seed)
     config = structure.cut_config(order.text, last_layer)
-    config.use_cache = False  # a forgotten use_cache would keep 144 MiB of recurrent state a row on a 27B hybrid
+    config.use_cache = (
+        False  # a forgotten use_cache would keep 144 MiB of recurrent state a row on a 27B hybrid
+    )
     config._attn_implementation = None if attn == "auto" else attn
     if order.device.type == "cuda" and not allow_slow_kernels:
         _require_fast_kernels(target, config)

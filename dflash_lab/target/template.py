@@ -166,13 +166,13 @@ def _answer_span(
         start = min(start, _shared(text, other))
         tail = min(tail, _shared(text[::-1], other[::-1]))
     end = max(start, len(text) - tail)
-    # Where the generation prompt is shorter than the header of the turn (it leaves the opening of the
-    # thinking to the model), the rest of the header is generated too. That can be told only if everything
-    # before reads as it did when the turn was generated.
+    # Where the generation prompt is shorter than the header of the turn (it leaves the opening of the thinking
+    # to the model), the rest of the header is generated too. That shows only where everything before the turn
+    # reads as it did when the turn was generated.
     if turn > 0:
-        before = _text(tokenizer, messages[:turn], thinking)
+        before = len(_text(tokenizer, messages[:turn], thinking))
         opened = _shared(text, _text(tokenizer, messages[:turn], thinking, prompt=True))
-        if text.startswith(before) and opened > len(before):
+        if opened > before:
             start = min(start, opened)
     return start, end
 

@@ -68,6 +68,8 @@ def test_random_weights_are_seeded_and_run(shape, kind):
     assert all(same.values())
     differ = [k for k, v in c.body.named_parameters() if v.ndim > 1 and torch.equal(v, named[k])]
     assert differ == []
+    first, second = (dict(a.layers[i].named_parameters()) for i in (0, 1))
+    assert not any(torch.equal(v, second[k]) for k, v in first.items() if v.ndim > 1)
     ids = torch.randint(0, 256, (2, 70), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         states = a.body(input_ids=ids, use_cache=False).last_hidden_state

@@ -122,6 +122,21 @@ def test_thinking_is_part_of_the_answer_when_the_model_opens_it():
     assert tokenizer.decode(render_prompt(tokenizer, [user("Q")])).endswith("<think>\n\n</think>\n\n")
 
 
+def test_thinking_between_tool_calls_is_kept_until_the_user_answers():
+    tokenizer = tiny_tokenizer(THINKING)
+    chain = [
+        user("Q"),
+        assistant("<think>\nlook\n</think>\n\ncall"),
+        {"role": "tool", "content": "2"},
+        assistant("<think>\nseen\n</think>\n\nIt is 2."),
+    ]
+    kept = ["<think>\nlook\n</think>\n\ncall<|im_end|>", "<think>\nseen\n</think>\n\nIt is 2.<|im_end|>"]
+    assert masked(tokenizer, chain, thinking=True) == kept
+    answered = [*chain, user("R"), assistant("<think>\nso\n</think>\n\nB")]
+    stripped = ["call<|im_end|>", "It is 2.<|im_end|>", "<think>\nso\n</think>\n\nB<|im_end|>"]
+    assert masked(tokenizer, answered, thinking=True) == stripped
+
+
 def test_other_ways_to_close_a_turn():
     assert masked(tiny_tokenizer(SPACED), [user("Q"), assistant("A")]) == ["A <|im_end|>"]
     assert masked(tiny_tokenizer(PLAIN), [user("Q"), assistant("A"), user("R"), assistant("B")]) == ["A", "B"]
