@@ -166,7 +166,7 @@ def _answer_span(
         start = min(start, _shared(text, other))
         tail = min(tail, _shared(text[::-1], other[::-1]))
     end = max(start, len(text) - tail)
-    # Where the generation prompt is shorter than the header of the turn (it leaves the opening of the thinking
+    # Where the generation prompt is shorter than the header of the turn (it leaves the opening of thinking
     # to the model), the rest of the header is generated too. That shows only where everything before the turn
     # reads as it did when the turn was generated.
     if turn > 0:
