@@ -132,6 +132,7 @@ def decode(
     top_p: float = 1.0,
     top_k: int = 0,
     tree_budget: int = 0,
+    tree_mode: str = "mask",
     stop_ids: Collection[int] | None = None,
     generator: torch.Generator | None = None,
     last_block: str = "full",
@@ -140,10 +141,11 @@ def decode(
     """Decode `prompt_ids` with `drafter` guessing `block_size` - 1 tokens a round (default: as it was
     trained).
 
-    tree_budget: verify a tree of that many nodes a round instead of a chain. stop_ids None: the target's
-    own. last_block: ``full`` drafts whole blocks to the end; ``shrink`` cuts the last block to the
-    tokens still allowed, as the dflash 0.1.0 package does. `max_new_tokens` counts the first token, which the
-    prefill gives.
+    tree_budget: verify a tree of that many nodes a round instead of a chain; tree_mode: in one masked
+    forward, or with its leaf ``paths`` as a batch, which any target can. stop_ids None: the target's own.
+    last_block: ``full`` drafts whole blocks to the end; ``shrink`` cuts the last block to the tokens still
+    allowed, as the dflash 0.1.0 package does. `max_new_tokens` counts the first token, which the prefill
+    gives.
     """
     check_pair(target, drafter)
     size = drafter.config.block_size if block_size is None else block_size
@@ -153,7 +155,9 @@ def decode(
         )
     if last_block not in ("full", "shrink"):
         raise InputError(f"last_block {last_block!r}: choose 'full' or 'shrink'.")
-    if tree_budget:
+    if tree_mode not in ("mask", "paths"):
+        raise InputError(f"tree_mode {tree_mode!r}: choose 'mask' or 'paths'.")
+    if tree_budget and tree_mode == "mask":
         check_tree_target(target)
     sampling = Sampling(temperature, top_p, top_k, generator)
     stops = stop_tokens(target, stop_ids)
@@ -171,7 +175,7 @@ def decode(
             draft = proposer.draft(anchor, size if last_block == "full" else min(size, left + 1))
             clock.lap("draft")
             if tree_budget:
-                outcome, taps = _verify_tree(run, head, draft, tree_budget, sampling, clock)
+                outcome, taps = _verify_tree(run, head, draft, tree_budget, tree_mode, sampling, clock)
             else:
                 outcome, taps = _verify_chain(run, head, draft, sampling, clock)
             clock.lap("commit")
@@ -269,12 +273,12 @@ def _verify_chain(
 
 
 def _verify_tree(
-    run: TargetRun, head: TargetHead, draft: Draft, budget: int, sampling: Sampling, clock: Clock
+    run: TargetRun, head: TargetHead, draft: Draft, budget: int, mode: str, sampling: Sampling, clock: Clock
 ) -> tuple[Outcome, torch.Tensor]:
     """Verify a tree of `budget` nodes in one forward and commit the accepted path."""
     tree = draft.tree(budget, sampling.temperature)
     clock.lap("build")
-    step = run.step_tree(draft.anchor, tree)
+    step = (run.step_tree if mode == "mask" else run.step_paths)(draft.anchor, tree)
     path, bonus = tree.walk(sampling.choose(head.logits(step.normed)).tolist())
     clock.lap("verify")
     run.commit_path(path)

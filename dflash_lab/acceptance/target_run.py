@@ -13,14 +13,19 @@ ancestors. No mask can separate siblings inside a recurrence, so hybrid targets 
 
 from __future__ import annotations
 
-import inspect
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
+from dflash_lab.acceptance.rollback import (
+    cache_keyword,
+    crop_keys,
+    new_cache,
+    restore_states,
+    save_states,
+    select_rows,
+)
 from dflash_lab.acceptance.tree import DraftTree
 from dflash_lab.errors import UnsupportedTarget
 from dflash_lab.target.model import Target
@@ -40,7 +45,7 @@ def check_tree_target(target: Target) -> None:
     tree."""
     instead = (
         "Measure trees offline (offline(..., budgets=...) needs no tree forward) or verify their leaf "
-        "paths as a batch (acceptance.leaf_paths)."
+        "paths as a batch (tree_mode='paths')."
     )
     if target.is_hybrid:
         raise UnsupportedTarget(
@@ -76,6 +81,9 @@ class TargetRun:
         self._keyword = cache_keyword(target.body)
         self._pending = torch.empty(0, dtype=torch.long)
         self._saved: list[list[torch.Tensor]] | None = None
+        self._untouched = (
+            False  # the last step ran on copies: the sequence's own cache has nothing to roll back
+        )
 
     def __enter__(self) -> Self:
         if self._taps is not None:
@@ -109,6 +117,40 @@ class TargetRun:
         mask[0, 0, :, self.length :].masked_fill_(~seen, torch.finfo(mask.dtype).min)
         return self._forward(tokens, positions, mask)
 
+    def step_paths(self, root: torch.Tensor, tree: DraftTree, *, most_rows: int = 64) -> Step:
+        """Like `step_tree`, for any target: every root-to-leaf path is a row of a batch with its own copy of
+        the cache.
+
+        Costs the sum of the path lengths and a cache copy a row, at most `most_rows` at a time. The
+        sequence's own cache is left alone: settle with `commit_path`.
+        """
+        paths = tree.leaf_paths() or [[]]
+        width = 1 + max(len(path) for path in paths)
+        table = torch.zeros(
+            len(paths), width, dtype=torch.long
+        )  # node of each cell; rows end in repeats of the root
+        for row, path in enumerate(paths):
+            table[row, 1 : 1 + len(path)] = torch.tensor(path)
+        nodes = torch.cat([root.cpu(), torch.from_numpy(tree.tokens)])
+        positions = self.length + torch.arange(width, device=root.device)
+        own, normed, taps = self.cache, [], []
+        try:
+            for rows in table.split(most_rows):
+                self.cache = select_rows(own, torch.zeros(len(rows), dtype=torch.long, device=root.device))
+                step = self._batch(nodes[rows].to(root.device), positions.expand(len(rows), -1))
+                normed.append(step.normed)
+                taps += [step.taps] if step.taps is not None else []
+        finally:
+            self.cache = own
+        cell = torch.zeros(
+            1 + len(tree), dtype=torch.long
+        )  # any cell that holds the node: their prefixes are equal
+        cell[table.flatten().flip(0)] = torch.arange(table.numel()).flip(0)
+        cell = cell.to(root.device)
+        self._pending, self._untouched = nodes.to(root.device), True
+        flat = torch.cat(normed).flatten(0, 1)[cell]
+        return Step(flat, torch.cat(taps).flatten(0, 1)[cell] if taps else None)
+
     def commit(self, count: int) -> None:
         """Keep the first `count` of the tokens appended last and forget the others."""
         appended = len(self._pending)
@@ -127,6 +169,11 @@ class TargetRun:
         """Keep the rows `path` (indices into the tokens appended last, rising) of every layer's keys and
         values."""
         kept = torch.tensor(path, device=self._pending.device)
+        if self._untouched:
+            self._untouched = False
+            self.step(self._pending[kept], certain=True)
+            self._settle(len(path))
+            return
         for layer in self.cache.layers:
             for name in ("keys", "values"):
                 tensor = getattr(
@@ -144,66 +191,17 @@ class TargetRun:
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> Step:
         self._pending = tokens
+        step = self._batch(tokens[None], positions[None], mask)
+        return Step(step.normed[0], step.taps[0] if step.taps is not None else None)
+
+    def _batch(self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None = None) -> Step:
+        """One forward of tokens [R, Q] on the current cache."""
         output = self.target.body(
-            input_ids=tokens[None],
-            position_ids=positions[None],
+            input_ids=tokens,
+            position_ids=positions,
             attention_mask=mask,
             use_cache=True,
             **{self._keyword: self.cache},
         )
-        taps = torch.cat(self._taps.take(), dim=-1)[0] if self._taps is not None else None
-        return Step(output.last_hidden_state[0], taps)
-
-
-def cache_keyword(body: torch.nn.Module) -> str:
-    """Return what this transformers calls a forward's cache: `cache` from 5.24 on, `past_key_values`
-    before."""
-    return "cache" if "cache" in inspect.signature(body.forward).parameters else "past_key_values"
-
-
-def new_cache(target: Target) -> DynamicCache:
-    """Return an empty cache whose attention layers can be rolled back; `UnsupportedTarget` for a kind that
-    cannot."""
-    cache = DynamicCache(config=target.config)
-    layer: Any
-    for layer in cache.layers:
-        sliding = isinstance(layer, DynamicSlidingWindowLayer)
-        linear = isinstance(layer, LinearAttentionCacheLayerMixin)
-        if not (isinstance(layer, DynamicLayer) or linear) or (sliding and linear):
-            raise UnsupportedTarget(
-                f"{target.name}: no rollback is known for cache layers of type {type(layer).__name__}; "
-                "speculative decoding needs one. Offline metrics (acceptance.offline) work on stored answers "
-                "without it."
-            )
-        if sliding:
-            layer.activate_past_recording()
-    return cache
-
-
-def crop_keys(layer: Any, count: int) -> None:
-    """Drop the last `count` keys and values of a layer; recurrent states are not touched."""
-    if not isinstance(layer, LinearAttentionCacheLayerMixin):
-        layer.crop(
-            -count
-        )  # positive counts meant "keep" once and raise now; 0 trims a sliding layer to its window
-    elif isinstance(layer, DynamicLayer):
-        DynamicLayer.crop(layer, -count)
-
-
-def _states(layer: Any) -> list[torch.Tensor]:
-    both = [*layer.conv_states.values(), *layer.recurrent_states.values()]
-    return [state for state in both if state is not None]
-
-
-def save_states(cache: DynamicCache) -> list[list[torch.Tensor]]:
-    """Copy the convolution and recurrent states of every linear layer; empty for an attention-only target."""
-    linear = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
-    return [[state.clone() for state in _states(layer)] for layer in linear]
-
-
-def restore_states(cache: DynamicCache, saved: list[list[torch.Tensor]]) -> None:
-    """Put back what `save_states` copied, in place: the states keep their addresses."""
-    linear = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
-    for layer, states in zip(linear, saved, strict=True):
-        for state, copy in zip(_states(layer), states, strict=True):
-            state.copy_(copy)
+        taps = torch.cat(self._taps.take(), dim=-1) if self._taps is not None else None
+        return Step(output.last_hidden_state, taps)

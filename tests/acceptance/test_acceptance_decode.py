@@ -115,8 +115,8 @@ def test_sampled_decoding_follows_the_targets_law(loaded):
     options = {"max_new_tokens": 3, "temperature": 0.7, "top_k": 3, "stop_ids": ()}
     generator = torch.Generator().manual_seed(0)
     options["generator"] = generator
-    answers = [decode(target, drafter, PROMPT, block_size=4, **options).tokens for _ in range(300)]
-    plain = [plain_decode(target, PROMPT, **options).tokens for _ in range(300)]
+    answers = [decode(target, drafter, PROMPT, block_size=4, **options).tokens for _ in range(150)]
+    plain = [plain_decode(target, PROMPT, **options).tokens for _ in range(150)]
     for length in (1, 2, 3):
         ours, theirs = ([tuple(a[:length]) for a in group] for group in (answers, plain))
         assert same_law(ours, theirs)

@@ -177,3 +177,35 @@ def test_targets_that_cannot_verify_a_tree_say_why(loaded, tmp_path):
     sliding = load_target(str(folder))
     with pytest.raises(UnsupportedTarget, match="sliding_attention"):
         decode(sliding, random_drafter(sliding), PROMPT, max_new_tokens=4, tree_budget=8, stop_ids=())
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5", "qwen3_5_moe"])
+def test_leaf_paths_verify_a_tree_on_any_target(loaded, kind, monkeypatch):
+    target = loaded(kind)
+    tokens = plain_decode(target, PROMPT, max_new_tokens=COUNT, stop_ids=()).tokens
+    monkeypatch.setattr(decode_module, "Proposer", oracle(PROMPT + tokens, 0.4))
+    options = {"max_new_tokens": COUNT, "block_size": 6, "stop_ids": (), "tree_budget": 20}
+    drafter = random_drafter(target)
+    paths = decode(target, drafter, PROMPT, tree_mode="paths", **options)
+    assert paths.tokens == tokens
+    assert len(set(paths.lengths)) > 2
+    if kind == "llama":
+        assert paths.lengths == decode(target, drafter, PROMPT, **options).lengths
+
+
+@torch.no_grad()
+def test_leaf_path_rows_equal_fresh_passes_and_leave_the_cache_alone(loaded):
+    target = loaded("qwen3_5")
+    tree = tree_from_logits(6 * torch.randn(5, 280, generator=torch.Generator().manual_seed(1)), 24)
+    with TargetRun(target) as run:
+        run.step(torch.tensor(PROMPT), certain=True)
+        run.commit(len(PROMPT))
+        normed = run.step_paths(torch.tensor([65]), tree, most_rows=5).normed
+        for node in range(len(tree) + 1):
+            wanted = _fresh_logits(target, [*PROMPT, 65, *_path_tokens(tree, node)])[-1]
+            assert close(target.head.logits(normed[node]), wanted)
+        path = [0, *max(tree.leaf_paths(), key=len)]
+        run.commit_path(path)
+        ids = [*PROMPT, 65, *_path_tokens(tree, path[-1])]
+        after = run.step(torch.tensor([66]), certain=True).normed
+        assert close(target.head.logits(after), _fresh_logits(target, [*ids, 66])[-1:])

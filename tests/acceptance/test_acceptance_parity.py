@@ -1,0 +1,90 @@
+"""The public `dflash` 0.1.0 loop as an external client: same checkpoint, same greedy prompts, same acceptance
+lengths.
+
+The client is found as an installed package or below DFLASH_CLIENT (`pip install --target DIR --no-deps
+dflash==0.1.0`); without it these tests skip.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+
+import pytest
+import torch
+from drafters import overfit, random_drafter, second_drafter
+
+from dflash_lab.acceptance.decode import decode, plain_decode
+from dflash_lab.acceptance.live import live_items
+from dflash_lab.acceptance.study import Study
+from dflash_lab.drafter.checkpoint import load_checkpoint, save_checkpoint
+
+PROMPTS = [[257, 84, 104, 105, 115, 32, 105], [257, 80, 44, 10, 32], [257, 66, 67, 12, 9, 9]]
+CLIENT = os.environ.get("DFLASH_CLIENT", "")
+
+
+@pytest.fixture(scope="module")
+def client():
+    """The client's model module, or a skip."""
+    if CLIENT:
+        sys.path.append(CLIENT)
+    module = pytest.importorskip(
+        "dflash.model", reason="the package dflash 0.1.0 is not there: set DFLASH_CLIENT"
+    )
+    found = [d.version for d in importlib.metadata.distributions(name="dflash")]
+    if found != ["0.1.0"]:
+        pytest.skip(f"dflash {found} is not the 0.1.0 these numbers are compared with")
+    module._cuda_time = lambda: 0.0  # it waits for a CUDA device when asked for statistics
+    return module
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("shape", ["full", "sliding", "second"])
+def test_acceptance_lengths_and_tokens_equal_the_clients(client, loaded, tiny_target, tmp_path, kind, shape):
+    from transformers import AutoModelForCausalLM
+
+    target = loaded(kind)
+    study = Study("plain")
+    for prompt in PROMPTS:
+        study.answers.append(plain_decode(target, prompt, max_new_tokens=30, stop_ids=()))
+        study.asked.append(tuple(prompt))
+    options = {"block_size": 6, "initializer_range": 0.1}
+    if shape == "second":
+        drafter = second_drafter(target, is_causal=False, **options)
+    elif shape == "sliding":
+        drafter = random_drafter(target, sliding_layers=1, sliding_window=8, **options)
+    else:
+        drafter = random_drafter(target, **options)
+    overfit(target, drafter, live_items(target, drafter.config.tap_ids, study), steps=25)
+    save_checkpoint(tmp_path, drafter)
+    ours = load_checkpoint(tmp_path).eval()
+    build = client.DFlash2DraftModel if shape == "second" else client.DFlashDraftModel
+    theirs = build.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    whole = AutoModelForCausalLM.from_pretrained(tiny_target(kind), dtype=torch.float32).eval()
+    lengths = []
+    for prompt, plain in zip(PROMPTS, study.answers):
+        for block_size in (6, 3):
+            answer = client.dflash_generate(
+                theirs,
+                whole,
+                torch.tensor([prompt]),
+                max_new_tokens=30,
+                stop_token_ids=[plain.tokens[-1]] if block_size == 3 else None,
+                block_size=block_size,
+                return_stats=True,
+            )
+            stops = {plain.tokens[-1]} if block_size == 3 else ()
+            fast = decode(
+                target,
+                ours,
+                prompt,
+                max_new_tokens=30,
+                block_size=block_size,
+                stop_ids=stops,
+                last_block="shrink",
+            )
+            assert fast.tokens == answer.output_ids[0, len(prompt) :].tolist()
+            assert fast.produced == answer.acceptance_lengths
+            lengths += fast.produced
+    assert len(set(lengths)) > 2  # neither always nothing nor always all

