@@ -11,9 +11,17 @@ from __future__ import annotations
 from typing import Any
 
 from dflash_lab.memory.account import Account, Moment, account_of
-from dflash_lab.memory.kernels import repeats_keys
 from dflash_lab.memory.setups import ExtractionSetup
-from dflash_lab.memory.shapes import CHUNK, FULL, LINEAR, MIB, TargetShape, dtype_bytes, target_shape
+from dflash_lab.memory.shapes import (
+    CHUNK,
+    FULL,
+    LINEAR,
+    MIB,
+    TargetShape,
+    dtype_bytes,
+    repeats_keys,
+    target_shape,
+)
 
 Live = dict[str, tuple[int, str]]
 
@@ -204,10 +212,10 @@ def _feed_forward(
     shape: TargetShape, setup: ExtractionSetup, index: int, size: int
 ) -> list[tuple[str, Live]]:
     tokens = setup.tokens
+    stream = (2 * tokens * shape.hidden * size, "2 T H s: the layer's input, and the stream after its mixer")
     if not shape.sparse[index]:
-        return [
-            ("feed-forward", {"MLP": (tokens * 3 * shape.intermediate * size, "T 3 I s: act, up, product")})
-        ]
+        active = (tokens * 3 * shape.intermediate * size, "T 3 I s: act, up, product")
+        return [("feed-forward", {"MLP": active, "residual stream": stream})]
     experts = shape.experts
     if experts is None:
         return []
@@ -216,15 +224,11 @@ def _feed_forward(
     shared = tokens * shape.hidden * size if experts.shared else 0
     gate_up = routed * (shape.hidden + 4 * experts.intermediate) * size + index_bytes
     gather = routed * 4 * shape.hidden * size + index_bytes
+    gate_up_text = "T k (H + 4 I_e) s: rows sorted by expert, gate and up"
+    gather_text = "T k 4 H s: rows, outputs, weighted, put back in order"
     return [
-        (
-            "experts, gate and up",
-            {"MLP": (gate_up + shared, "T k (H + 4 I_e) s: rows sorted by expert, gate and up")},
-        ),
-        (
-            "experts, weighted sum",
-            {"MLP": (gather + shared, "T k 4 H s: rows, outputs, weighted, put back in order")},
-        ),
+        ("experts, gate and up", {"MLP": (gate_up + shared, gate_up_text), "residual stream": stream}),
+        ("experts, weighted sum", {"MLP": (gather + shared, gather_text), "residual stream": stream}),
     ]
 
 

@@ -29,19 +29,17 @@ def representative_layers(shape: TargetShape, taps: tuple[int, ...], last: int) 
     """Return the layers to keep of ``0..last``: every tapped one, and of each kind the one that runs latest.
 
     The later a layer runs, the more states are captured beside it; an earlier one of the same kind is never
-    the peak.
+    the peak. An untapped layer in front of a kept one stays too: its output is a tensor of its own, where a
+    tapped layer's is among the captured ones.
     """
     seen: set[tuple[str, bool]] = set()
-    kept: list[int] = []
+    kept: set[int] = set()
     for index in range(last, -1, -1):
         kind = (shape.layer_types[index], shape.sparse[index])
-        if index in taps or index == last or kind not in seen:
-            kept.append(index)
-        # A tapped layer stands for its kind only from the next stretch's point of view: its own output is
-        # captured after it ran, so an untapped layer behind it has one state more beside it and was seen
-        # before.
+        if kind not in seen:
+            kept |= {index} | ({index - 1} if index and index - 1 not in taps else set())
         seen.add(kind)
-    return kept[::-1]
+    return sorted(kept | set(taps) | {last})
 
 
 def count_extraction(config: Any, setup: ExtractionSetup) -> tuple[Account, LiveTensors]:

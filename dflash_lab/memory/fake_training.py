@@ -127,19 +127,23 @@ class TrainingStep:
         self, model: Any, head: Any, row: Any, setup: TrainingSetup, tracker: LiveTensors | None
     ) -> None:
         from dflash_lab.drafter.loss.config import LossConfig
-        from dflash_lab.drafter.loss.fused import FusedDraftLoss
         from dflash_lab.drafter.loss.plan import ChunkPlan
+        from dflash_lab.drafter.objective import Objective
         from dflash_lab.drafter.optimizer import Optimizer, OptimizerConfig
+        from dflash_lab.drafter.settings import TrainSettings
 
-        self.model, self.head, self.row, self.tracker = model, head, row, tracker
+        self.model, self.row, self.tracker = model, row, tracker
         soft = 0.15 if setup.soft_targets else 0.0
-        self.loss = FusedDraftLoss(
-            LossConfig(hard_weight=1.0 - soft, soft_weight=soft),
-            plan=ChunkPlan(rows=max(setup.block_size, min(setup.chunk, setup.rows))),
+        settings = TrainSettings(
+            max_steps=1,
+            context_tokens=setup.context,
+            anchors=setup.anchors,
+            loss=LossConfig(hard_weight=1.0 - soft, soft_weight=soft),
+            attention="dense" if model.fc.weight.device.type == "cpu" else "flex",
         )
-        self.weights = torch.ones(setup.block_size)
+        self.objective = Objective(head, model.config, settings)
+        self.objective.fused.plan = ChunkPlan(rows=max(setup.block_size, min(setup.chunk, setup.rows)))
         self.optimizer = Optimizer(model.named_parameters(), OptimizerConfig())
-        self.attention = "flex" if model.fc.weight.device.type != "cpu" else "dense"
         if tracker is not None:
             for name, tensor in self.optimizer.tensors().items():
                 tracker.relabel(tensor, "fp32 masters" if name.startswith("master.") else "optimizer moments")
@@ -152,18 +156,8 @@ class TrainingStep:
 
     def run(self) -> None:
         """Run forward, loss, backward and update."""
-        from dflash_lab.drafter.objective import row_loss
-
         with self._scope("loss and block states"):
-            loss = row_loss(
-                self.model,
-                self.head,
-                self.row,
-                self.row.taps,
-                self.weights,
-                self.loss,
-                attention=self.attention,
-            )
+            loss = self.objective(self.model, self.model, self.row, self.row.taps, teacher=False)
         with self._scope("backward"):
             (loss.total / self.row.labels.numel()).backward()
         with self._scope("update"):

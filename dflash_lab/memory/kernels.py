@@ -12,25 +12,18 @@ those its forward makes (fla-core 0.6): normed queries and keys, the solved [64,
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
-import inspect
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import torch
 
 from dflash_lab.errors import InputError
-from dflash_lab.memory.shapes import CHUNK
+from dflash_lab.memory.setups import Kernels
+from dflash_lab.memory.shapes import CHUNK, HYBRID_MODULES
 
-Kernels = Literal["fla", "torch"]
 _RULE = "torch_chunk_gated_delta_rule"
-_MODULES = {
-    "qwen3_5_text": "transformers.models.qwen3_5.modeling_qwen3_5",
-    "qwen3_5_moe_text": "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe",
-    "qwen3_next": "transformers.models.qwen3_next.modeling_qwen3_next",
-}
 
 
 def fla_gated_delta_rule(
@@ -76,8 +69,8 @@ def kernels_of(model_type: str, kernels: Kernels) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         # Positions are 0..L-1 in every row here, for which a run on real tensors returns None.
         stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", lambda *_, **__: None))
-        if model_type in _MODULES:
-            module = importlib.import_module(_MODULES[model_type])
+        if model_type in HYBRID_MODULES:
+            module = importlib.import_module(HYBRID_MODULES[model_type])
             rule, conv = getattr(module, _RULE), module.causal_conv1d_fn
             chosen = fla_gated_delta_rule if kernels == "fla" else getattr(rule, "__wrapped__", rule)
             stack.enter_context(mock.patch.object(module, _RULE, chosen))
@@ -85,13 +78,3 @@ def kernels_of(model_type: str, kernels: Kernels) -> Iterator[None]:
                 mock.patch.object(module, "causal_conv1d_fn", getattr(conv, "__wrapped__", conv))
             )
         yield
-
-
-@functools.cache
-def repeats_keys(model_type: str) -> bool:
-    """Tell whether the installed transformers copies queries and keys to every value head before the delta
-    rule.
-    """
-    module = importlib.import_module(_MODULES[model_type])
-    layers = [value for name, value in vars(module).items() if name.endswith("GatedDeltaNet")]
-    return any("repeat_interleave" in inspect.getsource(layer.forward) for layer in layers)

@@ -114,6 +114,44 @@ def sweep(
     return results
 
 
+def measure_extraction(target: Any, setup: ExtractionSetup, *, seed: int = 0) -> dict[str, Any]:
+    """Measure one extraction batch on the target's device, as fields of a table's row.
+
+    `measured_gib` is the peak (CUDA: reserved; CPU: live tensors), `measured_moving` the bytes that the
+    batch brought.
+    """
+    start = time.perf_counter()
+    if target.device.type != "cuda":
+        account, _ = count_forward(target, setup, seed=seed)
+        seconds = time.perf_counter() - start
+        return _row(account.peak, account.moving, False, seconds)
+    found = measure_cuda(lambda: forward_once(target, setup, seed), target.device)
+    moving = found.reserved - found.static
+    return _row(found.reserved, moving, found.out_of_memory, found.seconds)
+
+
+def _row(peak: int, moving: int, out_of_memory: bool, seconds: float) -> dict[str, Any]:
+    measured = {"measured_gib": peak / GIB, "measured_moving": moving}
+    return {**measured, "out_of_memory": out_of_memory, "seconds": seconds}
+
+
+def forward_once(target: Any, setup: ExtractionSetup, seed: int = 0) -> None:
+    """Run one extraction batch of random tokens: the body with its taps, and the taps packed together."""
+    ids = _tokens(target, setup, seed)
+    taps = Taps(target.layers, list(setup.tap_ids))
+    with torch.inference_mode(), taps:
+        target.body(input_ids=ids, use_cache=setup.use_cache)
+        states = taps.take()
+        if setup.packed:
+            torch.cat([state.flatten(0, 1) for state in states], dim=-1)
+
+
+def _tokens(target: Any, setup: ExtractionSetup, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (setup.batch, setup.length)
+    return torch.randint(0, target.vocab_size, shape, generator=generator).to(target.device)
+
+
 def count_forward(target: Any, setup: ExtractionSetup, *, seed: int = 0) -> tuple[Account, LiveTensors]:
     """Run one extraction batch of random tokens on `target` for real and count its live tensors (kind
     ``measured``).
@@ -121,10 +159,7 @@ def count_forward(target: Any, setup: ExtractionSetup, *, seed: int = 0) -> tupl
     On a CPU this is the whole truth but for scratch inside kernels. The target has to be loaded up to its
     last tap.
     """
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, target.vocab_size, (setup.batch, setup.length), generator=generator).to(
-        target.device
-    )
+    ids = _tokens(target, setup, seed)
     tracker = LiveTensors()
     labels = layer_labels(target.body)
     taps = Taps(target.layers, list(setup.tap_ids))

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dflash_lab.errors import InputError
-from dflash_lab.memory.kernels import Kernels
 from dflash_lab.memory.shapes import dtype_bytes
 
+Kernels = Literal["fla", "torch"]  # of the gated delta rule
 Capture = Literal["hooks", "output_hidden_states"]
 LossPath = Literal["naive", "loop", "concat", "checkpoint", "fused"]
 LOSS_PATHS: tuple[LossPath, ...] = ("naive", "loop", "concat", "checkpoint", "fused")

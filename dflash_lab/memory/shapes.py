@@ -7,6 +7,9 @@ compared in the tests with the parameters of the real modules.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +22,12 @@ CHUNK = 64  # tokens: the gated delta rule pads every row to a multiple of this
 
 _DENSE = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 _MOE = ("qwen3_moe", "mixtral")
-_HYBRID = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+HYBRID_MODULES = {
+    "qwen3_5_text": "transformers.models.qwen3_5.modeling_qwen3_5",
+    "qwen3_5_moe_text": "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe",
+    "qwen3_next": "transformers.models.qwen3_next.modeling_qwen3_next",
+}
+_HYBRID = tuple(HYBRID_MODULES)
 KNOWN_TYPES = (*_DENSE, *_MOE, *_HYBRID)
 _QK_NORM = ("qwen3", "qwen3_moe", *_HYBRID)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -185,6 +193,16 @@ def target_shape(config: Any) -> TargetShape:
         delta=_delta(config, kind) if LINEAR in types else None,
         experts=_experts(config, kind) if any(sparse) else None,
     )
+
+
+@functools.cache
+def repeats_keys(model_type: str) -> bool:
+    """Tell whether the installed transformers copies queries and keys to every value head before the delta
+    rule.
+    """
+    module = importlib.import_module(HYBRID_MODULES[model_type])
+    layers = [value for name, value in vars(module).items() if name.endswith("GatedDeltaNet")]
+    return any("repeat_interleave" in inspect.getsource(layer.forward) for layer in layers)
 
 
 def dtype_bytes(dtype: Any) -> int:

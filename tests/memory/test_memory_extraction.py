@@ -66,9 +66,12 @@ def test_formulas_hold_for_tiny_targets_of_every_kind(kind, dtype):
 
 
 @pytest.mark.parametrize("options", [{}, {"use_cache": True}, {"capture": "output_hidden_states"}])
-def test_few_layers_count_the_same_as_all(monkeypatch, options):
-    config = tiny_config("qwen3_5", num_hidden_layers=16)
-    setup = ExtractionSetup(batch=3, length=70, tap_ids=(1, 6, 9), dtype="float32", **options)
+@pytest.mark.parametrize(
+    "kind, taps", [("qwen3_5", (1, 6, 9)), ("llama", (1, 6, 9)), ("llama", (8, 9)), ("llama", (9,))]
+)
+def test_few_layers_count_the_same_as_all(monkeypatch, options, kind, taps):
+    config = tiny_config(kind, num_hidden_layers=16)
+    setup = ExtractionSetup(batch=3, length=70, tap_ids=taps, dtype="float32", **options)
     few, _ = count_extraction(config, setup)
     monkeypatch.setattr(
         "dflash_lab.memory.fake.representative_layers", lambda shape, taps, last: list(range(last + 1))
@@ -80,7 +83,7 @@ def test_few_layers_count_the_same_as_all(monkeypatch, options):
 
 def test_the_kept_layers_are_the_tapped_and_the_last_of_each_kind(config_27b):
     kept = representative_layers(target_shape(config_27b), TAPS_27B, 61)
-    assert kept == [1, 16, 31, 46, 59, 61]  # 59 is the last full-attention layer before the end
+    assert kept == [1, 16, 31, 46, 58, 59, 60, 61]  # 59 is the last full-attention layer before the end
 
 
 def test_the_27b_count_is_quick_and_near_the_measured_rate(config_27b):

@@ -1,0 +1,279 @@
+"""Stage `memory_sweep`: what a batch will take, predicted before a weight is loaded and then measured.
+
+Three numbers a point, kept apart: the analytic account, the count of a run on fake tensors, and the
+measurement. On a CPU the measurement is a count of live tensors in a real run; on CUDA it is what the
+allocator reserved, and a calibration is fitted and judged on points that it has not seen. Points are
+measured largest first until the time given is up; a lack of memory is a result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import polars as pl
+
+from dflash_lab import files
+from dflash_lab.workbench.params import StageParams, param
+
+if TYPE_CHECKING:
+    from dflash_lab.drafter.config import DrafterConfig
+    from dflash_lab.memory.account import Account
+    from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
+    from dflash_lab.memory.shapes import TargetShape
+
+FRAMES = ("points", "terms", "advice", "buckets")
+PLACEMENTS = ("cached", "same device", "other device")
+POINT_SCHEMA: dict[str, Any] = {
+    "batch": pl.Int64,
+    "length": pl.Int64,
+    "analytic_gib": pl.Float64,
+    "fake_gib": pl.Float64,
+    "measured_gib": pl.Float64,  # null: not measured
+    "analytic_moving": pl.Int64,  # bytes that the batch brings, without weights and other standing parts
+    "fake_moving": pl.Int64,
+    "measured_moving": pl.Int64,
+    "order": pl.String,  # falling or rising sizes, empty: not measured
+    "out_of_memory": pl.Boolean,
+    "seconds": pl.Float64,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySweepParams(StageParams):
+    """Parameters of `memory_sweep`."""
+
+    stage: ClassVar[str] = "memory_sweep"
+
+    budget_gib: float = param(0.0, "memory to plan for; 0: what is free on the device now", unit="GiB", low=0)
+    batches: list[int] = param([1, 2, 4, 8, 16], "batches of the grid", low=1)
+    lengths: list[int] = param([64, 65, 256, 1024], "lengths of the grid", unit="tokens", low=1)
+    tap_ids: list[int] = param([], "layers to tap (0-based); empty: num_taps by the DFlash rule", low=0)
+    num_taps: int = param(5, "taps when tap_ids is empty", low=1, high=64)
+    store_final: bool = param(False, "also keep the last layer's output before the final norm")
+    max_batch: int = param(512, "most rows a batch may have in the plan", low=1)
+    measure: bool = param(True, "load the target and measure the grid; false: predict only")
+    measure_s: float = param(600.0, "seconds to measure for; the largest points come first", unit="s", low=1)
+    orders: list[str] = param(["falling"], "orders of measuring", choices=("falling", "rising"))
+    num_layers: int = param(5, "layers of the drafter", low=1, high=64)
+    anchors: int = param(512, "blocks of a training step", low=1)
+    block_size: int = param(16, "slots of a block", low=2, high=128)
+    context_tokens: int = param(4096, "target positions of a training step", unit="tokens", low=2)
+    chunk: int = param(1024, "rows of logits at a time in the loss", low=1)
+    soft_targets: bool = param(True, "the loss compares with the target's distribution")
+    placement: str = param("cached", "where the target is while the drafter trains", choices=PLACEMENTS)
+    allow_slow_kernels: bool = param(False, "run a hybrid target on CUDA without its fast kernels")
+
+    def check(self) -> None:
+        """Grids are not empty; anchors stand inside the context."""
+        self.require(bool(self.batches), "batches", "at least one batch")
+        self.require(bool(self.lengths), "lengths", "at least one length")
+        self.require(
+            self.anchors < self.context_tokens,
+            "anchors",
+            f"anchors stand in the context: at most context_tokens - 1 = {self.context_tokens - 1}",
+        )
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What every prediction of a run shares: shapes, fixed parts of the setups, budget, and the kind of
+    device.
+    """
+
+    config: Any
+    shape: TargetShape
+    drafter: DrafterConfig
+    extraction: ExtractionSetup
+    training: TrainingSetup
+    budget_gib: float
+    cuda: bool
+
+
+@dataclass(frozen=True)
+class MemorySweepResult:
+    """Headline figures and tables.
+
+    `points`: POINT_SCHEMA. `terms`: what (extraction, training), kind, term, gib, formula. `advice`: what,
+    name, saves_gib, peak_gib, time_pct, fits, same_goal, built_in, why. `buckets`: length, batch, tokens,
+    limited_by, gib. `texts`: a paragraph each for extraction and training.
+    """
+
+    figures: dict[str, float | int | str]
+    points: pl.DataFrame
+    terms: pl.DataFrame
+    advice: pl.DataFrame
+    buckets: pl.DataFrame
+    texts: dict[str, str] = field(default_factory=dict)
+
+    def save(self, folder: Path) -> None:
+        """Leave the result in the stage's folder."""
+        for name in FRAMES:
+            with files.atomic_path(folder / f"{name}.parquet") as temporary:
+                getattr(self, name).write_parquet(temporary)
+        files.write_json(folder / "summary.json", {"figures": self.figures, "texts": self.texts})
+
+    @classmethod
+    def load(cls, folder: Path) -> MemorySweepResult:
+        """Read a finished result again."""
+        summary = files.read_json(folder / "summary.json")
+        frames = {name: pl.read_parquet(folder / f"{name}.parquet") for name in FRAMES}
+        return cls(figures=summary["figures"], texts=summary["texts"], **frames)
+
+
+def scene(params: MemorySweepParams) -> Scene:
+    """Settle shapes, setups and budget from the parameters; no weight is read."""
+    from dflash_lab.drafter.config import DrafterConfig
+    from dflash_lab.memory.planner import device_budget_gib
+    from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
+    from dflash_lab.memory.shapes import target_shape
+    from dflash_lab.target.loading import choose_device, choose_dtype
+    from dflash_lab.target.sources import load_config
+    from dflash_lab.target.taps import default_tap_ids
+
+    config = load_config(params.target)
+    device = choose_device(params.device)
+    dtype = str(choose_dtype(params.dtype, config)).removeprefix("torch.")
+    taps = tuple(params.tap_ids or default_tap_ids(config.num_hidden_layers, params.num_taps))
+    cuda = device.type == "cuda"
+    drafter = DrafterConfig.from_target(
+        config, mask_token_id=0, num_layers=params.num_layers, block_size=params.block_size, tap_ids=taps
+    )
+    return Scene(
+        config=config,
+        shape=target_shape(config),
+        drafter=drafter,
+        extraction=ExtractionSetup(
+            batch=1,
+            length=1,
+            tap_ids=taps,
+            dtype=dtype,
+            store_final=params.store_final,
+            kernels="fla" if cuda and not params.allow_slow_kernels else "torch",
+        ),
+        training=TrainingSetup(
+            anchors=params.anchors,
+            context=params.context_tokens,
+            block_size=params.block_size,
+            dtype=dtype,
+            chunk=params.chunk,
+            soft_targets=params.soft_targets,
+            placement=params.placement,  # type: ignore[arg-type]
+        ),
+        budget_gib=params.budget_gib or device_budget_gib(device),
+        cuda=cuda,
+    )
+
+
+def run_memory_sweep(params: MemorySweepParams, progress: Any = None) -> MemorySweepResult:
+    """Predict the grid, measure it, and say what fits."""
+    from dflash_lab.workbench.stages.memory_tables import advice_frame, bucket_frame, headline, term_frame
+
+    found = scene(params)
+    points = predict_points(params, found, progress or _silent)
+    if params.measure:
+        points = measure_points(params, found, points, progress or _silent)
+    frame = pl.DataFrame(points, schema=POINT_SCHEMA)
+    buckets = bucket_frame(params, found)
+    advice, texts = advice_frame(params, found)
+    figures = headline(params, found, frame, buckets)
+    result = MemorySweepResult(figures, frame, term_frame(params, found), advice, buckets, texts)
+    result.save(params.folder)
+    return result
+
+
+def predict_points(
+    params: MemorySweepParams, found: Scene, progress: Callable[..., None]
+) -> list[dict[str, Any]]:
+    """Return a row a grid point with the analytic account and the fake-tensor count."""
+    from dataclasses import replace
+
+    from dflash_lab.memory.cached import fake_extraction
+    from dflash_lab.memory.extraction_account import extraction_account
+
+    lengths = sorted(set(params.lengths))
+    grid = [(batch, length) for batch in sorted(set(params.batches)) for length in lengths]
+    rows = []
+    for number, (batch, length) in enumerate(grid):
+        progress("predicting", number, len(grid))
+        setup = replace(found.extraction, batch=batch, length=length)
+        analytic = extraction_account(found.shape, setup, cuda=found.cuda)
+        fake = fake_extraction(found.config, setup)
+        rows.append(
+            {
+                "batch": batch,
+                "length": length,
+                "analytic_gib": analytic.peak_gib,
+                "fake_gib": _comparable(fake, found) / 2**30,
+                "analytic_moving": analytic.moving,
+                "fake_moving": _comparable(fake, found) - fake.static,
+                "order": "",
+                "out_of_memory": False,
+            }
+        )
+    progress("predicting", len(grid), len(grid))
+    return rows
+
+
+def _comparable(account: Account, found: Scene) -> int:
+    """Return the bytes to hold against the measurement: on CUDA with fragments, on a CPU live tensors only."""
+    return account.peak - (0 if found.cuda else account.terms.get("fragmentation", 0))
+
+
+def measure_points(
+    params: MemorySweepParams,
+    found: Scene,
+    rows: list[dict[str, Any]],
+    progress: Callable[..., None],
+    *,
+    each: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> list[dict[str, Any]]:
+    """Load the target and fill in what was measured; `each` is called with all rows after each point.
+
+    Raises what `progress` raises between points, so a stop takes effect there.
+    """
+    from dataclasses import replace
+
+    from dflash_lab.memory.measure import measure_extraction
+    from dflash_lab.target.loading import load_target
+
+    last = found.extraction.last_layer(found.shape.layers)
+    target = load_target(
+        params.target,
+        device=params.device,
+        dtype=params.dtype,
+        seed=params.seed,
+        last_layer=None if last == found.shape.layers - 1 else last,
+        with_head=False,
+        allow_slow_kernels=params.allow_slow_kernels,
+    )
+    measured = [dict(row) for row in rows]
+    deadline = time.monotonic() + params.measure_s
+    for order in params.orders:
+        sizes = sorted(rows, key=lambda row: row["batch"] * row["length"], reverse=order == "falling")
+        for number, row in enumerate(sizes):
+            progress(f"measuring ({order})", number, len(sizes))
+            if time.monotonic() > deadline:
+                break
+            setup = replace(found.extraction, batch=row["batch"], length=row["length"])
+            outcome = measure_extraction(target, setup)
+            new = {**row, "order": order, **outcome}
+            same = [i for i, old in enumerate(measured) if _is(old, row) and old["order"] in ("", order)]
+            if same:
+                measured[same[0]] = new
+            else:
+                measured.append(new)
+            each(measured)
+        progress(f"measuring ({order})", len(sizes), len(sizes))
+    return measured
+
+
+def _is(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return (one["batch"], one["length"]) == (other["batch"], other["length"])
+
+
+def _silent(description: str, done: int, total: int, **fields: Any) -> None:
+    """Report to nobody."""

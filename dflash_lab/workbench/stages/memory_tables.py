@@ -1,0 +1,166 @@
+"""The tables of `memory_sweep`: terms, advice, length buckets, and the headline figures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+if TYPE_CHECKING:
+    from dflash_lab.workbench.stages.memory_sweep import MemorySweepParams, Scene
+
+GIB = 2**30
+ADVICE_FIELDS = ("name", "saves_gib", "peak_gib", "time_pct", "fits", "same_goal", "built_in", "why")
+
+
+def term_frame(params: MemorySweepParams, found: Scene) -> pl.DataFrame:
+    """Return terms of the largest batch of the grid and of the training step, analytic and counted on fake
+    tensors.
+    """
+    from dataclasses import replace
+
+    from dflash_lab.memory.cached import fake_extraction, fake_training
+    from dflash_lab.memory.extraction_account import extraction_account
+    from dflash_lab.memory.training_account import training_account
+
+    setup = replace(found.extraction, batch=max(params.batches), length=max(params.lengths))
+    accounts = {
+        "extraction": (
+            extraction_account(found.shape, setup, cuda=found.cuda),
+            fake_extraction(found.config, setup),
+        ),
+        "training": (
+            training_account(found.shape, found.drafter, found.training, cuda=found.cuda),
+            fake_training(found.config, found.drafter, found.training),
+        ),
+    }
+    rows = [
+        {
+            "what": what,
+            "title": account.title,
+            "kind": account.kind,
+            "term": term,
+            "gib": size / GIB,
+            "formula": account.formulas.get(term, ""),
+        }
+        for what, pair in accounts.items()
+        for account in pair
+        for term, size in account.terms.items()
+    ]
+    return pl.DataFrame(rows)
+
+
+def advice_frame(params: MemorySweepParams, found: Scene) -> tuple[pl.DataFrame, dict[str, str]]:
+    """Return the changes ranked for both kinds of run, and a paragraph each."""
+    from dataclasses import replace
+
+    from dflash_lab.memory.advise import advise_extraction, advise_training
+
+    setup = replace(found.extraction, batch=max(params.batches), length=max(params.lengths))
+    extraction = advise_extraction(found.shape, setup, found.budget_gib, cuda=found.cuda)
+    training = advise_training(found.shape, found.drafter, found.training, found.budget_gib, cuda=found.cuda)
+    rows = [
+        {"what": what, **{name: getattr(change, name) for name in ADVICE_FIELDS}}
+        for what, advice in (("extraction", extraction), ("training", training))
+        for change in advice.changes
+    ]
+    texts = {"extraction": extraction.paragraph, "training": training.paragraph}
+    return pl.DataFrame(rows), texts
+
+
+def bucket_frame(params: MemorySweepParams, found: Scene) -> pl.DataFrame:
+    """Return the largest batch of each length bucket under the budget."""
+    from dflash_lab.memory.planner import CPU_KNEE_TOKENS, KNEE_TOKENS, extraction_budget
+
+    setup = found.extraction
+    budget = extraction_budget(
+        found.shape,
+        found.budget_gib,
+        tap_ids=setup.tap_ids,
+        longest=max(params.lengths),
+        dtype=setup.dtype,
+        store_final=setup.store_final,
+        kernels=setup.kernels,
+        max_batch=params.max_batch,
+        knee_tokens=KNEE_TOKENS if found.cuda else CPU_KNEE_TOKENS,
+        cuda=found.cuda,
+    )
+    rows = [
+        {
+            "length": length,
+            "batch": batch,
+            "planned": budget.batch(length),
+            "gib": budget.accounts[length].peak_gib,
+            "limited_by": budget.limited_by[length],
+        }
+        for length, batch in budget.batches.items()
+    ]
+    return pl.DataFrame(rows)
+
+
+def headline(
+    params: MemorySweepParams, found: Scene, points: pl.DataFrame, buckets: pl.DataFrame
+) -> dict[str, float | int | str]:
+    """Return the flat figures: the largest measured point, the errors over all, and the largest batch that
+    fits.
+    """
+    from dflash_lab.memory.fit import error_figures
+
+    figures: dict[str, float | int | str] = {"budget_gib": round(found.budget_gib, 3)}
+    measured = points.filter(pl.col("measured_moving").is_not_null() & ~pl.col("out_of_memory"))
+    largest = points.sort(pl.col("batch") * pl.col("length"), descending=True).row(0, named=True)
+    if measured.height:
+        largest = measured.sort("measured_moving", descending=True).row(0, named=True)
+        figures["measured_peak_gib"] = round(largest["measured_gib"], 4)
+        for kind, prefix in (("fake", ""), ("analytic", "analytic_")):
+            errors = _errors(measured, f"{kind}_moving")
+            median, worst = error_figures(errors)
+            figures |= {
+                f"{prefix}median_error_pct": round(median, 3),
+                f"{prefix}worst_error_pct": round(worst, 3),
+            }
+        figures |= _calibrated(found, measured)
+    figures["predicted_peak_gib"] = round(largest["fake_gib"], 4)
+    figures["points_measured"] = measured.height
+    figures["out_of_memory"] = int(points["out_of_memory"].sum())
+    longest = buckets.sort("length").row(-1, named=True)
+    figures |= {"largest_batch": longest["batch"], "largest_batch_length": longest["length"]}
+    figures["token_budget"] = int((buckets["planned"] * buckets["length"]).max())  # type: ignore[arg-type]
+    return figures
+
+
+def _errors(measured: pl.DataFrame, column: str) -> list[float]:
+    return (100 * (measured[column] / measured["measured_moving"] - 1)).to_list()
+
+
+def _calibrated(found: Scene, measured: pl.DataFrame) -> dict[str, float | int | str]:
+    """Fit on a third of the points of a device and judge on the rest; nothing on a CPU, where counts are
+    exact.
+    """
+    if not found.cuda or measured.height < 9:
+        return {}
+    from dataclasses import replace
+
+    from dflash_lab.memory.fit import Point, fit
+
+    points = [
+        Point(
+            replace(found.extraction, batch=row["batch"], length=row["length"]),
+            row["analytic_moving"],
+            row["measured_moving"],
+        )
+        for row in measured.iter_rows(named=True)
+    ]
+    calibration = fit(points, device=_device_name())
+    return {
+        "calibrated_median_error_pct": round(calibration.median_error_pct, 3),
+        "calibrated_worst_error_pct": round(calibration.worst_error_pct, 3),
+        "calibrated_heldout_points": calibration.heldout_points,
+    }
+
+
+def _device_name() -> str:
+    import torch
+
+    name: Any = torch.cuda.get_device_name()
+    return str(name)

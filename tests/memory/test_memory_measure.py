@@ -1,0 +1,88 @@
+"""Counts of real runs against the predictions; the CUDA measurement where there is a device."""
+
+import pytest
+import torch
+
+from dflash_lab.memory.extraction_account import extraction_account
+from dflash_lab.memory.fake import count_extraction
+from dflash_lab.memory.measure import Measurement, count_forward, measure_cuda, measure_extraction, sweep
+from dflash_lab.memory.setups import ExtractionSetup
+from dflash_lab.memory.shapes import MIB, target_shape
+from dflash_lab.target.loading import load_target
+from dflash_lab.target.sources import load_config
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_5"])
+@pytest.mark.parametrize("batch, length", [(1, 300), (7, 65), (16, 20)])
+def test_a_real_run_counts_what_the_fake_one_did(tiny_target, kind, batch, length):
+    folder = str(tiny_target(kind))
+    target = load_target(folder, dtype="float32", last_layer=5, with_head=False)
+    setup = ExtractionSetup(batch=batch, length=length, tap_ids=(1, 3, 5), dtype="float32", kernels="torch")
+    measured, _ = count_forward(target, setup)
+    counted, _ = count_extraction(load_config(folder), setup)
+    fake = counted.moving - counted.terms.get("fragmentation", 0)
+    assert measured.kind == "measured"
+    assert fake == pytest.approx(measured.moving, rel=0.005)
+    analytic = extraction_account(target_shape(load_config(folder)), setup, cuda=False)
+    assert analytic.moving == pytest.approx(measured.moving, rel=0.06)
+    assert analytic.terms["target weights"] == pytest.approx(measured.terms["target weights"], rel=0.001)
+
+
+def test_a_row_has_what_the_table_needs(tiny_target):
+    target = load_target(str(tiny_target("llama")), dtype="float32", last_layer=3, with_head=False)
+    row = measure_extraction(target, ExtractionSetup(batch=2, length=30, tap_ids=(1, 3), dtype="float32"))
+    assert row["measured_moving"] > 0 and not row["out_of_memory"] and row["seconds"] > 0
+    assert row["measured_gib"] * 2**30 > row["measured_moving"]
+
+
+def test_a_sweep_goes_in_order_and_can_be_stopped():
+    def run(size):
+        return Measurement(size, size, 0, 0, 0, False, 0.0)
+
+    points = [3, 1, 2]
+    assert [p for p, _ in sweep(points, run, size=float)] == [1, 2, 3]
+    assert [p for p, _ in sweep(points, run, falling=True, size=float)] == [3, 2, 1]
+
+    class Stopped(Exception):
+        pass
+
+    done = []
+
+    def stop():
+        if len(done) == 2:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        sweep(points, lambda p: done.append(p) or run(p), size=float, stop=stop)
+    assert done == [1, 2]
+
+
+def test_a_measurement_is_an_account_of_its_kind():
+    measured = Measurement(900, 1000, 400, 50, 0, False, 0.1).account("x")
+    assert measured.kind == "measured"
+    assert dict(measured.terms) == {
+        "before the batch": 400,
+        "the batch": 500,
+        "fragmentation": 100,
+        "outside torch": 50,
+    }
+
+
+@pytest.mark.gpu
+def test_peaks_on_a_device_are_what_was_allocated():
+    def run():
+        held = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+        held.fill_(1)
+
+    found = measure_cuda(run)
+    assert found.moving == 64 * MIB and found.reserved >= 64 * MIB and not found.out_of_memory
+    assert found.outside > 100 * MIB
+
+
+@pytest.mark.gpu
+def test_a_lack_of_memory_is_a_result_and_leaves_nothing():
+    before = torch.cuda.memory_allocated()
+    total = torch.cuda.get_device_properties(0).total_memory
+    found = measure_cuda(lambda: torch.empty(2 * total, dtype=torch.uint8, device="cuda"))
+    assert found.out_of_memory and found.failed == pytest.approx(2 * total, rel=0.01)
+    assert torch.cuda.memory_allocated() == before
