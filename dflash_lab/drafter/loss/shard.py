@@ -6,7 +6,7 @@ number a row), their sums (10 numbers a row), and the hidden gradient [n, H]; lo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ class VocabShard:
 
     @classmethod
     def of(cls, vocab: int, group: dist.ProcessGroup | None = None) -> VocabShard:
-        """Split `vocab` evenly, the first ranks taking one more; slice the head as ``head[shard.rows(...)]``."""
+        """Split `vocab` evenly, the first ranks taking one more; this rank's head is `head[shard.slice()]`."""
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         return cls(start=_bound(vocab, rank, size), total=vocab, group=group)
 
@@ -37,10 +37,7 @@ class VocabShard:
 
     def check(self, rows: int, device: torch.device) -> None:
         """Refuse slices that do not tile the vocabulary. Collective: every rank raises the same error."""
-        size = dist.get_world_size(self.group)
-        mine = torch.tensor([self.start, rows, self.total], device=device)
-        every = torch.empty(size, 3, dtype=mine.dtype, device=device)
-        dist.all_gather_into_tensor(every, mine, group=self.group)
+        every = self._gather(torch.tensor([self.start, rows, self.total], device=device))
         expected = 0
         for rank, (start, count, total) in enumerate(every.tolist()):
             if start != expected or total != self.total:
@@ -68,18 +65,20 @@ class VocabShard:
 
     def merge_drafter(self, sums: DrafterSums, temperature: float) -> DrafterSums:
         """Combine all ranks' sums of drafter rows into those of the whole vocabulary."""
-        return merge_drafter(DrafterSums(*map(self._gather, _values(sums))), temperature)
+        real = self._gather(torch.stack((sums.peak, sums.mass, sums.slope, sums.mass_t)))
+        whole = self._gather(torch.stack((sums.argmax, sums.above)))
+        return merge_drafter(DrafterSums(*real.unbind(1), *whole.unbind(1)), temperature)
 
     def merge_target(self, sums: TargetSums, temperature: float) -> TargetSums:
         """Combine all ranks' sums of target rows into those of the whole vocabulary."""
-        return merge_target(TargetSums(*map(self._gather, _values(sums))), temperature)
+        real = self._gather(torch.stack((sums.peak, sums.mass, sums.mass_t)))
+        return merge_target(TargetSums(*real.unbind(1), self._gather(sums.argmax)), temperature)
 
     def _gather(self, value: Tensor) -> Tensor:
-        """[ranks, n]"""
-        value = value.contiguous()
-        out = value.new_empty(dist.get_world_size(self.group), *value.shape)
-        dist.all_gather_into_tensor(out, value, group=self.group)
-        return out
+        """[ranks, *shape]"""
+        every = [torch.empty_like(value) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(every, value, group=self.group)
+        return torch.stack(every)
 
 
 def merge_drafter(every: DrafterSums, temperature: float) -> DrafterSums:
@@ -111,10 +110,6 @@ def _first(token: Tensor, value: Tensor) -> Tensor:
 def _scaled(value: Tensor, shift: Tensor) -> Tensor:
     """value * e^shift, 0 where the slice is all padding (shift -inf), whose own sums are NaN."""
     return torch.where(shift == -torch.inf, 0, value * shift.exp())
-
-
-def _values(sums: DrafterSums | TargetSums) -> list[Tensor]:
-    return [getattr(sums, field.name) for field in fields(sums)]
 
 
 def _bound(vocab: int, rank: int, size: int) -> int:

@@ -28,7 +28,11 @@ PASSES = [
     pytest.param("torch", "cuda", marks=[pytest.mark.gpu, needs_cuda]),
     pytest.param("compile", "cuda", marks=[pytest.mark.gpu, needs_cuda]),
     pytest.param("triton", "cuda", marks=[pytest.mark.gpu, needs_cuda]),
-    pytest.param("triton", "cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1")),
+    pytest.param(
+        "triton",
+        "cpu",
+        marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1"),
+    ),
 ]
 
 
@@ -51,7 +55,9 @@ def test_float32_equals_float64_autograd(backend: str, device: str, name: str, v
         for field, wanted in stats.items():
             value = getattr(found.rows, field)
             if value is not None:
-                close = torch.allclose(value.cpu()[live].double(), wanted[live].double(), rtol=3e-5, atol=3e-5)
+                close = torch.allclose(
+                    value.cpu()[live].double(), wanted[live].double(), rtol=3e-5, atol=3e-5
+                )
                 assert close, (field, with_target)
 
 
@@ -60,7 +66,9 @@ def test_float32_equals_float64_autograd(backend: str, device: str, name: str, v
 def test_bfloat16_stays_within_two_permille(backend: str, device: str, name: str) -> None:
     case = make_case(anchors=16, block=8, vocab=4099, size=64, dtype=torch.bfloat16, device=device)
     config = CONFIGS[name]
-    bound = 2e-3 if device == "cuda" else 6e-3  # Triton's interpreter truncates to bfloat16 where the device rounds
+    bound = (
+        2e-3 if device == "cuda" else 6e-3
+    )  # Triton's interpreter truncates to bfloat16 where the device rounds
     for with_target in (True,) if config.needs_target else (True, False):
         case.hidden.grad = None
         positional, target = case.arguments(target=with_target)
@@ -139,13 +147,19 @@ def test_one_pass_gradient_equals_two_passes_on_hostile_rows(backend: str, devic
     torch_pass.drafter_terms(reference_rows, 1.0, other)
     two = torch.empty(z.shape)
     ones = torch.ones(9)
-    torch_pass.gradient(reference_rows, other, Coefficients(0.5 * ones, None, cap * ones if cap else None, None), config, two)
+    torch_pass.gradient(
+        reference_rows, other, Coefficients(0.5 * ones, None, cap * ones if cap else None, None), config, two
+    )
     good = slice(0, 6)
     assert relative(found[good], two[good]) < 2e-6 and found[6:].isnan().any(1).all()
     assert lost[good].abs().max() == 0  # nothing is rounded in float32
     for field in ("ce", "entropy", "p_max", "lse"):
-        assert torch.allclose(getattr(terms, field)[good].cpu(), getattr(other, field)[good], rtol=1e-5, atol=1e-6), field
-    assert (terms.argmax[good].cpu() == other.argmax[good]).all() and (terms.rank[good].cpu() == other.rank[good]).all()
+        assert torch.allclose(
+            getattr(terms, field)[good].cpu(), getattr(other, field)[good], rtol=1e-5, atol=1e-6
+        ), field
+    assert (terms.argmax[good].cpu() == other.argmax[good]).all() and (
+        terms.rank[good].cpu() == other.rank[good]
+    ).all()
 
 
 @pytest.mark.parametrize(("backend", "device"), [*PASSES, ("torch", "cpu")])

@@ -1,0 +1,94 @@
+"""The chunk plan: what a row costs, what fits, and that the answer is kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from loss_reference import make_case
+
+from dflash_lab.drafter.loss import plan as planning
+from dflash_lab.drafter.loss.config import LossConfig
+from dflash_lab.drafter.loss.fused import FusedDraftLoss
+from dflash_lab.drafter.loss.plan import bytes_per_row, plan_chunks
+from dflash_lab.drafter.loss.selection import select_rows
+from dflash_lab.errors import InputError
+
+CPU = torch.device("cpu")
+GIB = 2**30
+
+
+def choose(
+    free: float, *, rows: int = 10**6, vocab: int = 248_320, block: int = 24, soft: bool = True
+) -> int:
+    found = plan_chunks(
+        vocab=vocab, block=block, dtype=torch.bfloat16, device=CPU, soft=soft, rows=rows, free=int(free * GIB)
+    )
+    return found.rows
+
+
+def test_bytes_of_a_row_are_those_of_its_buffers() -> None:
+    assert bytes_per_row(248_320, torch.bfloat16, soft=True) == 248_320 * (4 + 4 + 2)
+    assert bytes_per_row(248_320, torch.bfloat16, soft=False) == 248_320 * (4 + 2)
+    assert bytes_per_row(100, torch.float64, soft=True) == 100 * 24
+
+
+def test_rows_follow_half_of_free_memory_up_to_the_budget() -> None:
+    row = bytes_per_row(248_320, torch.bfloat16, soft=True)
+    assert choose(0.2) == int(0.1 * GIB) // row < 128  # little: exactly what fits
+    roomy = choose(1000)
+    assert (
+        roomy == choose(2000) and roomy * row <= planning.CPU_BUDGET_GIB * GIB
+    )  # the budget, not the memory, decides
+
+
+def test_large_chunks_are_whole_matmul_tiles() -> None:
+    assert choose(1000, vocab=5000) % planning.ROW_TILE == 0
+
+
+def test_a_chunk_is_never_larger_than_the_step_and_never_smaller_than_a_block() -> None:
+    assert choose(1000, vocab=100, rows=48) == 48
+    row = bytes_per_row(248_320, torch.bfloat16, soft=True)
+    assert choose(2.1 * 200 * row / GIB, block=200) == 200  # over the budget, but one block has to fit
+
+
+def test_too_little_memory_says_how_much_is_needed() -> None:
+    with pytest.raises(
+        InputError,
+        match=r"needs 0\.11 GiB free on cpu for one block of 24 slots over 248,320 tokens, but 0\.05",
+    ):
+        choose(0.05)
+
+
+def test_memory_is_measured_once_and_then_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings: list[int] = []
+
+    def measured(device: torch.device) -> int:
+        readings.append(GIB >> len(readings))
+        return readings[-1]
+
+    monkeypatch.setattr(planning, "free_bytes", measured)
+    loss = FusedDraftLoss(LossConfig())
+    plans = []
+    for seed in range(3):
+        positional, _ = make_case(seed=seed).arguments(target=False)
+        loss(*positional)
+        plans.append(loss.plan)
+    assert len(readings) == 1 and plans[0] is plans[1] is plans[2]
+
+
+def test_chunks_hold_whole_anchors_cover_all_live_rows_and_skip_dead_anchors() -> None:
+    case = make_case(anchors=40, block=6)
+    case.weights[5:9] = 0
+    chosen = select_rows(
+        case.labels, case.weights, case.target_rows, vocab=97, target_size=len(case.target_hidden), chunk_rows=11,
+        device=CPU, dtype=torch.float64,
+    )  # fmt: skip
+    live = case.weights != 0
+    assert chosen.rows == live.sum() and len(chosen.chunks) > 10
+    assert chosen.chunks[0].start == 0 and chosen.chunks[-1].end == chosen.rows
+    for first, second in zip(chosen.chunks, chosen.chunks[1:]):
+        assert first.end == second.start and chosen.anchor[first.end - 1] != chosen.anchor[second.start]
+    assert all(0 < chunk.rows <= 11 for chunk in chosen.chunks)
+    place = (chosen.anchor, chosen.slot)
+    assert live[place].all() and torch.equal(chosen.label, case.labels[place])
+    assert chosen.block_of.max() + 1 == live.any(1).sum()
