@@ -7,8 +7,8 @@ ends with its end-of-turn token, the text tokenises back to the generated ids, a
 forward chooses the same token everywhere by a clear margin. On what is kept, acceptance measured offline on
 the stored answers equals acceptance measured by decoding.
 
-    python benchmarks/make_demo_data.py            # about an hour on one core; the same file every time on
-    one machine
+    python benchmarks/make_demo_data.py            # about fifteen minutes on one core; the same file every
+    time on one machine
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from dflash_lab.target.prompting import self_prompts
 from dflash_lab.target.template import render, render_prompt
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "demo"
+# SmolLM2 seldom ends an answer within the limit unless it is asked to; sampled turns get this system message.
+BRIEFLY = {"role": "system", "content": "Answer in one or two short sentences."}
 MARGIN = 1e-3  # logits; batching and another BLAS move them by about 1e-4
 
 
@@ -36,8 +38,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--self-prompts", type=int, default=1600, help="user turns to sample")
-    parser.add_argument("--max-new-tokens", type=int, default=160, help="longest answer")
+    parser.add_argument("--self-prompts", type=int, default=800, help="user turns to sample")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="longest answer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-bytes", type=int, default=500_000, help="stop before the file is larger")
     parser.add_argument("--out", type=Path, default=FOLDER / "smollm2_selfprompted.jsonl")
@@ -48,7 +50,10 @@ def main() -> None:
     asked = dict.fromkeys((FOLDER / "seed_questions.txt").read_text().splitlines(), "seed")
     sampled = self_prompts(target, args.self_prompts, seed=args.seed, batch=64, progress=report)
     asked |= dict.fromkeys((text for text in sampled if text not in asked), "self")
-    conversations = [[{"role": "user", "content": text}] for text in asked]
+    conversations = [
+        [*([BRIEFLY] if origin == "self" else []), {"role": "user", "content": text}]
+        for text, origin in asked.items()
+    ]
     prompts = [render_prompt(target.tokenizer, messages) for messages in conversations]
     answers = generate(target, prompts, max_new_tokens=args.max_new_tokens, batch=64, progress=report)
 
@@ -58,13 +63,13 @@ def main() -> None:
         messages = [*messages, {"role": "assistant", "content": target.tokenizer.decode(answer[:-1])}]
         line = json.dumps({"messages": messages, "source": f"smollm2-{source}"}, ensure_ascii=False)
         fate = judge(target, messages, prompt, answer)
-        if fate == "kept" and messages[1]["content"] in seen:
+        if fate == "kept" and messages[-1]["content"] in seen:
             fate = "repeats an answer"
         if fate == "kept" and size + len(line.encode()) + 1 > args.limit_bytes:
             fate = "over the size limit"
         fates[fate] += 1
         if fate == "kept":
-            seen.add(messages[1]["content"])
+            seen.add(messages[-1]["content"])
             lines.append(line)
             size += len(line.encode()) + 1
     files.write_bytes(args.out, "".join(line + "\n" for line in lines).encode())

@@ -168,8 +168,8 @@ def demo():
 def test_the_demo_data_fits_the_repository_and_has_no_repeats():
     conversations = demo()
     assert DEMO.stat().st_size <= 500_000
-    assert len({m[0]["content"] for m in conversations}) == len({m[1]["content"] for m in conversations})
-    assert len({m[0]["content"] for m in conversations}) == len(conversations)
+    assert len({m[-2]["content"] for m in conversations}) == len(conversations)
+    assert len({m[-1]["content"] for m in conversations}) == len(conversations)
 
 
 def test_the_demo_answers_are_the_target_s_own_greedy_tokens(target):
@@ -178,6 +178,6 @@ def test_the_demo_answers_are_the_target_s_own_greedy_tokens(target):
     for messages in conversations[:: max(1, len(conversations) // 8)]:
         rendered = render(target.tokenizer, messages)
         taught = [t for t, live in zip(rendered.input_ids, rendered.loss_mask, strict=True) if live]
-        prompt = render_prompt(target.tokenizer, messages[:1])
+        prompt = render_prompt(target.tokenizer, messages[:-1])
         assert rendered.input_ids[: len(prompt) + len(taught)] == prompt + taught
         assert generate(target, [prompt], max_new_tokens=len(taught)) == [taught]
