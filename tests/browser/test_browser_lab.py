@@ -71,7 +71,7 @@ def test_the_run_browser_compares_two_runs(opened, workspace):
     options.first.wait_for(timeout=20_000)
     assert options.count() == 2
     notebook.page.locator("select[multiple]").select_option(index=[0, 1])
-    notebook.page.get_by_text("parameters that differ").wait_for(timeout=20_000)
+    notebook.page.get_by_role("heading", name="parameters that differ").wait_for(timeout=20_000)
     table = notebook.page.locator(".jp-OutputArea-output table.dataframe").filter(has_text="num_layers")
     assert table.count() >= 1
     notebook.page.wait_for_function(
