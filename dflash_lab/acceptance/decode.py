@@ -164,7 +164,7 @@ def decode(
     head = target.head
     proposer = Proposer(drafter, head)
     with TargetRun(target, drafter.config.tap_ids) as run:
-        answer, taps = _prefill(run, head, prompt_ids, sampling, stops)
+        answer, taps = prefill(run, head, prompt_ids, sampling, stops)
         clock = Clock(target.device, profile)
         start = time.perf_counter()
         while not answer.stopped and len(answer.tokens) < max_new_tokens:
@@ -179,7 +179,7 @@ def decode(
             else:
                 outcome, taps = _verify_chain(run, head, draft, sampling, clock)
             clock.lap("commit")
-            _append(answer, outcome, left, stops)
+            append(answer, outcome, left, stops)
         finish(answer, start, target.device)
         answer.phase_seconds = clock.seconds
     return answer
@@ -202,7 +202,7 @@ def plain_decode(
     stops = stop_tokens(target, stop_ids)
     head = target.head
     with TargetRun(target) as run:
-        answer, _ = _prefill(run, head, prompt_ids, sampling, stops)
+        answer, _ = prefill(run, head, prompt_ids, sampling, stops)
         start = time.perf_counter()
         while not answer.stopped and len(answer.tokens) < max_new_tokens:
             step = run.step(torch.tensor(answer.tokens[-1:], device=target.device), certain=True)
@@ -226,7 +226,7 @@ def finish(answer: Decoded, start: float, device: torch.device) -> None:
     answer.seconds = time.perf_counter() - start
 
 
-def _prefill(
+def prefill(
     run: TargetRun, head: TargetHead, prompt_ids: Sequence[int], sampling: Sampling, stops: frozenset[int]
 ) -> tuple[Decoded, torch.Tensor]:
     """Run the prompt and choose the first token. Returns the answer so far and the prompt's tap states [P,
@@ -287,7 +287,7 @@ def _verify_tree(
     return Outcome(path, [*tokens, bonus], len(tree), -1), step.taps[path]
 
 
-def _append(answer: Decoded, outcome: Outcome, left: int, stops: frozenset[int]) -> None:
+def append(answer: Decoded, outcome: Outcome, left: int, stops: frozenset[int]) -> None:
     """Add a round's tokens to the answer, cut at the token limit and at the first stop token."""
     kept = outcome.tokens[:left]
     end = next((i for i, token in enumerate(kept) if token in stops), None)

@@ -84,10 +84,15 @@ def select_rows(cache: DynamicCache, rows: torch.Tensor) -> DynamicCache:
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             layer.conv_states = _rows_of(layer.conv_states, rows)
             layer.recurrent_states = _rows_of(layer.recurrent_states, rows)
-        if isinstance(layer, DynamicLayer):
-            layer.keys, layer.values = layer.keys.index_select(0, rows), layer.values.index_select(0, rows)
+    for layer in attention_layers(chosen):
+        layer.keys, layer.values = layer.keys.index_select(0, rows), layer.values.index_select(0, rows)
     return chosen
 
 
 def _rows_of(states: dict[int, torch.Tensor | None], rows: torch.Tensor) -> dict[int, torch.Tensor | None]:
     return {i: None if state is None else state.index_select(0, rows) for i, state in states.items()}
+
+
+def attention_layers(cache: DynamicCache) -> list[Any]:
+    """Return the layers that hold `keys` and `values` [R, heads, T, d]."""
+    return [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]

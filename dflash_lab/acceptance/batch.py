@@ -1,0 +1,249 @@
+"""Many prompts decoded together, each with its own position and its own acceptance.
+
+Rows of a batch accept different numbers of drafts, so their caches grow apart. Keys and values are stored
+left-aligned in one tensor per layer and a mask hides the unused cells; after each round the accepted ones
+move next to the row's own, which is exact because keys carry their true rotary position wherever they lie.
+There is no padding in any forward: prompts are prefilled one by one and every row of a round has the same
+number of tokens. That is what makes hybrid targets work, whose recurrent states would be spoilt by padding.
+Their partially accepted rows are run again in groups of equal count.
+
+For measuring, `decode` (one prompt at a time) is the published protocol; this is for throughput.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+
+from dflash_lab.acceptance.decode import Decoded, Outcome, Sampling, append, finish, prefill, stop_tokens
+from dflash_lab.acceptance.proposals import Draft, Proposer, check_pair
+from dflash_lab.acceptance.rejection import verify_sampled
+from dflash_lab.acceptance.rollback import (
+    attention_layers,
+    cache_keyword,
+    restore_states,
+    save_states,
+    select_rows,
+)
+from dflash_lab.acceptance.target_run import TargetRun
+from dflash_lab.drafter.model import Drafter
+from dflash_lab.errors import InputError, UnsupportedTarget
+from dflash_lab.target.model import Target
+from dflash_lab.target.taps import Taps
+
+
+@torch.no_grad()
+def decode_batch(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int | Sequence[int],
+    block_size: int | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    stop_ids: Collection[int] | None = None,
+    generator: torch.Generator | None = None,
+) -> list[Decoded]:
+    """Decode all `prompts` together with chains of drafts; `max_new_tokens` may differ by prompt.
+
+    The arguments are those of `decode`. Each answer's `seconds` run from the end of all prefills until it was
+    finished.
+    """
+    check_pair(target, drafter)
+    size = drafter.config.block_size if block_size is None else block_size
+    if size < 2:
+        raise InputError(f"block_size {size}: a block is an anchor and at least one draft.")
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    if len(limits) != len(prompts):
+        raise InputError(f"{len(limits)} values of max_new_tokens for {len(prompts)} prompts.")
+    sampling = Sampling(temperature, top_p, top_k, generator)
+    stops = stop_tokens(target, stop_ids)
+    answers, rows = [], []
+    for number, prompt in enumerate(prompts):
+        with TargetRun(target, drafter.config.tap_ids) as run:
+            answer, taps = prefill(run, target.head, prompt, sampling, stops)
+        answers.append(answer)
+        if not answer.stopped and limits[number] > 1:
+            proposer = Proposer(drafter, target.head)
+            proposer.extend(taps)
+            rows.append((number, run, proposer))
+    start = time.perf_counter()
+    if rows:
+        batch = _Batch(target, drafter, rows)
+        with batch.taps:
+            while batch.numbers:
+                drafts, q = batch.draft([answers[n].tokens[-1] for n in batch.numbers], size, sampling)
+                outcomes = batch.verify(drafts, q, sampling)
+                done = []
+                for number, outcome in zip(batch.numbers, outcomes):
+                    answer = answers[number]
+                    append(answer, outcome, limits[number] - len(answer.tokens), stops)
+                    over = answer.stopped or len(answer.tokens) >= limits[number]
+                    if over:
+                        finish(answer, start, target.device)
+                    done.append(over)
+                batch.drop(done)
+    return answers
+
+
+class _Batch:
+    """The rows still decoding: one cache for all, a length and a draft cache for each."""
+
+    def __init__(self, target: Target, drafter: Drafter, rows: list[tuple[int, TargetRun, Proposer]]) -> None:
+        self.target, self.drafter = target, drafter
+        self.numbers = [number for number, _, _ in rows]
+        self.proposers = [proposer for _, _, proposer in rows]
+        self.lengths = torch.tensor([run.length for _, run, _ in rows], device=target.device)
+        self.taps = Taps(target.layers, drafter.config.tap_ids)
+        self._keyword = cache_keyword(target.body)
+        self.cache = _stack([run.cache for _, run, _ in rows])
+        self.anchors = self.lengths  # replaced by `draft`
+
+    def draft(
+        self, anchors: list[int], size: int, sampling: Sampling
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Draft a block for every row: tokens [R, L], and the probabilities [R, L, V] they were drawn from
+        (T > 0).
+        """
+        self.anchors = torch.tensor(anchors, device=self.target.device)
+        drafts: list[Draft] = [p.draft(a[None], size) for p, a in zip(self.proposers, self.anchors)]
+        if sampling.temperature <= 0:
+            return torch.stack([draft.greedy() for draft in drafts]), None
+        settings = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.generator)
+        tokens, chances = zip(*(draft.sampled(*settings) for draft in drafts))
+        return torch.stack(tokens), torch.stack(chances)
+
+    def verify(self, drafts: torch.Tensor, q: torch.Tensor | None, sampling: Sampling) -> list[Outcome]:
+        """Run all rows once, accept, commit, and feed the accepted tap states to the draft caches."""
+        tokens = torch.cat([self.anchors[:, None], drafts], dim=1)
+        saved = save_states(self.cache)
+        before = self.cache
+        if saved:
+            before = copy.copy(
+                self.cache
+            )  # the attention layers as they are now, for the rows that run again
+            before.layers = [copy.copy(layer) for layer in self.cache.layers]
+        normed, taps = self._forward(self.cache, tokens, self.lengths)
+        logits = self.target.head.logits(normed)
+        if q is None:
+            choices = logits.argmax(-1)
+            accepted = (choices[:, :-1] == drafts).int().cumprod(-1).sum(-1)
+            bonus = choices.gather(1, accepted[:, None])[:, 0]
+        else:
+            accepted, bonus = verify_sampled(drafts, q, sampling.chances(logits), sampling.generator)
+        counts = accepted + 1
+        if saved:
+            self._replay(before, saved, tokens, counts)
+        self._compact(counts, tokens.shape[1])
+        outcomes = []
+        table = torch.cat([counts[:, None], bonus[:, None], drafts], dim=1).tolist()
+        for row, (count, last, *guess) in enumerate(table):
+            self.proposers[row].extend(taps[row, :count])
+            kept = guess[: count - 1]
+            rejected = guess[count - 1] if count <= len(guess) else -1
+            outcomes.append(Outcome(list(range(count)), [*kept, last], len(guess), rejected))
+        return outcomes
+
+    def drop(self, done: list[bool]) -> None:
+        """Take finished rows out of the batch."""
+        if not any(done):
+            return
+        kept = [row for row, over in enumerate(done) if not over]
+        self.numbers = [self.numbers[row] for row in kept]
+        self.proposers = [self.proposers[row] for row in kept]
+        index = torch.tensor(kept, dtype=torch.long, device=self.target.device)
+        self.lengths = self.lengths[index]
+        if kept:
+            self.cache = select_rows(self.cache, index)
+
+    def _forward(
+        self, cache: Any, tokens: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run tokens [R, Q] after `lengths` [R]; returns normed [R, Q, H] and tap states [R, Q, K*H]."""
+        rows, count = tokens.shape
+        steps = torch.arange(count, device=tokens.device)
+        stored = attention_layers(cache)[0].keys.shape[2]
+        cells = torch.arange(stored, device=tokens.device)
+        old = (cells[None] < lengths[:, None])[:, None].expand(rows, count, stored)
+        new = (steps[None] <= steps[:, None])[None].expand(rows, count, count)
+        seen = torch.cat([old, new], dim=-1)[:, None]  # [R, 1, Q, stored + Q]
+        mask: Any = torch.zeros(seen.shape, dtype=self.target.dtype, device=tokens.device)
+        mask.masked_fill_(~seen, torch.finfo(mask.dtype).min)
+        if self.target.is_hybrid:
+            mask = {"full_attention": mask, "linear_attention": None}
+        output = self.target.body(
+            input_ids=tokens,
+            position_ids=lengths[:, None] + steps,
+            attention_mask=mask,
+            use_cache=True,
+            **{self._keyword: cache},
+        )
+        return output.last_hidden_state, torch.cat(self.taps.take(), dim=-1)
+
+    def _replay(
+        self, before: Any, saved: list[list[torch.Tensor]], tokens: torch.Tensor, counts: torch.Tensor
+    ) -> None:
+        """Bring the recurrent states of partially accepted rows to where their accepted tokens end."""
+        for count in counts.unique().tolist():
+            if count == tokens.shape[1]:
+                continue  # everything was accepted: the states already stand there
+            rows = (counts == count).nonzero()[:, 0]
+            part = select_rows(before, rows)
+            restore_states(part, [[state[rows] for state in layer] for layer in saved])
+            self._forward(part, tokens[rows, :count], self.lengths[rows])
+            for layer, own in zip(part.layers, self.cache.layers):
+                if isinstance(layer, LinearAttentionCacheLayerMixin):
+                    for name in ("conv_states", "recurrent_states"):
+                        for key, state in getattr(layer, name).items():
+                            if state is not None:
+                                getattr(own, name)[key][rows] = state
+
+    def _compact(self, counts: torch.Tensor, appended: int) -> None:
+        """Move each row's accepted keys and values next to its own ones; cut what no row needs."""
+        layers = attention_layers(self.cache)
+        stored = layers[0].keys.shape[2] - appended
+        after = self.lengths + counts
+        cells = torch.arange(int(after.max()), device=counts.device)[None]
+        moved = stored + cells - self.lengths[:, None]
+        source = torch.where(cells < self.lengths[:, None], cells, moved.clamp_max(stored + appended - 1))
+        for layer in layers:
+            index = source[:, None, :, None].expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3])
+            layer.keys, layer.values = layer.keys.gather(2, index), layer.values.gather(2, index)
+        self.lengths = after
+
+
+def _stack(caches: list[Any]) -> Any:
+    """Put caches of one row each into one, keys and values padded at the end to the longest."""
+    whole = copy.copy(caches[0])
+    whole.layers = [copy.copy(layer) for layer in caches[0].layers]
+    for number, layer in enumerate(whole.layers):
+        parts = [cache.layers[number] for cache in caches]
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            for name in ("conv_states", "recurrent_states"):
+                states = [getattr(part, name) for part in parts]
+                joined = {
+                    k: None if v is None else torch.cat([s[k] for s in states]) for k, v in states[0].items()
+                }
+                setattr(layer, name, joined)
+        elif type(layer) is DynamicLayer:
+            longest = max(part.keys.shape[2] for part in parts)
+            for name in ("keys", "values"):
+                padded = [
+                    torch.nn.functional.pad(t, (0, 0, 0, longest - t.shape[2]))
+                    for t in (getattr(part, name) for part in parts)
+                ]
+                setattr(layer, name, torch.cat(padded))
+        else:
+            raise UnsupportedTarget(
+                f"rows of a batch accept different counts, which cache layers of type "
+                f"{type(layer).__name__} cannot follow. "
+                "Decode one prompt at a time (acceptance.decode)."
+            )
+    return whole
