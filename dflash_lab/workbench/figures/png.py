@@ -17,6 +17,7 @@ import plotly.graph_objects as go
 
 logger = logging.getLogger(__name__)
 
+PIXELS = 900  # width of a picture before scaling
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 
@@ -51,4 +52,4 @@ def to_png(fig: go.Figure, scale: float = 1.5) -> bytes | None:
     paper = go.Figure(fig).update_layout(paper_bgcolor="white", plot_bgcolor="white", font_color="#2b2f36")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*kopts.*")
-        return paper.to_image("png", scale=scale)
+        return paper.to_image("png", width=PIXELS, scale=scale)

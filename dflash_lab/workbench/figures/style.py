@@ -37,7 +37,7 @@ PALETTE = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY)
 SEQUENTIAL = "Cividis"  # for heat maps: even in lightness, the same for colour-blind readers
 DIVERGING = [[0.0, BLUE], [0.5, "#d9d9d9"], [1.0, RED]]
 MAX_BYTES = 1_000_000  # of a figure's JSON
-WIDTH, HEIGHT = 900, 420  # px; two figures and their text fit a 1280 x 800 screen
+HEIGHT = 420  # px; the width is that of the page: a figure and its text fit a 1280 x 800 screen
 _GRID = "rgba(123, 128, 135, 0.25)"
 
 TEMPLATE = go.layout.Template(
@@ -49,7 +49,7 @@ TEMPLATE = go.layout.Template(
         "paper_bgcolor": "rgba(0, 0, 0, 0)",
         "plot_bgcolor": "rgba(0, 0, 0, 0)",
         "margin": {"l": 70, "r": 20, "t": 56, "b": 56},
-        "width": WIDTH,
+        "autosize": True,
         "height": HEIGHT,
         "hovermode": "closest",
         "hoverlabel": {"align": "left"},
