@@ -1,0 +1,255 @@
+"""Sealed parts, manifests and their verification."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from extraction.conftest import TAP_IDS, make_samples
+from safetensors.torch import load_file
+
+from dflash_lab import files
+from dflash_lab.errors import InputError, StoreError
+from dflash_lab.extraction import manifest as manifests
+from dflash_lab.extraction.lock import shard_lock
+from dflash_lab.extraction.loop import extract
+from dflash_lab.extraction.parts import write_part
+from dflash_lab.extraction.store import open_store
+from dflash_lab.extraction.verify import discard, verify
+
+LENGTHS = [60, 50, 40, 30, 20, 10, 55, 45, 35, 25]
+PLAN = {"tap_ids": TAP_IDS, "token_budget": 120, "max_batch": 8, "part_gib": 0.00004}
+
+
+@pytest.fixture
+def made(tiny, tmp_path: Path):
+    """A store of several parts, and the function that extracts into it again."""
+    samples, store = make_samples(tmp_path / "s.parquet", LENGTHS), tmp_path / "store"
+
+    def run(**changes: object):
+        return extract(tiny("llama"), samples, store, **{**PLAN, **changes})
+
+    run()
+    assert len(parts(store)) >= 4
+    return store, run
+
+
+def parts(store: Path) -> list[Path]:
+    return sorted(store.rglob("part-*.safetensors"))
+
+
+def test_a_part_is_a_plain_safetensors_file_of_flat_tensors(made) -> None:
+    store, _ = made
+    tensors = load_file(parts(store)[0])
+    tokens = int(tensors["offsets"][-1])
+    assert tensors["taps"].shape == (tokens, 3 * 48) and tensors["taps"].dtype == torch.bfloat16
+    assert tensors["input_ids"].dtype == torch.int32 and tensors["loss_mask"].dtype == torch.uint8
+    assert tensors["offsets"].dtype == torch.int64 and tensors["hashes"].shape == (
+        len(tensors["offsets"]) - 1,
+        16,
+    )
+    assert tensors["heldout"].dtype == torch.uint8
+
+
+def test_the_manifest_tells_what_made_the_shard(made) -> None:
+    store, _ = made
+    lines = manifests.read_lines(manifests.shard_folders(store)[0])
+    run = next(line for line in lines if line["kind"] == "run")
+    assert {"versions", "commit", "plan", "device"} <= set(run)
+    assert (
+        run["versions"]["torch"] == torch.__version__.split("+")[0]
+        or run["versions"]["torch"] == torch.__version__
+    )
+    part = next(line for line in lines if line["kind"] == "part")
+    path = parts(store)[0]
+    assert part["bytes"] == path.stat().st_size and part["checksum"] == files.checksum(path)
+    end = lines[-1]
+    assert end["kind"] == "end" and end["samples_in"] == end["samples_stored"] == len(LENGTHS)
+
+
+def test_a_finished_shard_does_nothing_again(made) -> None:
+    store, run = made
+    before = [(path, path.stat().st_mtime_ns) for path in parts(store)]
+    report = run()
+    assert report.samples_stored == 0 and report.stored_before == len(LENGTHS)
+    assert before == [(path, path.stat().st_mtime_ns) for path in parts(store)]
+
+
+@pytest.mark.parametrize("place", ["header", "taps", "end"])
+def test_a_flipped_byte_is_found_and_exactly_its_part_redone(place: str, made) -> None:
+    store, run = made
+    victim = parts(store)[1]
+    lost = len(load_file(victim)["hashes"])
+    data = bytearray(victim.read_bytes())
+    at = {"header": 12, "taps": len(data) // 2, "end": len(data) - 1}[place]
+    data[at] ^= 0x10
+    victim.write_bytes(data)
+    (fault,) = verify(store)
+    assert fault.file.endswith(victim.name) and "checksum" in fault.what
+    report = run(recheck=True)
+    assert report.samples_stored == lost
+    assert verify(store) == [] and len(open_store(store)) == len(LENGTHS)
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "empty", "longer"])
+def test_a_damaged_part_is_found_named_and_redone(damage: str, made) -> None:
+    store, run = made
+    victim = parts(store)[2]
+    lost = len(load_file(victim)["hashes"])
+    data = victim.read_bytes()
+    if damage == "missing":
+        victim.unlink()
+    else:
+        victim.write_bytes({"truncated": data[:-7], "empty": b"", "longer": data + b"x"}[damage])
+    (fault,) = verify(store)
+    assert victim.name in fault.file and fault.part
+    assert ("missing" in fault.what) == (damage == "missing")
+    with pytest.raises(StoreError, match=victim.name):
+        open_store(store)
+    report = run()
+    assert report.samples_stored == lost and report.stored_before == len(LENGTHS) - lost
+    assert verify(store) == [] and len(open_store(store)) == len(LENGTHS)
+
+
+def test_discard_gives_up_what_verify_named(made) -> None:
+    store, run = made
+    victim = parts(store)[0]
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.write_bytes(data)
+    assert discard(store, verify(store)) == 1
+    assert verify(store) == [] and not victim.exists()
+    assert run().samples_stored > 0
+    assert len(open_store(store)) == len(LENGTHS)
+
+
+def test_a_discarded_name_is_never_used_again(made) -> None:
+    store, run = made
+    names = {path.name for path in parts(store)}
+    victim = parts(store)[-1]
+    victim.unlink()
+    run()
+    assert not victim.exists()
+    assert {path.name for path in parts(store)} - names
+
+
+def test_a_torn_last_line_is_ignored_and_cut_off(made) -> None:
+    store, run = made
+    path = manifests.shard_folders(store)[0] / manifests.MANIFEST_FILE
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"kind": "part", "file": "part-0000')
+    assert len(open_store(store)) == len(LENGTHS) and verify(store) == []
+    run()
+    assert path.read_bytes().startswith(whole)
+    for line in path.read_text().splitlines():
+        json.loads(line)
+
+
+def test_a_part_without_its_line_is_a_stray_and_goes(made) -> None:
+    store, run = made
+    folder = manifests.shard_folders(store)[0]
+    stray = folder / "part-000099.safetensors"
+    stray.write_bytes(parts(store)[0].read_bytes())
+    (fault,) = verify(store)
+    assert stray.name in fault.file and not fault.part
+    assert len(open_store(store)) == len(LENGTHS)
+    run()
+    assert not stray.exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[1]", '{"no": "kind"}', "nonsense", '{"kind": "part", "file": "../../../etc/passwd", "bytes": 1}'],
+)
+def test_a_manifest_that_cannot_be_trusted_is_refused_by_line(line: str, made) -> None:
+    store, _ = made
+    path = manifests.shard_folders(store)[0] / manifests.MANIFEST_FILE
+    path.write_text(line + "\n" + path.read_text())
+    with pytest.raises(StoreError, match=r"manifest\.jsonl"):
+        open_store(store)
+
+
+def test_what_is_no_store_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no feature store"):
+        open_store(tmp_path)
+    (tmp_path / "store.json").write_text('{"schema": 99}')
+    with pytest.raises(StoreError, match="schema 99"):
+        open_store(tmp_path)
+
+
+def test_a_second_process_on_a_shard_is_told_who_has_it(made) -> None:
+    store, run = made
+    with (
+        shard_lock(manifests.shard_folders(store)[0]),
+        pytest.raises(InputError, match=r"is being written by process \d+ on"),
+    ):
+        run()
+
+
+def test_another_shard_count_waits_for_a_live_writer(made) -> None:
+    store, run = made
+    with (
+        shard_lock(manifests.shard_folders(store)[0]),
+        pytest.raises(InputError, match="another shard count"),
+    ):
+        run(shard=0, num_shards=3)
+
+
+def test_shards_divide_the_samples_and_their_cost(tiny, tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).lognormal(3.5, 0.7, 120).clip(2, 200).astype(int).tolist()
+    samples, store = make_samples(tmp_path / "s.parquet", lengths), tmp_path / "store"
+    tokens = [
+        extract(
+            tiny("llama"),
+            samples,
+            store,
+            tap_ids=[1],
+            shard=shard,
+            num_shards=3,
+            token_budget=800,
+            max_batch=16,
+        ).tokens_stored
+        for shard in range(3)
+    ]
+    assert sum(tokens) == sum(lengths)
+    assert max(tokens) <= 1.02 * min(tokens)
+    assert len(open_store(store)) == len(lengths)
+
+
+@pytest.mark.parametrize(("shard", "count"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_shard_outside_the_count_is_refused(shard: int, count: int, made) -> None:
+    _, run = made
+    with pytest.raises(InputError, match="shards count from 0"):
+        run(shard=shard, num_shards=count)
+
+
+def test_a_store_travels_to_worker_processes(made) -> None:
+    store = open_store(made[0])
+    first = store[0]
+    again = pickle.loads(pickle.dumps(store))[0]
+    assert torch.equal(first.taps, again.taps) and first.hash == again.hash
+    assert torch.equal(store[-1].taps, store[len(store) - 1].taps)
+    with pytest.raises(IndexError):
+        store[len(store)]
+    with pytest.raises(KeyError):
+        store.find("00" * 16)
+
+
+def test_duplicate_rows_are_stored_once_and_counted(tiny, tmp_path: Path) -> None:
+    import polars as pl
+
+    samples = make_samples(tmp_path / "s.parquet", [10, 12])
+    table = pl.read_parquet(samples)
+    pl.concat([table, table[:1].with_columns(id=pl.lit("copy"))]).write_parquet(samples)
+    report = extract(tiny("llama"), samples, tmp_path / "store", tap_ids=[1], token_budget=99, max_batch=4)
+    assert report.duplicates == 1 and report.samples_in == report.samples_stored == 2
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        write_part(tmp_path / "part-000000.safetensors", {"taps": torch.zeros(4, 4).t()[:2]})
+    assert list(tmp_path.iterdir()) == []
