@@ -30,13 +30,15 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def choose_device(device: str | torch.device) -> torch.device:
     """Return the device meant: ``auto`` is CUDA where there is one, else the CPU."""
     if str(device) == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
         raise InputError(f"device {device!r}: expected auto, cpu, cuda or cuda:<number>.") from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device {device!r}: torch sees no CUDA device here. Use device=cpu or device=auto.")
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", torch.cuda.current_device())  # equal to the device of tensors on it
     return chosen
 
 
