@@ -43,6 +43,7 @@ class Account:
     formulas: Mapping[str, str] = field(default_factory=dict)
     moment: str = ""
     notes: tuple[str, ...] = ()
+    reserved: int = 0  # what the allocator would hold with room to spare; 0: not known
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -70,6 +71,11 @@ class Account:
     def moving(self) -> int:
         """Bytes that the batch brings."""
         return self.peak - self.static
+
+    @property
+    def live(self) -> int:
+        """Bytes of live tensors: the peak without fragments."""
+        return self.peak - self.terms.get("fragmentation", 0)
 
     def largest(self, count: int = 3) -> list[tuple[str, int]]:
         """Return the `count` largest terms, largest first."""

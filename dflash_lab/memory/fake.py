@@ -79,6 +79,9 @@ def count_extraction(config: Any, setup: ExtractionSetup) -> tuple[Account, Live
         absent = [index for index in range(last + 1) if index not in kept]
         terms["cache"] = terms.get("cache", 0) + sum(cache_bytes(shape, setup, index) for index in absent)
     notes = (f"Counted on {len(kept)} of {last + 1} layers {kept}; the others repeat them.",)
+    missing_bytes = terms["target weights"] - sum(
+        block.size for number, block in enumerate(tracker.blocks) if tracker.label(number) == "target weights"
+    )
     account = Account(
         kind="fake",
         title=f"extraction {setup.batch} x {setup.length}",
@@ -86,6 +89,7 @@ def count_extraction(config: Any, setup: ExtractionSetup) -> tuple[Account, Live
         formulas={"fragmentation": "simulated caching allocator: reserved - live at the peak"},
         moment=moment_of(tracker),
         notes=notes,
+        reserved=reserved.reserved + missing_bytes,
     )
     return account, tracker
 

@@ -51,8 +51,8 @@ def count_training(
             tracker.start_peak_here()
             step.run()
     terms = tracker.by_label()
-    needed = replay(tracker, static_labels=STATIC, start=start).needed
-    terms["fragmentation"] = max(0, needed - tracker.peak)
+    replayed = replay(tracker, static_labels=STATIC, start=start)
+    terms["fragmentation"] = max(0, replayed.needed - tracker.peak)
     terms["target weights"] = resident_target_bytes(shape, drafter, setup)
     account = Account(
         kind="fake",
@@ -61,6 +61,7 @@ def count_training(
         formulas={"fragmentation": "simulated caching allocator: needed - live at the peak"},
         moment=moment_of(tracker),
         notes=(f"Two whole steps of the real drafter ({drafter.num_layers} layers) were counted.",),
+        reserved=replayed.reserved + resident_target_bytes(shape, drafter, setup),
     )
     return account, tracker
 

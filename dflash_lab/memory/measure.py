@@ -70,11 +70,11 @@ def measure_cuda(
     """
     device = torch.device(device)
     clean(device)
-    static = torch.cuda.memory_allocated(device)
     message = _attempt(run) if warm else ""
     if message:
-        return _failed(device, static, message)
+        return _failed(device, torch.cuda.memory_allocated(device), message)
     clean(device)
+    static = torch.cuda.memory_allocated(device)  # with the libraries' workspaces, which stay
     torch.cuda.reset_peak_memory_stats(device)
     start = time.perf_counter()
     message = _attempt(run)
@@ -117,22 +117,22 @@ def sweep(
 def measure_extraction(target: Any, setup: ExtractionSetup, *, seed: int = 0) -> dict[str, Any]:
     """Measure one extraction batch on the target's device, as fields of a table's row.
 
-    `measured_gib` is the peak (CUDA: reserved; CPU: live tensors), `measured_moving` the bytes that the
-    batch brought.
+    `measured_gib` is the peak of live tensors, `measured_moving` the bytes of it that the batch brought,
+    `reserved_gib` what the CUDA allocator took (None on a CPU).
     """
     start = time.perf_counter()
     if target.device.type != "cuda":
         account, _ = count_forward(target, setup, seed=seed)
         seconds = time.perf_counter() - start
-        return _row(account.peak, account.moving, False, seconds)
+        return _row(account.peak, account.moving, seconds)
     found = measure_cuda(lambda: forward_once(target, setup, seed), target.device)
-    moving = found.reserved - found.static
-    return _row(found.reserved, moving, found.out_of_memory, found.seconds)
+    row = _row(found.allocated, found.moving, found.seconds)
+    return {**row, "reserved_gib": found.reserved / GIB, "out_of_memory": found.out_of_memory}
 
 
-def _row(peak: int, moving: int, out_of_memory: bool, seconds: float) -> dict[str, Any]:
-    measured = {"measured_gib": peak / GIB, "measured_moving": moving}
-    return {**measured, "out_of_memory": out_of_memory, "seconds": seconds}
+def _row(peak: int, moving: int, seconds: float) -> dict[str, Any]:
+    measured = {"measured_gib": peak / GIB, "measured_moving": moving, "reserved_gib": None}
+    return {**measured, "out_of_memory": False, "seconds": seconds}
 
 
 def forward_once(target: Any, setup: ExtractionSetup, seed: int = 0) -> None:

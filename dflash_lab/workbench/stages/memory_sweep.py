@@ -21,7 +21,6 @@ from dflash_lab.workbench.params import StageParams, param
 
 if TYPE_CHECKING:
     from dflash_lab.drafter.config import DrafterConfig
-    from dflash_lab.memory.account import Account
     from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
     from dflash_lab.memory.shapes import TargetShape
 
@@ -30,9 +29,11 @@ PLACEMENTS = ("cached", "same device", "other device")
 POINT_SCHEMA: dict[str, Any] = {
     "batch": pl.Int64,
     "length": pl.Int64,
-    "analytic_gib": pl.Float64,
+    "analytic_gib": pl.Float64,  # these three: peaks of live tensors, weights included
     "fake_gib": pl.Float64,
     "measured_gib": pl.Float64,  # null: not measured
+    "fake_reserved_gib": pl.Float64,  # with the allocator's fragments, simulated
+    "reserved_gib": pl.Float64,  # as measured; null on a CPU
     "analytic_moving": pl.Int64,  # bytes that the batch brings, without weights and other standing parts
     "fake_moving": pl.Int64,
     "measured_moving": pl.Int64,
@@ -207,20 +208,16 @@ def predict_points(
                 "batch": batch,
                 "length": length,
                 "analytic_gib": analytic.peak_gib,
-                "fake_gib": _comparable(fake, found) / 2**30,
+                "fake_gib": fake.live / 2**30,
+                "fake_reserved_gib": fake.reserved / 2**30,
                 "analytic_moving": analytic.moving,
-                "fake_moving": _comparable(fake, found) - fake.static,
+                "fake_moving": fake.live - fake.static,
                 "order": "",
                 "out_of_memory": False,
             }
         )
     progress("predicting", len(grid), len(grid))
     return rows
-
-
-def _comparable(account: Account, found: Scene) -> int:
-    """Return the bytes to hold against the measurement: on CUDA with fragments, on a CPU live tensors only."""
-    return account.peak - (0 if found.cuda else account.terms.get("fragmentation", 0))
 
 
 def measure_points(

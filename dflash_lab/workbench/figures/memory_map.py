@@ -1,0 +1,120 @@
+"""The map of memory: predicted peak over batch and length, the budget as a contour, measured points on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import plotly.graph_objects as go
+import polars as pl
+
+from dflash_lab.workbench.figures.style import RED, SEQUENTIAL
+
+if TYPE_CHECKING:
+    from dflash_lab.workbench.stages.memory_sweep import Scene
+
+MAP_STEPS = 15
+
+
+def peak_map(
+    batches: Sequence[int],
+    lengths: Sequence[int],
+    gib: Sequence[Sequence[float]],
+    budget_gib: float,
+    points: pl.DataFrame | None = None,
+) -> go.Figure:
+    """Predicted peak over batch (across) and length (up), with the budget's contour and the measured points.
+
+    `gib` has a row a length. Colour is logarithmic.
+    """
+    levels = [[math.log10(max(value, 1e-6)) for value in row] for row in gib]
+    flat = [value for row in gib for value in row]
+    ticks = _ticks(min(flat), max(flat))
+    figure = go.Figure(
+        go.Heatmap(
+            x=list(batches),
+            y=list(lengths),
+            z=levels,
+            customdata=[list(row) for row in gib],
+            colorscale=SEQUENTIAL,
+            colorbar={
+                "title": "GiB",
+                "tickvals": [math.log10(t) for t in ticks],
+                "ticktext": [f"{t:g}" for t in ticks],
+            },
+            hovertemplate="batch %{x:,} x %{y:,} tokens<br>predicted %{customdata:.2f} GiB<extra></extra>",
+            name="predicted",
+        )
+    )
+    figure.add_contour(
+        x=list(batches),
+        y=list(lengths),
+        z=levels,
+        contours={
+            "start": math.log10(budget_gib),
+            "end": math.log10(budget_gib),
+            "size": 1,
+            "coloring": "none",
+        },
+        line={"color": RED, "width": 3},
+        showscale=False,
+        hoverinfo="skip",
+        name="budget",
+    )
+    measured = points.filter(pl.col("measured_gib").is_not_null()) if points is not None else None
+    rows = measured.to_dicts() if measured is not None else []
+    figure.add_scatter(
+        x=[row["batch"] for row in rows],
+        y=[row["length"] for row in rows],
+        mode="markers",
+        marker={
+            "symbol": ["x" if row["out_of_memory"] else "circle-open" for row in rows],
+            "color": "white",
+            "size": 9,
+            "line": {"width": 2, "color": "white"},
+        },
+        customdata=[_measured_text(row) for row in rows],
+        hovertemplate="%{x:,} x %{y:,}: %{customdata}<extra></extra>",
+        name="measured",
+        showlegend=False,
+    )
+    figure.update_layout(
+        title=f"Predicted peak; the red line is the budget of {budget_gib:g} GiB",
+        xaxis={"title": "batch", "type": "log", "tickvals": _powers(batches)},
+        yaxis={"title": "length, tokens", "type": "log", "tickvals": _powers(lengths)},
+    )
+    return figure
+
+
+def map_axes(points: pl.DataFrame) -> tuple[list[int], list[int]]:
+    """Return the batches and lengths that a map of these points spans: the grid and somewhat beyond."""
+    from dflash_lab.memory.explore import ladder
+
+    batch, length = points.select(pl.col("batch", "length").max()).row(0)
+    return ladder(1, max(batch * 8, 64), MAP_STEPS), ladder(16, max(length * 4, 4096), MAP_STEPS)
+
+
+def scene_map(found: Scene, points: pl.DataFrame, budget_gib: float | None = None) -> go.Figure:
+    """The map of a finished stage, spanning its grid and somewhat beyond."""
+    from dflash_lab.memory.explore import peak_map as compute
+
+    budget = budget_gib or found.budget_gib
+    batches, lengths = map_axes(points)
+    gib = compute(found.shape, found.extraction, batches, lengths, cuda=found.cuda)
+    return peak_map(batches, lengths, gib, budget, points)
+
+
+def _measured_text(row: Mapping[str, Any]) -> str:
+    if row["out_of_memory"]:
+        return "did not fit"
+    return f"measured {row['measured_gib']:.2f} GiB, predicted {row['fake_gib']:.2f}"
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    steps = [m * 10.0**e for e in range(-4, 5) for m in (1, 2, 5)]
+    return [step for step in steps if low <= step <= high] or [high]
+
+
+def _powers(values: Sequence[int]) -> list[int]:
+    return [2**power for power in range(0, 21) if min(values) <= 2**power <= max(values)]
