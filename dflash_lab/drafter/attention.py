@@ -232,11 +232,14 @@ def flex_attend(layout: BlockLayout, compiled: bool = True) -> Attend:
 
 
 def make_attend(layout: BlockLayout, path: str = "auto") -> Attend:
-    """Pick `dense` or `flex`; `auto` is flex for training rows on CUDA, dense otherwise."""
+    """Pick `dense` or `flex`; `auto` is flex for training rows on CUDA, dense otherwise.
+
+    Inside a compiled layer it is one graph break: its masks are data, and flex is compiled on its own.
+    """
     if path == "auto":
         path = "flex" if layout.anchors.is_cuda and layout.anchors.shape[0] > 1 else "dense"
     if path == "dense":
-        return dense_attend(layout)
+        return torch.compiler.disable(dense_attend(layout))
     if path == "flex":
-        return flex_attend(layout)
+        return torch.compiler.disable(flex_attend(layout))
     raise InputError(f"attention = {path!r}: choose 'auto', 'dense' or 'flex'.")

@@ -74,11 +74,11 @@ class Tally:
         if stats.target_argmax is not None:
             sums["agree"] += ((stats.target_argmax == labels) & mask).sum()
             sums["judged"] += mask.sum()
-        confidence = stats.p_max[mask].double()
+        counted, confidence = mask.flatten().double(), stats.p_max.flatten().double()
         where = (confidence * BINS).long().clamp(0, BINS - 1)
-        sums["bin_count"].index_add_(0, where, torch.ones_like(confidence))
-        sums["bin_confidence"].index_add_(0, where, confidence)
-        sums["bin_correct"].index_add_(0, where, correct[mask].double())
+        sums["bin_count"].index_add_(0, where, counted)
+        sums["bin_confidence"].index_add_(0, where, torch.where(mask.flatten(), confidence, 0))
+        sums["bin_correct"].index_add_(0, where, correct.flatten().double())
         if row.chosen is not None:
             right = (row.chosen == labels) & mask
             sums["selected"] += right.sum()

@@ -175,6 +175,15 @@ class Drafter(nn.Module):
                     parameter.normal_(0.0, deviation, generator=generator)
         return self
 
+    def compile_layers(self, backend: str = "inductor") -> None:
+        """Fuse what stands before and after attention in every layer; attention itself is left to its own
+        kernel.
+
+        For rows of one shape (`PackedRows(pad=True)`); parameter names stay as they are.
+        """
+        for layer in self.layers:
+            layer.compile(backend=backend, dynamic=False)
+
     def blocks(self) -> list[Layer]:
         """The layers, typed."""
         return list(self.layers)  # type: ignore[arg-type]

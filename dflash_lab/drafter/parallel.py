@@ -42,6 +42,10 @@ class Single:
         """Sum of `value` over all processes."""
         return value
 
+    def count(self, number: int) -> int:
+        """Sum of a number that is known on the host; one process does not wait for its device."""
+        return number
+
     def longest(self, seconds: float) -> float:
         """The largest of all processes' times, so that they agree when time is up."""
         return seconds
@@ -88,10 +92,16 @@ class Replicated(Single):
         dist.all_reduce(summed)
         return summed
 
+    def count(self, number: int) -> int:
+        return int(self._reduced(number, dist.ReduceOp.SUM))
+
     def longest(self, seconds: float) -> float:
+        return self._reduced(seconds, dist.ReduceOp.MAX)
+
+    def _reduced(self, number: float, how: dist.ReduceOp.RedOpType) -> float:
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        value = torch.tensor(seconds, dtype=torch.float64, device=device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        value = torch.tensor(number, dtype=torch.float64, device=device)
+        dist.all_reduce(value, op=how)
         return float(value)
 
     def barrier(self) -> None:

@@ -187,10 +187,8 @@ class Trainer:
         if self.apply(sums, nominal, [row for _, _, row in batch]):
             self.window.merge(tally)
         self.advance(len(batch))
-        counts = torch.tensor([sum(row.tokens for *_, row in batch), sum(row.blocks for *_, row in batch)])
-        tokens, blocks = self.group.total(counts.to(self.device)).tolist()
-        place["tokens"] += tokens
-        place["blocks"] += blocks
+        place["tokens"] += self.group.count(sum(row.tokens for *_, row in batch))
+        place["blocks"] += self.group.count(sum(row.blocks for *_, row in batch))
         place["waited"] += waited
         place["seconds"] += self.group.longest(time.perf_counter() - started)
 

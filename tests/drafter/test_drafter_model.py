@@ -231,3 +231,37 @@ def test_layout_refuses_unsorted_anchors():
         row_layout([[3, 1]], [9], 4)
     with pytest.raises(InputError, match=r"0\.\.8"):
         row_layout([[9]], [9], 4)
+
+
+def test_compiled_layers_give_the_same_states_and_gradients():
+    results = []
+    for compiled in (False, True):
+        drafter = tiny_drafter(tiny_config(num_layers=1, **SECOND)).train()
+        if compiled:
+            drafter.compile_layers(backend="aot_eager")
+        embeddings, taps, layout = case(drafter.config)
+        hidden = drafter(embeddings, taps, layout)
+        hidden.square().sum().backward()
+        results.append([hidden.detach(), *(p.grad for p in drafter.parameters() if p.grad is not None)])
+        assert "layers.0.self_attn.q_proj.weight" in drafter.state_dict()
+    assert len(results[0]) == len(results[1]) > 10
+    for plain, fused in zip(*results, strict=True):
+        assert relative_error(fused, plain) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_bf16_on_cuda_is_close_to_fp32_on_cpu(compiled):
+    config = tiny_config()
+    drafter = tiny_drafter(config)
+    embeddings, taps, layout = case(config)
+    with torch.no_grad():
+        wanted = drafter(embeddings, taps, layout)
+    drafter = drafter.to("cuda", torch.bfloat16)
+    if compiled:
+        drafter.compile_layers()
+    moved = layout.map(lambda index: index.cuda())
+    for path in ("dense", "flex"):
+        hidden = drafter(embeddings.cuda().bfloat16(), taps.cuda().bfloat16(), moved, path)
+        hidden.float().square().sum().backward()
+        assert relative_error(hidden.detach().float().cpu(), wanted) < 0.05

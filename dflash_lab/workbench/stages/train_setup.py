@@ -49,6 +49,8 @@ def train_here(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
     else:
         drafter = Drafter(config).initialize(torch.Generator().manual_seed(params.seed)).to(device, dtype)
     drafter.gradient_checkpointing = params.gradient_checkpointing
+    if params.compile:
+        drafter.compile_layers()
     run = params.folder / "run"
     if group.rank == 0:
         set_aside_other_run(run, settings, drafter, store, group.world)
@@ -115,8 +117,9 @@ def train_settings(params: TrainDrafterParams, store: FeatureStore, config: Draf
         ).count(0)
         steps = max(1, math.ceil(params.epochs * rows / (params.accumulate * params.processes)))
     same = (
-        "context_tokens anchors accumulate selector_weight gamma denominator noise_std warmup floor clip_norm "
-        "log_every eval_every eval_rows checkpoint_every keep max_bad_steps explode_factor time_limit_s attention seed"
+        "context_tokens anchors accumulate selector_weight gamma denominator noise_std warmup floor "
+        "clip_norm log_every eval_every eval_rows checkpoint_every keep max_bad_steps explode_factor time_limit_s "
+        "attention seed"
     )
     return TrainSettings(
         max_steps=steps,
