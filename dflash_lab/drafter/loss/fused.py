@@ -50,6 +50,7 @@ def fused_draft_loss(
     backend: str = "auto",
     target_head: Tensor | None = None,
     shard: VocabShard | None = None,
+    scale: Tensor | float | None = None,
 ) -> DraftLoss:
     """Weighted sum of the draft loss over all live slots, its gradient computed on the way, and every slot's
     statistics.
@@ -73,6 +74,8 @@ def fused_draft_loss(
         target_head: the target's head beside target_hidden, on a second device if you like; None projects
             with `head`.
         shard: vocabulary-parallel mode; hidden, labels, weights and target states are the same on every rank.
+        scale: factor of total and of its gradient, world_size / denominator where the denominator is known before
+            the forward: a bfloat16 gradient is then rounded once, not again by the division outside.
 
     labels, weights and target_rows may stay on the CPU; then the call never waits for the device.
 
@@ -95,7 +98,8 @@ def fused_draft_loss(
         device=hidden.device,
         dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
     )
-    job = Job(head, selection, target_hidden, target_head, config, load_backend(name), shard)
+    factor = None if scale is None else torch.as_tensor(scale, device=hidden.device).to(selection.weight.dtype)
+    job = Job(head, selection, target_hidden, target_head, config, load_backend(name), shard, factor)
     holder: list[Terms] = []
     total = _Sweep.apply(hidden, job, torch.is_grad_enabled() and hidden.requires_grad, holder)
     return _result(total, holder[0], job, hidden.shape[:2])
@@ -138,6 +142,7 @@ class FusedDraftLoss(nn.Module):
         target_hidden: Tensor | None = None,
         target_rows: Tensor | None = None,
         target_head: Tensor | None = None,
+        scale: Tensor | float | None = None,
     ) -> DraftLoss:
         """As `fused_draft_loss`."""
         head = plain(head)
@@ -145,7 +150,7 @@ class FusedDraftLoss(nn.Module):
             self.plan = _measure(hidden, head, target_hidden is not None, self.plan_group)
         return fused_draft_loss(
             hidden, head, labels, weights, target_hidden=target_hidden, target_rows=target_rows, config=self.config,
-            plan=self.plan, backend=self.backend, target_head=target_head, shard=self.shard,
+            plan=self.plan, backend=self.backend, target_head=target_head, shard=self.shard, scale=scale,
         )  # fmt: skip
 
 
@@ -160,7 +165,8 @@ class _Sweep(torch.autograd.Function):
         if grad is not None:
             ctx.save_for_backward(grad)
         parts = [factor * value for factor, value in _weighted(terms, job.config).values() if factor]
-        return torch.stack(parts).sum()
+        total = torch.stack(parts).sum()
+        return total if job.scale is None else total * job.scale
 
     @staticmethod
     @once_differentiable

@@ -49,13 +49,14 @@ class RowStats:
 class DraftLoss:
     """The unnormalised loss and what normalises it.
 
-    total: scalar, float32 (float64 for float64 input), the only differentiable part: the sum over rows.
+    total: scalar, float32 (float64 for float64 input), the only differentiable part: the sum over rows, times the
+        caller's scale if one was given.
     weight_sum, row_count: the two usual denominators, detached scalars; all-reduce one of them and divide
     outside, so
         that accumulation and data-parallel ranks stay exact.
     sums: detached weighted sums of the terms without their factors ('ce', 'kl' (times T^2), 'cap', 'tv',
     'lk'), so that
-        total = sum of factor * sums[term], and the count 'correct'.
+        total = scale * sum of factor * sums[term], and the count 'correct'.
     """
 
     total: Tensor

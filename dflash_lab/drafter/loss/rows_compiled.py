@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dflash_lab.drafter.loss.config import LossConfig
-from dflash_lab.drafter.loss.row_pass import RowPass
+from dflash_lab.drafter.loss.row_pass import RowPass, rounding_at_label
 from dflash_lab.drafter.loss.rows_torch import divergence_strip, drafter_strip, gradient_strip, target_strip
 from dflash_lab.drafter.loss.terms import DrafterSums, Rows, TargetSums, TargetTerms, Terms
 from dflash_lab.drafter.loss.weighting import Coefficients
@@ -60,11 +60,12 @@ class CompiledRows(RowPass):
         target = rows.target
         _dynamic(rows.z, rows.s, rows.source, owned, label, out)
         _dynamic(*vars(terms).values(), *vars(factors).values(), *(vars(target).values() if target else ()))
-        lost, kl = self._gradient(
+        at_label, kl = self._gradient(
             rows.z, rows.s, rows.source, owned, label, terms, target, factors, config.temperature,
             config.logit_softcap, out,
         )  # fmt: skip
-        return lost, kl
+        # outside the compiled code, which would fuse rounding and widening again into nothing
+        return rounding_at_label(at_label, out, owned, label), kl
 
 
 def _divergence(
@@ -85,15 +86,13 @@ def _gradient(
         z, own, owned, label, terms, target_lse, target_lse_t, factors, temperature, softcap
     )
     out.copy_(grad)
-    # the label's column once more by itself: gathering it from `grad` would make the compiler store all of it
-    # in float32
+    # the label's column once more by itself: gathered from `grad`, all of grad would be stored in float32
     column = None if own is None else own.gather(1, label[:, None])
     at_label, _ = gradient_strip(
         z.gather(1, label[:, None]), column, owned, torch.zeros_like(label), terms, target_lse, target_lse_t, factors,
         temperature, softcap,
     )  # fmt: skip
-    lost = at_label - at_label.to(out.dtype).to(at_label.dtype)
-    return torch.where(owned, lost[:, 0], 0), kl
+    return at_label[:, 0], kl
 
 
 def _dynamic(*tensors: Tensor | None) -> None:

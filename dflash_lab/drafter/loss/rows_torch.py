@@ -68,7 +68,8 @@ class TorchRows(RowPass):
                 factors.slice(i, j), config.temperature, config.logit_softcap,
             )  # fmt: skip
             out[i:j] = grad
-            lost[i:j] = rounding_at_label(grad, out[i:j], owned[i:j], label[i:j])
+            at_label = grad.gather(1, label[i:j, None])[:, 0]
+            lost[i:j] = rounding_at_label(at_label, out[i:j], owned[i:j], label[i:j])
             if kl is not None and part is not None:
                 kl[i:j] = part
         return lost, kl

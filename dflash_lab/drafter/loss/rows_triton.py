@@ -1,7 +1,8 @@
-"""The row pass as Triton kernels: logits in float32 are read once for the terms and once for the gradient.
+"""The row pass as Triton kernels, float32 logits.
 
-With hard targets alone the gradient is written in the same read that finds the terms (`hard_gradient`).
-Everything around the kernels, merging over shards included, is the contract's own code.
+Without block-dependent weights a chunk's terms and gradient come from one launch that reads the logits from memory once
+(`joint_gradient`, `hard_gradient`). Otherwise they are read once for the terms and once for the gradient. Everything
+around the kernels, merging over shards included, is the contract's own code.
 """
 
 from __future__ import annotations
@@ -10,21 +11,24 @@ import torch
 import triton
 from torch import Tensor
 
-from dflash_lab.drafter.loss import kernels
+from dflash_lab.drafter.loss import kernels, kernels_fused
 from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.loss.row_pass import RowPass
 from dflash_lab.drafter.loss.terms import DrafterSums, Rows, TargetSums, TargetTerms, Terms
 from dflash_lab.drafter.loss.weighting import Coefficients
 
-SUM_LANES, SUM_WARPS = 512, 8  # tile of 2,048 columns
-GRADIENT_BLOCK, GRADIENT_WARPS, GRADIENT_TILES = 2048, 8, 4
+LANES, WARPS = 512, 8  # a tile of 4 * LANES columns
+BLOCK = 2048
+GRADIENT_TILES = 4  # tiles a program of the gradient kernel
+PIECE_TILES = 6  # tiles a piece of the joint kernel: 48 KiB of logits a side
+PROGRAMS_PER_PROCESSOR = 3  # of the joint kernel; in flight: 3 * 132 pieces of 96 KiB, within an H200's L2 cache
 DEPOSIT_BLOCK = 1024
 
 
 class TritonRows(RowPass):
-    """Kernels of `kernels`; one launch a method."""
+    """Kernels of `kernels` and `kernels_fused`; one launch a method."""
 
-    one_pass_hard = True
+    one_pass = True
 
     def drafter_sums(self, rows: Rows, label_logit: Tensor, temperature: float) -> DrafterSums:
         count, device = rows.z.shape[0], rows.z.device
@@ -61,7 +65,7 @@ class TritonRows(RowPass):
         kernels.divergence_kernel[(count,)](
             rows.z, rows.s, rows.source, terms.lse, terms.lse_t, rows.target.lse, rows.target.lse_t, kl, tv, below,
             rows.z.stride(0), rows.s.stride(0), vocab, 1 / temperature,
-            HOT=temperature != 1.0, BLOCK=GRADIENT_BLOCK, num_warps=GRADIENT_WARPS,
+            HOT=temperature != 1.0, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
         return kl, tv, below
 
@@ -69,7 +73,7 @@ class TritonRows(RowPass):
         self, rows: Rows, terms: Terms, factors: Coefficients, config: LossConfig, out: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         count, vocab = rows.z.shape
-        span = GRADIENT_BLOCK * GRADIENT_TILES
+        span = BLOCK * GRADIENT_TILES
         parts = triton.cdiv(vocab, span)
         has_target = rows.s is not None
         lost = torch.empty(count, device=out.device)
@@ -83,19 +87,46 @@ class TritonRows(RowPass):
             1 / config.temperature, config.logit_softcap, span,
             HAS_HARD=factors.hard is not None, HAS_SOFT=factors.soft is not None, HAS_CAP=factors.cap is not None,
             HAS_TV=factors.tv is not None, TARGET=has_target, HOT=config.temperature != 1.0,
-            CAPPED=config.logit_softcap != 0.0, BLOCK=GRADIENT_BLOCK, num_warps=GRADIENT_WARPS,
+            CAPPED=config.logit_softcap != 0.0, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
         return lost, None if kl is None else kl.sum(1)
 
-    def hard_gradient(
-        self, rows: Rows, terms: Terms, config: LossConfig, out: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def joint_gradient(
+        self, rows: Rows, terms: Terms, factors: Coefficients, config: LossConfig, out: Tensor
+    ) -> Tensor:
+        count, vocab = rows.z.shape
+        tiles = triton.cdiv(vocab, BLOCK)
+        processors = _processors(out.device)
+        span = BLOCK * max(PIECE_TILES, triton.cdiv(tiles, processors))
+        pieces = triton.cdiv(vocab, span)
+        padded = triton.next_power_of_2(pieces)
+        real = torch.empty(count, 7, padded, device=out.device)
+        whole = torch.empty(count, 3, padded, dtype=torch.int32, device=out.device)
+        started = torch.zeros(count + 1, dtype=torch.int32, device=out.device)
+        lost = torch.empty(count, device=out.device)
+        kl = None if rows.s is None else torch.empty(count, pieces, device=out.device)
+        programs = min(count * pieces, PROGRAMS_PER_PROCESSOR * processors)
+        kernels_fused.joint_kernel[(programs,)](
+            rows.z, rows.s, rows.source, rows.label, factors.hard, factors.soft, factors.cap, out, lost, kl, real, whole,
+            started[count:], started, terms.lse, terms.lse_t, terms.ce, terms.entropy, terms.p_max, terms.argmax,
+            terms.rank, terms.target_argmax,
+            rows.z.stride(0), 0 if rows.s is None else rows.s.stride(0), out.stride(0), vocab, 1 / config.temperature,
+            config.logit_softcap, count, pieces, span,
+            HAS_HARD=factors.hard is not None, HAS_SOFT=factors.soft is not None, HAS_CAP=factors.cap is not None,
+            TARGET=rows.s is not None, HOT=config.temperature != 1.0, CAPPED=config.logit_softcap != 0.0,
+            LANES=LANES, BLOCK=BLOCK, PIECES=padded, num_warps=WARPS,
+        )  # fmt: skip
+        if kl is not None and terms.kl is not None:
+            torch.sum(kl, 1, out=terms.kl)
+        return lost
+
+    def hard_gradient(self, rows: Rows, terms: Terms, config: LossConfig, out: Tensor) -> tuple[Tensor, Tensor]:
         count, vocab = rows.z.shape
         lost, inverse = torch.empty(2, count, device=out.device)
-        kernels.hard_kernel[(count,)](
+        kernels_fused.hard_kernel[(count,)](
             rows.z, rows.label, terms.lse, terms.ce, terms.entropy, terms.p_max, terms.argmax, terms.rank, out, lost,
             inverse, rows.z.stride(0), out.stride(0), vocab, config.cap_weight / config.hard_weight,
-            HAS_CAP=config.cap_weight != 0.0, LANES=SUM_LANES, num_warps=SUM_WARPS,
+            HAS_CAP=config.cap_weight != 0.0, LANES=LANES, num_warps=WARPS,
         )  # fmt: skip
         return lost, inverse
 
@@ -121,5 +152,10 @@ def _launch_sums(
         logits, label, logit, lse, lse_t, ce, entropy, p_max, argmax, above, peak, mass, slope, mass_t,
         logits.stride(0), logits.shape[1], offset, 1 / temperature,
         RANK=label is not None, HOT=temperature != 1.0, FINISH=lse is not None, TARGET=label is None,
-        LANES=SUM_LANES, num_warps=SUM_WARPS,
+        LANES=LANES, num_warps=WARPS,
     )  # fmt: skip
+
+
+def _processors(device: torch.device) -> int:
+    """Programs that surely run at once; 1 under the interpreter, which runs one after another."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -36,6 +36,7 @@ class Selection:
 
     anchor: Tensor  # [n] int64, device
     slot: Tensor  # [n] int64, device
+    position: Tensor  # [n] int64, device: anchor * B + slot
     weight: Tensor  # [n] accumulation dtype, device
     label: Tensor | None  # [n] int64, device; None: the target's argmax decides
     target_row: Tensor | None  # [n] int64, CPU
@@ -98,6 +99,7 @@ def select_rows(
     return Selection(
         anchor=anchor.to(device, non_blocking=True),
         slot=slot.to(device, non_blocking=True),
+        position=(anchor * weights.shape[1] + slot).to(device, non_blocking=True),
         weight=weight[live].to(device, dtype, non_blocking=True),
         label=None if label is None else label.to(device, non_blocking=True),
         target_row=row,

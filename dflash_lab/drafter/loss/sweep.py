@@ -1,10 +1,9 @@
-"""One sweep over chunks of whole anchors: logits, terms, logit gradient, hidden gradient, and on to the next
-chunk.
+"""One sweep over chunks of whole anchors: logits, terms, logit gradient, hidden gradient, and on to the next chunk.
 
-The gradient of the hidden states is finished inside the forward, so nothing of size [chunk, V] outlives its
-chunk, and a [rows, V] tensor never exists. (A loop over chunks under autograd keeps every chunk's logits: it
-saves nothing.) One set of buffers serves all chunks. Forward and backward see the same logits by
-construction.
+The gradient of the hidden states is finished inside the forward, so nothing of size [chunk, V] outlives its chunk, and
+a [rows, V] tensor never exists. (A loop over chunks under autograd keeps every chunk's logits: it saves nothing.) One
+set of buffers serves all chunks. Forward and backward see the same logits by construction. Both sides of a chunk are
+projected by one matmul, so that the head is read twice a chunk, not three times.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dflash_lab.drafter.loss.selection import Chunk, Selection
 from dflash_lab.drafter.loss.shard import VocabShard
 from dflash_lab.drafter.loss.teacher import Teacher
 from dflash_lab.drafter.loss.terms import Rows, TargetTerms, Terms, finish_drafter, finish_target
-from dflash_lab.drafter.loss.weighting import coefficients, row_weights
+from dflash_lab.drafter.loss.weighting import Coefficients, coefficients, row_weights
 
 
 @dataclass(frozen=True)
@@ -35,137 +34,158 @@ class Job:
     config: LossConfig
     row_pass: RowPass
     shard: VocabShard | None
+    scale: Tensor | None  # scalar that multiplies the gradient before it is rounded
 
 
 def sweep(hidden: Tensor, job: Job, *, want_gradient: bool) -> tuple[Tensor | None, Terms]:
-    """Return (d total / d hidden [A, B, H] or None, terms of the live rows)."""
-    config, chosen = job.config, job.selection
-    target = job.target_states is not None
-    terms = Terms.empty(chosen.label, chosen.weight, target=target, overlap=target and config.needs_overlap)
+    """Return (scale * d total / d hidden [A, B, H] or None, terms of the live rows)."""
+    chosen, target = job.selection, job.target_states is not None
+    overlap = target and job.config.needs_overlap
+    terms = Terms.empty(chosen.label, chosen.weight, target=target, overlap=overlap)
     grad = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if want_gradient else None
-    if not chosen.chunks:
-        return grad, terms
-    most = max(chunk.rows for chunk in chosen.chunks)
-    vocab = job.head.shape[0]
-    logits = logit_buffer(most, vocab, logit_dtype(hidden.dtype), hidden.device)
-    logit_grad = logit_buffer(most, vocab, hidden.dtype, hidden.device) if want_gradient else None
-    teacher = _teacher(job, most, hidden.device)
-    one_pass = (
-        job.row_pass.one_pass_hard
-        and not target
-        and job.shard is None
-        and config.hard_weight > 0
-        and not config.logit_softcap
-    )
-    for chunk in chosen.chunks:
-        place = (chosen.anchor[chunk.start : chunk.end], chosen.slot[chunk.start : chunk.end])
-        out = terms.slice(chunk.start, chunk.end)
-        rows = _logits(hidden[place], job, chunk, teacher, logits[: chunk.rows], out)
-        g = None if logit_grad is None else logit_grad[: chunk.rows]
-        lost = scale = None
-        if g is not None and one_pass:
-            lost, scale = job.row_pass.hard_gradient(rows, out, config, g)
-            _weigh(job, chunk, out, hidden.shape[1])
-            scale = scale * out.weight * (config.hard_weight * config.logit_scale)
-        else:
-            _fill_terms(rows, job, out)
-            _weigh(job, chunk, out, hidden.shape[1])
-            if target and (config.needs_overlap or g is None):
-                _fill_divergence(rows, job, out)
-            if g is not None:
-                lost = _logit_gradient(rows, job, out, g)
-        if grad is not None and g is not None:
-            assert lost is not None
-            _hidden_gradient(g, rows, job, lost, scale, grad, place)
+    if chosen.chunks:
+        _Sweep(hidden, job, terms, grad).run()
     return grad, terms
 
 
-def _teacher(job: Job, rows: int, device: torch.device) -> Teacher | None:
-    if job.target_states is None:
-        return None
-    head = job.head if job.target_head is None else job.target_head
-    return Teacher.allocate(
-        job.target_states, head, rows, device, job.config, separate=job.target_head is not None
-    )
+class _Sweep:
+    """The buffers of one sweep and the steps of a chunk."""
 
+    def __init__(self, hidden: Tensor, job: Job, terms: Terms, grad: Tensor | None) -> None:
+        self.hidden, self.job, self.terms, self.grad = hidden, job, terms, grad
+        self.config = job.config
+        self.offset = 0 if job.shard is None else job.shard.start
+        most, device = max(chunk.rows for chunk in job.selection.chunks), hidden.device
+        self.teacher = None
+        if job.target_states is not None:
+            self.teacher = Teacher.allocate(job.target_states, job.target_head, most, device, self.config)
+        both = 2 * most if self.teacher is not None and self.teacher.head is None else most
+        vocab, size = job.head.shape
+        self.states = torch.empty(both, size, dtype=hidden.dtype, device=device)
+        self.logits = logit_buffer(both, vocab, logit_dtype(hidden.dtype), device)
+        self.part = torch.empty(most, size, dtype=self.logits.dtype, device=device)
+        self.logit_grad = None if grad is None else logit_buffer(most, vocab, hidden.dtype, device)
+        self.flat = hidden.view(-1, size) if hidden.is_contiguous() else None
+        fixed = self.config.weighting == "given" and not self.config.lk_weight
+        self.fixed = coefficients(terms, self.config, job.scale) if fixed else None
 
-def _logits(
-    states: Tensor, job: Job, chunk: Chunk, teacher: Teacher | None, logits: Tensor, out: Terms
-) -> Rows:
-    """Project both sides of a chunk; the target comes first because its argmax may be the label."""
-    config, chosen = job.config, job.selection
-    offset = 0 if job.shard is None else job.shard.start
-    s = source = target = None
-    if teacher is not None and chosen.target_row is not None:
-        s, source = teacher.logits(chosen.target_row[chunk.start : chunk.end])
-        target = _target_terms(s, job, offset)
-        assert out.target_argmax is not None
-        torch.index_select(target.argmax, 0, source, out=out.target_argmax)
-        if chosen.label is None:
-            out.label.copy_(out.target_argmax)
-    z = project(states, job.head, logits, scale=config.logit_scale, softcap=config.logit_softcap)
-    return Rows(z, out.label, s, source, target, offset)
+    def run(self) -> None:
+        for chunk in self.job.selection.chunks:
+            out = self.terms.slice(chunk.start, chunk.end)
+            rows = self.project(chunk, out)
+            if self.grad is None or self.logit_grad is None:
+                self.fill_terms(chunk, rows, out)
+                continue
+            g = self.logit_grad[: chunk.rows]
+            lost, scale = self.logit_gradient(chunk, rows, out, g)
+            self.hidden_gradient(chunk, rows, g, lost, scale, self.grad)
 
+    def project(self, chunk: Chunk, out: Terms) -> Rows:
+        """Logits of both sides of a chunk."""
+        job, n = self.job, chunk.rows
+        states = self.states[:n]
+        place = self.place(chunk)
+        if self.flat is not None:
+            torch.index_select(self.flat, 0, job.selection.position[chunk.start : chunk.end], out=states)
+        else:
+            states.copy_(self.hidden[place])
+        s = source = None
+        u = 0
+        if self.teacher is not None and job.selection.target_row is not None:
+            target, source = self.teacher.select(job.selection.target_row[chunk.start : chunk.end])
+            source = source.to(self.hidden.device, non_blocking=True)
+            if self.teacher.head is None:
+                u = target.shape[0]
+                self.states[n : n + u].copy_(target)
+            else:
+                s = self.teacher.logits(target)
+        shape = {"scale": self.config.logit_scale, "softcap": self.config.logit_softcap}
+        logits = project(self.states[: n + u], job.head, self.logits[: n + u], **shape)
+        return Rows(logits[:n], out.label, logits[n:] if u else s, source, None, self.offset)
 
-def _target_terms(s: Tensor, job: Job, offset: int) -> TargetTerms:
-    if job.shard is None:
-        return job.row_pass.target_terms(s, job.config.temperature)
-    sums = job.row_pass.target_sums(s, offset, job.config.temperature)
-    return finish_target(job.shard.merge_target(sums, job.config.temperature), job.config.temperature)
+    def place(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        chosen = self.job.selection
+        return chosen.anchor[chunk.start : chunk.end], chosen.slot[chunk.start : chunk.end]
 
+    def logit_gradient(self, chunk: Chunk, rows: Rows, out: Terms, g: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Fill the terms and the logit gradient g [n, V]; (what rounding lost at the label, factor still to apply)."""
+        row_pass, config = self.job.row_pass, self.config
+        if row_pass.one_pass and self.job.shard is None:
+            if rows.s is None and config.hard_weight and not config.logit_softcap:
+                lost, scale = row_pass.hard_gradient(rows, out, config, g)
+                self.weigh(chunk, out)
+                factor = self.factors(chunk, out).hard
+                assert factor is not None
+                return lost, scale * factor
+            if self.fixed is not None and not config.needs_overlap and config.label_source == "data":
+                return row_pass.joint_gradient(rows, out, self.factors(chunk, out), config, g), None
+        rows = self.fill_terms(chunk, rows, out)
+        lost, kl = row_pass.gradient(rows, out, self.factors(chunk, out), config, g)
+        if kl is not None and out.kl is not None and not config.needs_overlap:
+            out.kl.copy_(kl if self.job.shard is None else self.job.shard.sum(kl))
+        return lost, None
 
-def _fill_terms(rows: Rows, job: Job, out: Terms) -> None:
-    temperature = job.config.temperature
-    if job.shard is None:
-        job.row_pass.drafter_terms(rows, temperature, out)
-        return
-    logit = job.shard.maximum(rows.label_logit())
-    sums = job.shard.merge_drafter(job.row_pass.drafter_sums(rows, logit, temperature), temperature)
-    finish_drafter(sums, logit, rows.label, job.shard.total, temperature, out)
+    def factors(self, chunk: Chunk, out: Terms) -> Coefficients:
+        if self.fixed is not None:
+            return self.fixed.slice(chunk.start, chunk.end)
+        return coefficients(out, self.config, self.job.scale)
 
+    def fill_terms(self, chunk: Chunk, rows: Rows, out: Terms) -> Rows:
+        """Fill the terms of a chunk; return its rows with the target's terms in place."""
+        if rows.s is not None and rows.source is not None:
+            target = self.target_terms(rows.s)
+            assert out.target_argmax is not None
+            torch.index_select(target.argmax, 0, rows.source, out=out.target_argmax)
+            if self.job.selection.label is None:
+                out.label.copy_(out.target_argmax)
+            rows = Rows(rows.z, rows.label, rows.s, rows.source, target, rows.offset)
+        self.drafter_terms(rows, out)
+        self.weigh(chunk, out)
+        if rows.s is not None and (self.config.needs_overlap or self.grad is None):
+            sums = torch.stack(self.job.row_pass.divergence(rows, out, self.config.temperature))
+            if self.job.shard is not None:
+                sums = self.job.shard.sum(sums)
+            for field, value in zip((out.kl, out.tv, out.below), sums):
+                if field is not None:
+                    field.copy_(value)
+        return rows
 
-def _fill_divergence(rows: Rows, job: Job, out: Terms) -> None:
-    sums = torch.stack(job.row_pass.divergence(rows, out, job.config.temperature))
-    if job.shard is not None:
-        sums = job.shard.sum(sums)
-    for field, value in zip((out.kl, out.tv, out.below), sums):
-        if field is not None:
-            field.copy_(value)
+    def target_terms(self, s: Tensor) -> TargetTerms:
+        row_pass, temperature = self.job.row_pass, self.config.temperature
+        if self.job.shard is None:
+            return row_pass.target_terms(s, temperature)
+        sums = self.job.shard.merge_target(row_pass.target_sums(s, self.offset, temperature), temperature)
+        return finish_target(sums, temperature)
 
+    def drafter_terms(self, rows: Rows, out: Terms) -> None:
+        row_pass, shard, temperature = self.job.row_pass, self.job.shard, self.config.temperature
+        if shard is None:
+            row_pass.drafter_terms(rows, temperature, out)
+            return
+        logit = shard.maximum(rows.label_logit())
+        sums = shard.merge_drafter(row_pass.drafter_sums(rows, logit, temperature), temperature)
+        finish_drafter(sums, logit, rows.label, shard.total, temperature, out)
 
-def _weigh(job: Job, chunk: Chunk, out: Terms, block: int) -> None:
-    """Write the weights that depend on the chunk's terms; given weights are in place already."""
-    if job.config.weighting == "given":
-        return
-    chosen, part = job.selection, slice(chunk.start, chunk.end)
-    block_of = chosen.block_of[part]
-    weight = row_weights(out.weight, out.ce, block_of - block_of[0], chosen.slot[part], block, job.config)
-    out.weight.copy_(weight)
+    def weigh(self, chunk: Chunk, out: Terms) -> None:
+        """Write the weights that depend on the chunk's terms; given weights are in place already."""
+        if self.config.weighting == "given":
+            return
+        chosen, part = self.job.selection, slice(chunk.start, chunk.end)
+        block_of = chosen.block_of[part]
+        block = self.hidden.shape[1]
+        out.weight.copy_(
+            row_weights(out.weight, out.ce, block_of - block_of[0], chosen.slot[part], block, self.config)
+        )
 
-
-def _logit_gradient(rows: Rows, job: Job, out: Terms, g: Tensor) -> Tensor:
-    """Write the logit gradient into g [n, V]; return what rounding lost at the label [n]."""
-    lost, kl = job.row_pass.gradient(rows, out, coefficients(out, job.config), job.config, g)
-    if kl is not None and out.kl is not None and not job.config.needs_overlap:
-        out.kl.copy_(kl if job.shard is None else job.shard.sum(kl))
-    return lost
-
-
-def _hidden_gradient(
-    g: Tensor,
-    rows: Rows,
-    job: Job,
-    lost: Tensor,
-    scale: Tensor | None,
-    grad: Tensor,
-    place: tuple[Tensor, Tensor],
-) -> None:
-    """The logit gradient through the head, summed in the accumulation dtype, over the shards too, into grad[place]."""
-    part = torch.empty(g.shape[0], job.head.shape[1], dtype=rows.z.dtype, device=g.device)
-    project_back(g, job.head, part)
-    give_back = None if g.dtype == rows.z.dtype else lost
-    if job.shard is not None:
-        if give_back is not None:
-            part.addcmul_(give_back[:, None], job.head[rows.local_label].to(part.dtype))
-        part, give_back = job.shard.sum(part), None
-    job.row_pass.deposit(grad, place, part, rows, job.head, lost=give_back, scale=scale)
+    def hidden_gradient(
+        self, chunk: Chunk, rows: Rows, g: Tensor, lost: Tensor, scale: Tensor | None, grad: Tensor
+    ) -> None:
+        """The logit gradient through the head, summed in the accumulation dtype, over the shards too, into grad."""
+        job = self.job
+        part = project_back(g, job.head, self.part[: chunk.rows])
+        give_back = None if g.dtype == part.dtype else lost
+        if job.shard is not None:
+            if give_back is not None:
+                part.addcmul_(give_back[:, None], job.head[rows.local_label].to(part.dtype))
+            part, give_back = job.shard.sum(part), None
+        job.row_pass.deposit(grad, self.place(chunk), part, rows, job.head, lost=give_back, scale=scale)

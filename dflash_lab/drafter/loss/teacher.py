@@ -20,43 +20,37 @@ from dflash_lab.drafter.loss.matmul import logit_buffer, logit_dtype, project
 
 @dataclass(frozen=True)
 class Teacher:
-    """Buffers and weights of the target's side. `there` is None when the target's head lies on the drafter's device."""
+    """The target's states, with buffers of its own only where its head is another than the drafter's."""
 
     states: Tensor  # [R, H] after the target's final norm
-    head: Tensor  # [V, H], on the device of states
-    here: Tensor  # [c, V] logits, on the drafter's device
-    there: Tensor | None  # [c, V] logits, on the device of states
+    head: Tensor | None  # [V, H] beside states; None: the drafter's head serves both sides
+    here: Tensor | None  # [c, V] logits on the drafter's device, with a head of its own
+    there: Tensor | None  # [c, V] logits on the device of states, likewise
     config: LossConfig
 
     @classmethod
     def allocate(
-        cls,
-        states: Tensor,
-        head: Tensor,
-        rows: int,
-        device: torch.device,
-        config: LossConfig,
-        *,
-        separate: bool,
+        cls, states: Tensor, head: Tensor | None, rows: int, device: torch.device, config: LossConfig
     ) -> Teacher:
-        """Buffers for chunks of at most `rows`; `separate` when the head given is the target's own copy."""
-        dtype = logit_dtype(states.dtype)
-        here = logit_buffer(rows, head.shape[0], dtype, device)
-        there = logit_buffer(rows, head.shape[0], dtype, states.device) if separate else None
-        return cls(states, head, here, there, config)
+        """Buffers for chunks of at most `rows` rows."""
+        if head is None:
+            return cls(states, None, None, None, config)
+        dtype, vocab = logit_dtype(states.dtype), head.shape[0]
+        return cls(
+            states, head, logit_buffer(rows, vocab, dtype, device), logit_buffer(rows, vocab, dtype, states.device), config
+        )
 
-    def logits(self, target_row: Tensor) -> tuple[Tensor, Tensor]:
-        """(logits [u, V], which of them each drafter row uses [n]) for the chunk's target rows [n] (int64, on the CPU)."""
+    def select(self, target_row: Tensor) -> tuple[Tensor, Tensor]:
+        """(distinct states [u, H], which of them each drafter row uses [n], CPU) for target rows [n] (int64, CPU)."""
         needed, source = torch.unique(target_row, return_inverse=True)
         first, count = int(needed[0]), needed.numel()
         if int(needed[-1]) - first + 1 == count:
-            states = self.states[first : first + count]
-        else:
-            states = self.states[needed.to(self.states.device, non_blocking=True)]
-        near = self.here if self.there is None else self.there
-        logits = project(
-            states, self.head, near[:count], scale=self.config.logit_scale, softcap=self.config.logit_softcap
-        )
-        if self.there is not None:
-            logits = self.here[:count].copy_(logits, non_blocking=True)
-        return logits, source.to(self.here.device, non_blocking=True)
+            return self.states[first : first + count], source
+        return self.states.index_select(0, needed.to(self.states.device, non_blocking=True)), source
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[u, V] on the drafter's device, projected where the target's own head lies."""
+        assert self.head is not None and self.here is not None and self.there is not None
+        out = self.there[: states.shape[0]]
+        project(states, self.head, out, scale=self.config.logit_scale, softcap=self.config.logit_softcap)
+        return self.here[: states.shape[0]].copy_(out, non_blocking=True)

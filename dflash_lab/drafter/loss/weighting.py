@@ -72,9 +72,10 @@ def lk_mixture(tv: Tensor, config: LossConfig) -> Tensor:
     return torch.exp(-config.lk_decay * (1 - tv))
 
 
-def coefficients(terms: Terms, config: LossConfig) -> Coefficients:
-    """Coefficients of the gradient with respect to the logits before `logit_scale`."""
+def coefficients(terms: Terms, config: LossConfig, scale: Tensor | None) -> Coefficients:
+    """Coefficients of scale * gradient with respect to the logits before `logit_scale`."""
     weight = terms.weight * config.logit_scale if config.logit_scale != 1.0 else terms.weight
+    weight = weight if scale is None else weight * scale
     hard = config.hard_weight * weight if config.hard_weight else None
     soft = config.soft_weight * config.temperature * weight if config.soft_weight else None
     cap = config.cap_weight * weight if config.cap_weight else None

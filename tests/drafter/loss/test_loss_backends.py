@@ -162,6 +162,26 @@ def test_one_pass_gradient_equals_two_passes_on_hostile_rows(backend: str, devic
     ).all()
 
 
+@pytest.mark.parametrize(("backend", "device"), [p for p in PASSES if p.values[0] == "triton"])
+def test_joint_pass_equals_two_passes_on_hostile_rows(backend: str, device: str) -> None:
+    rows, terms, coefficients, z = _hostile(device)
+    config = LossConfig(soft_weight=0.5, cap_weight=0.25)
+    row_pass = load_backend(backend)
+    joint, two = torch.full(z.shape, math.nan, device=device), torch.empty(z.shape, device=device)
+    row_pass.joint_gradient(rows, terms, coefficients, config, joint)
+    other = Terms.empty(rows.label, terms.weight, target=True, overlap=False)
+    with_target = Rows(rows.z, rows.label, rows.s, rows.source, row_pass.target_terms(rows.s, 1.0))
+    row_pass.drafter_terms(with_target, 1.0, other)
+    _, kl = row_pass.gradient(with_target, other, coefficients, config, two)
+    good = slice(0, 6)
+    assert relative(joint[good], two[good]) < 2e-6 and joint[6:].isnan().any(1).all()
+    assert torch.allclose(terms.kl[good], kl[good], rtol=1e-5, atol=1e-6)
+    for field in ("ce", "entropy", "p_max", "lse", "lse_t"):
+        assert torch.allclose(getattr(terms, field)[good], getattr(other, field)[good], rtol=1e-5, atol=1e-6), field
+    assert (terms.argmax[good] == other.argmax[good]).all() and (terms.rank[good] == other.rank[good]).all()
+    assert (terms.target_argmax[good] == with_target.target.argmax[rows.source][good]).all()
+
+
 @pytest.mark.parametrize(("backend", "device"), [*PASSES, ("torch", "cpu")])
 def test_label_out_of_range_poisons_its_row_instead_of_reading_beyond_it(backend: str, device: str) -> None:
     z = torch.randn(3, 97, device=device)
