@@ -9,6 +9,7 @@ started with.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -43,7 +44,7 @@ def main() -> None:
         if last:
             setup["num_shards"] = 1
         setup["shard"] = chooser.randrange(setup["num_shards"])
-        kill_at, before = chooser.randrange(1, 60), chooser.random() < 0.5
+        kill_at, before = chooser.randrange(1, 40), chooser.random() < 0.5
         child = os.fork()
         if child == 0:
             run(target, samples, store, setup, None if last else kill_at, before, log)
@@ -61,16 +62,15 @@ def main() -> None:
 def run(
     target, samples: Path, store: Path, setup: dict, kill_at: int | None, before: bool, log: Path
 ) -> None:
-    count = 0
+    points = itertools.count(1)  # shared by the loop and the writer thread
 
     def point(real):
         def counted(*args, **kwargs):
-            nonlocal count
-            count += 1
-            if count == kill_at and before:
+            number = next(points)
+            if number == kill_at and before:
                 os.kill(os.getpid(), signal.SIGKILL)
             result = real(*args, **kwargs)
-            if count == kill_at:
+            if number == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             return result
 

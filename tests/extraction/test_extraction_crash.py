@@ -24,7 +24,7 @@ KILLS = 20
 def test_twenty_kills_lose_nothing_and_repeat_at_most_one_part_each(
     tiny, tiny_folder, tmp_path: Path
 ) -> None:
-    lengths = np.random.default_rng(1).integers(2, 90, 150).tolist()
+    lengths = np.random.default_rng(1).integers(2, 90, 400).tolist()
     samples, store = make_samples(tmp_path / "s.parquet", lengths), tmp_path / "crashed" / "store"
     store.parent.mkdir()
     script = Path(__file__).with_name("crash_child.py")

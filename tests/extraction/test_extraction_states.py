@@ -106,9 +106,8 @@ def test_eight_bit_storage_halves_the_bytes_at_a_bounded_error(
 ) -> None:
     target, samples = tiny("qwen3"), make_samples(tmp_path / "s.parquet", LENGTHS)
     for name in ("bf16", storage):
-        extract(
-            target, samples, tmp_path / name, tap_ids=LAYERS, token_budget=500, max_batch=4, store_final=True, storage=name
-        )  # fmt: skip
+        plan = {"token_budget": 500, "max_batch": 4, "store_final": True, "storage": name}
+        extract(target, samples, tmp_path / name, tap_ids=LAYERS, **plan)
     exact, small = open_store(tmp_path / "bf16"), open_store(tmp_path / storage)
     for index in range(len(exact)):
         one, other = exact[index], small[small.find(exact[index].hash)]
