@@ -2,8 +2,8 @@
 
 A bf16 parameter cannot take a step of 1e-4 of itself (it has 8 bits), so each keeps an fp32 master that the
 update moves and the parameter is rounded from. Gradients stay in the parameter's type: 2 (weight) + 2
-(gradient) + 4 (master) + 8 (moments) = 16 bytes a parameter. Walking parameter by parameter bounds
-temporaries by the largest one.
+(gradient) + 4 (master) + 8 (moments) = 16 bytes a parameter; moments in int8 make it 10, and offloading leaves
+4 of them on the device. Walking parameter by parameter bounds temporaries by the largest one.
 
 Muon orthogonalises the momentum of matrices inside layers (Newton-Schulz) and gives it the size of an AdamW
 step; `fc`, norms and DFlash 2's codebooks and base kernels always take AdamW.
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from dflash_lab.drafter.anchors import stream_seed
+from dflash_lab.drafter.moments import decode, encode
 from dflash_lab.errors import InputError
 
 
@@ -34,8 +36,12 @@ class OptimizerConfig:
     muon_lr: float = 1e-3
     muon_momentum: float = 0.95
     muon_weight_decay: float = 0.1
+    moments: str = "fp32"  # or "int8": Adam's two moments in a byte each
+    offload: bool = False  # masters and moments in host memory, brought to the device one parameter at a time
 
     def __post_init__(self) -> None:
+        if self.moments not in ("fp32", "int8"):
+            raise InputError(f"moments = {self.moments!r}: choose 'fp32' or 'int8'.")
         if self.kind not in ("adamw", "muon"):
             raise InputError(f"optimizer = {self.kind!r}: choose 'adamw' or 'muon'.")
 
@@ -49,11 +55,13 @@ class Optimizer:
         self.steps = 0
         self.state: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self.parameters.items():
+            if config.moments == "int8" and isinstance(parameter, DTensor):
+                raise InputError("moments = 'int8' works on whole tensors: use 'fp32', or parallel: ddp.")
             kinds = ("momentum",) if self.takes_muon(name) else ("exp_avg", "exp_avg_sq")
             state = {kind: torch.zeros_like(parameter, dtype=torch.float32) for kind in kinds}
             if parameter.dtype != torch.float32:
                 state["master"] = parameter.detach().float().clone()
-            self.state[name] = state
+            self._keep(name, state)
 
     def takes_muon(self, name: str) -> bool:
         """Whether parameter `name` is a matrix that Muon updates."""
@@ -70,7 +78,7 @@ class Optimizer:
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
-            state = self.state[name]
+            state = self._fetch(name)
             master = state.get("master", parameter.data)
             grad = parameter.grad.float() * grad_scale
             if self.takes_muon(name):
@@ -83,6 +91,34 @@ class Optimizer:
                 master.add_(update, alpha=-factor * config.lr)
             if "master" in state:
                 parameter.copy_(master)
+            self._keep(name, state)
+
+    def _fetch(self, name: str) -> dict[str, Tensor]:
+        """A parameter's state as fp32 tensors on its device."""
+        device = self.parameters[name].device
+        state = {kind: tensor.to(device, non_blocking=True) for kind, tensor in self.state[name].items()}
+        for kind in ("exp_avg", "exp_avg_sq"):
+            if f"{kind}_scale" in state:
+                state[kind] = decode(state[kind], state.pop(f"{kind}_scale"))
+        return state
+
+    def _keep(self, name: str, state: dict[str, Tensor]) -> None:
+        """Store a parameter's state as the configuration says."""
+        kept = dict(state)
+        if self.config.moments == "int8" and "exp_avg" in state:
+            device = self.parameters[name].device
+            generator = torch.Generator(device)
+            generator.manual_seed(stream_seed("moments", self.steps, name))
+            for kind in ("exp_avg", "exp_avg_sq"):
+                kept[kind], kept[f"{kind}_scale"] = encode(state[kind], generator, signed=kind == "exp_avg")
+        if self.config.offload:
+            for kind, tensor in kept.items():
+                home = self.state.get(name, {}).get(kind)
+                if home is None:
+                    home = torch.empty_like(tensor, device="cpu")
+                    home = home.pin_memory() if tensor.is_cuda else home
+                kept[kind] = home.copy_(tensor, non_blocking=True)
+        self.state[name] = kept
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -91,6 +127,8 @@ class Optimizer:
 
     def tensors(self) -> dict[str, Tensor]:
         """All state as flat tensors, `<kind>.<parameter>`."""
+        if self.config.offload and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # copies into these very tensors may be under way
         return {f"{kind}.{name}": t for name, state in self.state.items() for kind, t in state.items()}
 
     def load(self, tensors: dict[str, Tensor], steps: int) -> None:

@@ -25,8 +25,8 @@ class TrainSettings:
         selector_weight: factor of the cross-entropy of DFlash 2's selector; no matter for DFlash.
         gamma: slot k weighs exp(-(k-1)/gamma); 0: all slots alike.
         denominator: a step's loss is divided by the sum of its slot `weights` (SpecForge, the default) or by
-            their number, `mask` (speculators). The two differ by sum(w)/B, 0.20 to 0.46 for gamma 4 to 12 at
-            24 slots, which the learning rate feels.
+            their number, `mask` (speculators). The two differ by sum(w)/sum(mask), 0.20 to 0.46 for gamma 4
+            to 12 at 24 slots, which the learning rate feels.
         noise_std: uniform noise in (-noise_std, noise_std) added to the tapped states of training rows.
         warmup, floor: share of the run spent warming up; final learning rate as a share of the peak.
         clip_norm: gradient norm above which gradients are scaled down; 0: never.

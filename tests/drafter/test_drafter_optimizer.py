@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from dflash_lab.drafter.moments import decode, encode
 from dflash_lab.drafter.optimizer import Optimizer, OptimizerConfig, orthogonalized
 from dflash_lab.drafter.schedule import learning_rate_factor
 from dflash_lab.errors import InputError
@@ -104,3 +105,63 @@ def test_schedule_rises_then_falls_to_its_floor():
     assert factors[-1] == pytest.approx(0.2)
     assert learning_rate_factor(0.5, 0.0, 0.0) == pytest.approx(0.5 * (1 + math.cos(math.pi / 2)))
     assert learning_rate_factor(2.0, 0.1, 0.2) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_byte_codes_keep_the_mean_and_the_size(signed):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(3, 500, generator=generator) * torch.logspace(-4, 0, 500)
+    values = values if signed else values.square()
+    decoded = torch.stack([decode(*encode(values, generator, signed=signed)) for _ in range(400)])
+    one = decoded[0]
+    assert one.shape == values.shape
+    kept = values.abs() > values.abs().max() * 2.0 ** (-15 if signed else -31)
+    assert ((one - values).abs() <= 0.0906 * values.abs())[kept].all()  # one code's width, 2^(1/8) - 1
+    assert torch.allclose(decoded.mean(0)[kept], values[kept], rtol=0.03)
+    assert (one.sign() == values.sign())[kept].all()
+    if not signed:
+        assert (one > 0).all()  # never a zero under a root while its block lives
+    codes, scales = encode(torch.zeros(300), generator, signed=signed)
+    assert (decode(codes, scales) == 0).all() and codes.dtype == (torch.int8 if signed else torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "changes", [dict(moments="int8"), dict(offload=True), dict(moments="int8", offload=True)]
+)
+def test_smaller_state_reaches_the_same_minimum(changes):
+    """Least squares with noisy gradients: distance to the solution beside that of fp32 moments."""
+
+    def distance(config):
+        generator = torch.Generator().manual_seed(1)
+        solution = torch.randn(40, 30, generator=generator)
+        parameter = nn.Parameter(torch.zeros(40, 30))
+        optimizer = Optimizer([("fc.weight", parameter)], config)
+        for step in range(400):
+            noise = torch.randn(40, 30, generator=generator)
+            parameter.grad = parameter.detach() - solution + 0.3 * noise
+            optimizer.step(1 - step / 400)
+        return float((parameter - solution).norm().detach() / solution.norm())
+
+    reference = distance(OptimizerConfig(lr=2e-2))
+    found = distance(OptimizerConfig(lr=2e-2, **changes))
+    assert found == pytest.approx(reference, rel=0.2 if "moments" in changes else 1e-6) and found < 0.1
+
+
+def test_byte_moments_take_a_quarter_and_resume_exactly():
+    runs = []
+    for cut in (False, True):
+        parameters = named(torch.bfloat16)
+        optimizer = Optimizer(parameters.items(), OptimizerConfig(moments="int8"))
+        for step in range(4):
+            if cut and step == 2:
+                saved = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
+                optimizer = Optimizer(parameters.items(), OptimizerConfig(moments="int8"))
+                optimizer.load(saved, 2)
+            for parameter in parameters.values():
+                parameter.grad = torch.full_like(parameter, 0.1 * (step + 1))
+            optimizer.step(1.0)
+        runs.append(optimizer.tensors())
+    assert all(torch.equal(tensor, runs[1][name]) for name, tensor in runs[0].items())
+    assert runs[0]["exp_avg.fc.weight"].dtype == torch.int8
+    with pytest.raises(InputError, match="'fp32' or 'int8'"):
+        OptimizerConfig(moments="fp8")

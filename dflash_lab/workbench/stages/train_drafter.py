@@ -76,6 +76,8 @@ class TrainDrafterParams(StageParams):
     lr: float = param(6e-4, "peak learning rate of AdamW", low=0.0)
     weight_decay: float = param(0.0, "of AdamW", low=0.0)
     muon_lr: float = param(1e-3, "peak learning rate of Muon", low=0.0)
+    moments: str = param("fp32", "Adam's moments; int8: a byte each", choices=("fp32", "int8"))
+    offload: bool = param(False, "masters and moments in host memory: slower steps, 12 bytes a weight less")
     warmup: float = param(0.04, "share of the run", low=0.0, high=1.0)
     floor: float = param(0.0, "last learning rate as a share of the peak", low=0.0, high=1.0)
     clip_norm: float = param(1.0, "gradient norm above which gradients shrink; 0: never", low=0.0)

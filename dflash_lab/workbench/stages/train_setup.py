@@ -118,8 +118,8 @@ def train_settings(params: TrainDrafterParams, store: FeatureStore, config: Draf
         steps = max(1, math.ceil(params.epochs * rows / (params.accumulate * params.processes)))
     same = (
         "context_tokens anchors accumulate selector_weight gamma denominator noise_std warmup floor "
-        "clip_norm log_every eval_every eval_rows checkpoint_every keep max_bad_steps explode_factor time_limit_s "
-        "attention seed"
+        "clip_norm log_every eval_every eval_rows checkpoint_every keep max_bad_steps explode_factor "
+        "time_limit_s attention seed"
     )
     return TrainSettings(
         max_steps=steps,
@@ -135,7 +135,12 @@ def train_settings(params: TrainDrafterParams, store: FeatureStore, config: Draf
             dpace_alpha=params.dpace_alpha,
         ),
         optimizer=OptimizerConfig(
-            kind=params.optimizer, lr=params.lr, weight_decay=params.weight_decay, muon_lr=params.muon_lr
+            kind=params.optimizer,
+            lr=params.lr,
+            weight_decay=params.weight_decay,
+            muon_lr=params.muon_lr,
+            moments=params.moments,
+            offload=params.offload,
         ),
         **{name: getattr(params, name) for name in same.split()},
     )
