@@ -19,7 +19,7 @@ from dflash_lab.memory.extraction_account import extraction_account
 from dflash_lab.memory.planner import MARGIN, largest, usable
 from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
 from dflash_lab.memory.shapes import GIB, TargetShape
-from dflash_lab.memory.training_account import training_account
+from dflash_lab.memory.training_account import training_account, with_chunk
 
 _EXPANDABLE = (
     "PYTORCH_ALLOC_CONF=expandable_segments:True before CUDA starts: batches of changing shape then share "
@@ -106,6 +106,7 @@ def advise_training(
 ) -> Advice:
     """Advise on a training step of `drafter` (a `DrafterConfig`) under `budget_gib`."""
     room = usable(budget_gib, margin)
+    setup = with_chunk(setup, shape.vocab, cuda=cuda)
 
     def account(changed: TrainingSetup) -> Account:
         return training_account(shape, drafter, changed, cuda=cuda)

@@ -19,7 +19,7 @@ from dflash_lab.memory.fake import moment_of
 from dflash_lab.memory.setups import TrainingSetup
 from dflash_lab.memory.shapes import TargetShape, target_shape
 from dflash_lab.memory.tracker import LiveTensors, module_scopes
-from dflash_lab.memory.training_account import resident_target_bytes
+from dflash_lab.memory.training_account import resident_target_bytes, with_chunk
 from dflash_lab.memory.training_kernels import RowPassKind, cuda_training_path
 
 STATIC = ("head and embedding", "drafter weights", "fp32 masters", "optimizer moments", "target weights")
@@ -39,6 +39,7 @@ def count_training(
             f"loss {setup.loss!r} is not run here: the lab trains with 'fused'; see predict_training."
         )
     shape = target if isinstance(target, TargetShape) else target_shape(target)
+    setup = with_chunk(setup, shape.vocab)
     tracker = LiveTensors(device="meta")
     device = torch.device("meta")
     with cuda_training_path(row_pass, shape.vocab):

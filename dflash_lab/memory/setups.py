@@ -71,7 +71,7 @@ class TrainingSetup:
     masters: bool = True  # fp32 copies of the weights that the optimizer steps
     soft_targets: bool = True  # KL to the target's logits: the target side of the loss
     loss: LossPath = "fused"
-    chunk: int = 1024  # rows of logits at a time
+    chunk: int = 0  # rows of logits at a time; 0: as the loss plans it by itself
     checkpointing: Checkpointing = "none"
     optimizer: Optimizer = "adamw"
     placement: Placement = (
@@ -82,9 +82,11 @@ class TrainingSetup:
     data_parallel: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("anchors", "context", "block_size", "chunk", "vocabulary_shards", "data_parallel"):
+        for name in ("anchors", "context", "block_size", "vocabulary_shards", "data_parallel"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}: at least 1.")
+        if self.chunk < 0:
+            raise InputError(f"chunk={self.chunk}: rows of logits, or 0 to let the loss plan them.")
         for name, known in (("loss", LOSS_PATHS), ("placement", PLACEMENTS)):
             if getattr(self, name) not in known:
                 raise InputError(f"{name}={getattr(self, name)!r} is none of {', '.join(known)}.")

@@ -10,6 +10,7 @@ copy; the tests hold the sums to the count of the real modules on fake tensors.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +47,7 @@ def predict_training(
 
 def training_account(shape: TargetShape, drafter: Any, setup: TrainingSetup, *, cuda: bool = True) -> Account:
     """Return the account of `setup` for a drafter of a target of `shape`."""
+    setup = with_chunk(setup, shape.vocab, cuda=cuda)
     always = _static(shape, drafter, setup, cuda)
     size, rows = dtype_bytes(setup.dtype), setup.rows
     stream = rows * drafter.hidden_size * size
@@ -74,6 +76,32 @@ def training_account(shape: TargetShape, drafter: Any, setup: TrainingSetup, *, 
     moments.append(Moment("the update", {**inputs, **update}))
     title = f"training {setup.anchors} x {setup.block_size}, {setup.context} context tokens"
     return account_of("analytic", title, moments, _notes(shape, setup))
+
+
+def with_chunk(setup: TrainingSetup, vocab: int, *, cuda: bool = True) -> TrainingSetup:
+    """Return `setup` with the chunk that the loss would plan where it has none (given memory enough)."""
+    if setup.chunk:
+        return setup
+    shard = -(-vocab // setup.vocabulary_shards)
+    rows = _planned_rows(shard, setup.block_size, setup.dtype, setup.soft_targets, setup.rows, cuda)
+    return replace(setup, chunk=rows)
+
+
+@functools.cache
+def _planned_rows(vocab: int, block: int, dtype: str, soft: bool, rows: int, cuda: bool) -> int:
+    import torch
+
+    from dflash_lab.drafter.loss.plan import plan_chunks
+
+    return plan_chunks(
+        vocab=vocab,
+        block=block,
+        dtype=getattr(torch, dtype),
+        device=torch.device("cuda" if cuda else "cpu"),
+        soft=soft,
+        rows=rows,
+        free=1 << 50,
+    ).rows
 
 
 def drafter_parameters(drafter: Any) -> tuple[int, int]:

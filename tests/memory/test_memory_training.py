@@ -20,6 +20,7 @@ from dflash_lab.memory.training_account import (
     loss_terms,
     predict_training,
     training_account,
+    with_chunk,
 )
 from dflash_lab.target.shapes import shape_config
 
@@ -39,8 +40,8 @@ def moving(account):
 
 
 SETUPS = [
-    TrainingSetup(anchors=1024, context=4096, block_size=24),
-    TrainingSetup(anchors=256, context=4096, block_size=24, chunk=256),
+    TrainingSetup(anchors=1024, context=4096, block_size=24, chunk=1024),
+    TrainingSetup(anchors=256, context=4096, block_size=24),
     TrainingSetup(anchors=64, context=8192, block_size=16),
     TrainingSetup(anchors=512, context=2048, block_size=16, soft_targets=False),
     TrainingSetup(anchors=256, context=1024, block_size=16, dtype="float32"),
@@ -53,6 +54,7 @@ SETUPS = [
 @pytest.mark.parametrize("name", ["qwen3.6-27b", "qwen3-8b", "smollm2-135m"])
 def test_formulas_agree_with_the_counted_step(name, setup):
     config, drafter = drafter_of(name)
+    setup = with_chunk(setup, config.vocab_size)
     start = time.monotonic()
     counted, _ = count_training(config, drafter, setup)
     assert time.monotonic() - start < 20
@@ -165,8 +167,17 @@ def test_incident_the_fused_loss_fits_1024_anchors_of_24():
     config, drafter = drafter_of("qwen3.6-27b")
     account = predict_training(config, drafter, anchors=1024, context=4096, block_size=24)
     assert account.peak_gib < CARD_GIB
-    logits = account.terms.get("logits of one chunk", 0)
-    assert 0 < logits < 2.1e9
+    assert "logits" not in account.terms
+    setup = with_chunk(TrainingSetup(anchors=1024, context=4096, block_size=24), 248320)
+    assert sum(size for size, _ in loss_terms(248320, 5120, setup).values()) < 1.5 * GIB
+
+
+def test_a_chunk_not_given_is_the_one_the_loss_plans():
+    config, drafter = drafter_of("qwen3.6-27b")
+    setup = with_chunk(TrainingSetup(anchors=1024, context=4096, block_size=24), 248320)
+    assert setup.chunk == 512  # 1.25 GiB of buffers: two sides in fp32 and the bf16 gradient
+    given = predict_training(config, drafter, anchors=1024, context=4096, block_size=24, chunk=512)
+    assert given.terms == predict_training(config, drafter, anchors=1024, context=4096, block_size=24).terms
 
 
 @pytest.mark.parametrize(

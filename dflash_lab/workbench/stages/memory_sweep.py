@@ -63,7 +63,7 @@ class MemorySweepParams(StageParams):
     anchors: int = param(512, "blocks of a training step", low=1)
     block_size: int = param(16, "slots of a block", low=2, high=128)
     context_tokens: int = param(4096, "target positions of a training step", unit="tokens", low=2)
-    chunk: int = param(1024, "rows of logits at a time in the loss", low=1)
+    chunk: int = param(0, "rows of logits at a time in the loss; 0: as the loss plans it", low=0)
     soft_targets: bool = param(True, "the loss compares with the target's distribution")
     placement: str = param("cached", "where the target is while the drafter trains", choices=PLACEMENTS)
     allow_slow_kernels: bool = param(False, "run a hybrid target on CUDA without its fast kernels")

@@ -83,10 +83,12 @@ def planner(result: MemorySweepResult, params: MemorySweepParams) -> ipywidgets.
     import plotly.graph_objects as go
 
     from dflash_lab.memory.explore import Question
+    from dflash_lab.memory.training_account import with_chunk
     from dflash_lab.workbench.stages.memory_sweep import PLACEMENTS, scene
 
     found = scene(params)
     brain = Planner(found, result.points)
+    chunk = with_chunk(found.training, found.shape.vocab, cuda=found.cuda).chunk
     controls: dict[str, Any] = {
         "budget_gib": widgets.FloatLogSlider(
             value=found.budget_gib, base=10, min=-1, max=3, step=0.01, readout_format=".2f"
@@ -96,7 +98,7 @@ def planner(result: MemorySweepResult, params: MemorySweepParams) -> ipywidgets.
         "anchors": _slider(params.anchors, 8, 4096),
         "block_size": _slider(params.block_size, 2, 64),
         "vocabulary": _slider(found.shape.vocab, 1024, 524288),
-        "chunk": _slider(params.chunk, 16, 8192),
+        "chunk": _slider(chunk, 16, 8192),
         "placement": widgets.Dropdown(options=list(PLACEMENTS), value=params.placement),
     }
     for name, control in controls.items():
