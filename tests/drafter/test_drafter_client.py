@@ -1,7 +1,11 @@
-"""Our checkpoints in the released `dflash` 0.1.0 package, as a client in a process of its own.
+"""Our files in the released packages, as clients in processes of their own: z-lab's `dflash` and
+`speculators`.
 
-It is installed apart, for its pins would rule ours: `pip install --no-deps --target <prefix>/clients
-dflash==0.1.0`, where <prefix> is the virtual environment; DFLASH_CLIENTS names another folder.
+They are installed apart, for their pins would rule ours, in the folder `clients` of the virtual environment
+or in the one that DFLASH_CLIENTS names:
+
+    pip install --no-deps --target .venv/clients dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0 \
+        loguru pydantic-settings
 """
 
 from __future__ import annotations
@@ -20,19 +24,23 @@ from support.tiny_drafters import HIDDEN, SECOND, TAPS, VOCAB, relative_error, t
 from dflash_lab.drafter.cache import DraftCache
 from dflash_lab.drafter.checkpoint import save_checkpoint
 from dflash_lab.drafter.config import FULL, SLIDING
+from dflash_lab.drafter.speculators import export_speculators
 
 CLIENTS = Path(os.environ.get("DFLASH_CLIENTS", Path(sys.prefix) / "clients"))
-SCRIPT = Path(__file__).parent.parent / "support" / "zlab_client.py"
-pytestmark = pytest.mark.skipif(
-    not (CLIENTS / "dflash").is_dir(),
-    reason=f"the dflash package is not in {CLIENTS} (see this file's first lines)",
+SUPPORT = Path(__file__).parent.parent / "support"
+needs_dflash = pytest.mark.skipif(
+    not (CLIENTS / "dflash").is_dir(), reason=f"no dflash package in {CLIENTS} (see this file's first lines)"
+)
+needs_speculators = pytest.mark.skipif(
+    not (CLIENTS / "speculators").is_dir(),
+    reason=f"no speculators in {CLIENTS} (see this file's first lines)",
 )
 
 
-def client(*arguments: str) -> str:
+def client(script: str, *arguments: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(CLIENTS), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, env=environment
+        [sys.executable, str(SUPPORT / script), *arguments], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -47,6 +55,7 @@ VARIANTS = {
 }
 
 
+@needs_dflash
 def test_hidden_states_are_the_same(tmp_path):
     ours = {}
     for name, changes in VARIANTS.items():
@@ -71,7 +80,7 @@ def test_hidden_states_are_the_same(tmp_path):
                     )
                 ours[name, f"{length}.tokens"] = tokens[0]
         save_file(inputs, tmp_path / name / "inputs.safetensors")
-    client("forward", str(tmp_path))
+    client("zlab_client.py", "forward", str(tmp_path))
     theirs = {(n, k): t for n in VARIANTS for k, t in load_file(tmp_path / n / "outputs.safetensors").items()}
     assert theirs.keys() == ours.keys()
     for key, wanted in theirs.items():
@@ -83,6 +92,7 @@ def test_hidden_states_are_the_same(tmp_path):
             )
 
 
+@needs_dflash
 def test_greedy_generation_through_its_own_loop_gives_our_tokens(tmp_path, tiny_target):
     from dflash_lab.acceptance.decode import decode
     from dflash_lab.drafter.config import DrafterConfig
@@ -107,6 +117,31 @@ def test_greedy_generation_through_its_own_loop_gives_our_tokens(tmp_path, tiny_
     prompt = [5, 99, 104, 7, 61, 33]
     ours = decode(target, drafter, prompt, max_new_tokens=20, stop_ids=[])
     theirs = json.loads(
-        client("generate", str(tmp_path / "drafter"), str(folder), ",".join(map(str, prompt)), "20")
+        client(
+            "zlab_client.py",
+            "generate",
+            str(tmp_path / "drafter"),
+            str(folder),
+            ",".join(map(str, prompt)),
+            "20",
+        )
     )
     assert list(ours.tokens) == theirs["tokens"]
+
+
+@needs_speculators
+def test_speculators_loads_our_export(tmp_path, tiny_target):
+    drafter = tiny_drafter(tiny_config(vocab_size=288, mask_token_id=280, num_target_layers=8))
+    export_speculators(
+        drafter, tmp_path, target=str(tiny_target("llama")), target_architecture="LlamaForCausalLM"
+    )
+    found = json.loads(client("speculators_client.py", str(tmp_path)).splitlines()[-1])
+    assert found == {
+        "class": "DFlashDraftModel",
+        "equal": len(drafter.state_dict()),
+        "stored": len(drafter.state_dict()),
+        "taps": [tap + 1 for tap in drafter.config.tap_ids],
+        "block_size": 4,
+        "sliding": [0, 2],
+        "mask_token_id": 280,
+    }
