@@ -190,7 +190,7 @@ class _Run:
         self.selftest: dict[str, Any] = {}
         self._buffers, self._part_bytes, self._seal_seconds = buffers, int(part_gib * GIB), seal_seconds
         self._progress = on_progress or (lambda *_args, **_fields: None)
-        self._done = 0
+        self._done, self._began = 0, 0.0
 
     def all(self, layers: list[int]) -> Written:
         """Self-test, then run every batch; whatever happens, what is finished gets sealed."""
@@ -210,10 +210,10 @@ class _Run:
             test = self_test(self.target, capture, self._examples(), layers)
             self.selftest = test.as_dict()
             manifests.append(self.folder, "selftest", **self.selftest)
-            began = time.perf_counter()
+            self._began = time.perf_counter()
             with BackgroundWriter(parts, buffers) as writer:
                 self._work(capture, writer)
-            self.seconds = time.perf_counter() - began
+            self.seconds = time.perf_counter() - self._began
             self.forward_seconds, self.idle_pct = busy(capture.spans)
         return parts.written
 
@@ -274,7 +274,8 @@ class _Run:
         self.budgets.fitted(longest, len(rows))
         self.records.append(BatchRecord(len(rows), longest, tokens, time.perf_counter() - began))
         self._done += tokens
-        self._progress("extract", self._done, self.total, samples=len(rows), ooms=len(self.failures))
+        rate = round(self._done / (time.perf_counter() - self._began))
+        self._progress("extract", self._done, self.total, tokens_per_s=rate, ooms=len(self.failures))
         return None
 
     def _recover(self, failure: Failure) -> None:

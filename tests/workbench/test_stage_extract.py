@@ -1,0 +1,151 @@
+"""The stage on a tiny target: two shards, result saved and read again, quarantine at the end,
+preflight, figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+import torch
+
+from dflash_lab.data.samples import Sample, write_samples
+from dflash_lab.errors import InputError
+from dflash_lab.extraction import preflight as preflight_module
+from dflash_lab.extraction.report import QuarantineError
+from dflash_lab.extraction.store import open_store
+from dflash_lab.files import read_json
+from dflash_lab.workbench.figures import extract as figures
+from dflash_lab.workbench.stage import execute, is_finished
+from dflash_lab.workbench.stages.extract import ExtractParams, ExtractResult
+
+LENGTHS = [3, 20, 31, 40, 64, 65, 70, 90]
+
+
+@pytest.fixture
+def params(tiny_target: Callable[[str], Path], tmp_path: Path) -> Callable[..., ExtractParams]:
+    """A function: changes -> parameters of a run over eight samples."""
+    generator = np.random.default_rng(0)
+    samples = [
+        Sample(f"s{number}", generator.integers(0, 256, length), np.ones(length, np.uint8), "test")
+        for number, length in enumerate(LENGTHS)
+    ]
+    write_samples(tmp_path / "run" / "samples.parquet", samples, heldout_fraction=0.2, provenance={})
+
+    def make(**changes: object) -> ExtractParams:
+        base = {
+            "run_dir": str(tmp_path / "run"), "target": str(tiny_target("qwen3")), "device": "cpu",
+            "num_taps": 3, "token_budget": 200, "max_batch": 4, "interactive": False,
+        }  # fmt: skip
+        return ExtractParams(**{**base, **changes})
+
+    return make
+
+
+def test_two_shards_fill_one_store(params: Callable[..., ExtractParams]) -> None:
+    results = [execute(params(shard=shard, num_shards=2, store_final=True)) for shard in (0, 1)]
+    store = open_store(params().store_path)
+    assert len(store) == len(LENGTHS) == sum(result.figures["samples_stored"] for result in results)
+    assert store.tap_ids == [1, 3, 5] and store.has_final
+    record = read_json(params(shard=1, num_shards=2).folder / "result.json")
+    assert record["figures"]["samples_quarantined"] == 0 and record["figures"]["extract_tokens_per_s"] > 0
+    assert {"preflight_store_gib", "padding_waste_pct", "fused_layers"} <= set(record["figures"])
+
+
+def test_a_finished_shard_is_loaded_not_run(params: Callable[..., ExtractParams]) -> None:
+    first = execute(params())
+    assert is_finished(params())
+    again = execute(params())
+    assert again.figures == first.figures and again.selftest == first.selftest
+    assert again.batches.equals(first.batches) and again.states.equals(first.states)
+    (params().store_path / "shard-00000-of-00001" / "manifest.jsonl").unlink()
+    assert not is_finished(params())
+
+
+def test_a_quarantined_sample_fails_the_stage_after_everything_is_sealed(
+    params: Callable[..., ExtractParams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash_lab.extraction import capture
+
+    real = capture.check_rows
+
+    def one_bad(states: torch.Tensor, owner: torch.Tensor, samples: int) -> torch.Tensor:
+        found = real(states, owner, samples)
+        lengths = torch.bincount(owner, minlength=samples)
+        return torch.where(lengths == 31, torch.full_like(found, 4), found)
+
+    monkeypatch.setattr(capture, "check_rows", one_bad)
+    with pytest.raises(QuarantineError, match=r"s2 \(31 tokens\): NaN row in tap 1, tap 3, tap 5"):
+        execute(params())
+    assert len(open_store(params().store_path)) == len(LENGTHS) - 1
+    assert read_json(params().folder / "failure.json")["error"] == "QuarantineError"
+    accepted = execute(params(max_quarantined=1))
+    assert accepted.quarantined["id"].to_list() == ["s2"]
+    assert accepted.figures["samples_quarantined"] == 1
+
+
+def test_the_preflight_refuses_a_full_disk_before_loading(
+    params: Callable[..., ExtractParams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = preflight_module.shutil.disk_usage("/")
+    monkeypatch.setattr(preflight_module.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(InputError, match=r"383 tokens x 288 bytes\).*are free"):
+        execute(params())
+
+
+def test_the_preflight_counts_a_large_target_on_paper(tmp_path: Path) -> None:
+    """27B, five taps: 51,200 bytes a token; 306 M tokens take 15.7 TB and about 8 hours at 500 TFLOP/s."""
+    from dflash_lab.target.sources import load_config
+
+    config, lengths = load_config("random:qwen3.6-27b"), np.full(1000, 335)
+    found = preflight_module.preflight(
+        config,
+        lengths,
+        tmp_path,
+        tap_ids=[1, 16, 31, 46, 61],
+        store_final=False,
+        storage="bf16",
+        device_type="cuda",
+    )
+    assert found.token_bytes == 51_200
+    assert found.bytes_needed == pytest.approx(335_000 * 51_205, rel=1e-4)
+    assert found.body_parameters == pytest.approx(23.6e9, rel=0.01)
+    assert found.hours * 913 == pytest.approx(8.0, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shard": 2, "num_shards": 2}, r"shard=2: shards count from 0 to num_shards - 1 = 1"),
+        ({"tap_ids": [3, 1]}, "tap_ids"),
+        ({"storage": "fp16"}, "one of bf16, fp8, int8"),
+        ({"fast": "yes"}, "fast"),
+        ({"tap_ids": [1, 99]}, r"layers 0\.\.7"),
+        ({"samples": "nowhere.parquet"}, "nowhere.parquet"),
+        ({"fast": "on"}, "fast=on"),
+    ],
+)
+def test_wrong_parameters_are_named(change: dict, message: str, params: Callable[..., ExtractParams]) -> None:
+    with pytest.raises(InputError, match=message):
+        execute(params(**change))
+
+
+def test_figures_say_what_they_show(params: Callable[..., ExtractParams]) -> None:
+    result = execute(params())
+    assert isinstance(result, ExtractResult)
+    speed = figures.speed(result.batches)
+    assert [trace.name for trace in speed.data] == ["padded tokens", "real tokens"]
+    assert max(speed.data[1].x) == sum(LENGTHS)
+    shapes = figures.batch_shapes(result.batches, 200)
+    assert sum(shapes.data[0].y) == len(LENGTHS)
+    names = result.states["state"].to_list()
+    assert names == ["tap 1", "tap 3", "tap 5"]
+    test = figures.self_test(result.selftest, names)
+    assert all(one < limit for one, limit in zip(test.data[0].y, test.data[2].y))
+    assert all(value > 0 for value in figures.state_sizes(result.states).data[1].y)
+    empty = result.batches.clear()
+    for fig in (figures.speed(empty), figures.batch_shapes(empty, 200), figures.self_test({}, names)):
+        assert isinstance(fig, go.Figure)

@@ -1,0 +1,141 @@
+"""Shards on a local Dask cluster: all of them run, a killed worker's shard goes on elsewhere, a
+failing one is named.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import yaml
+
+from dflash_lab.data.samples import Sample, write_samples
+from dflash_lab.errors import InputError
+from dflash_lab.workbench.cluster import (
+    ShardsFailed,
+    local_cluster,
+    outcome_table,
+    run_shards,
+    shard_given,
+    tokens_done,
+)
+from dflash_lab.workbench.param_files import read_given
+from dflash_lab.workbench.stages.extract import ExtractParams
+
+LENGTHS = np.random.default_rng(0).integers(20, 120, 40).tolist()
+
+
+@pytest.fixture
+def run(tiny_target: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A parameter folder for a tiny target whose run folder holds prepared samples."""
+    folder = tmp_path / "run"
+    generator = np.random.default_rng(1)
+    samples = [
+        Sample(f"s{number}", generator.integers(0, 256, length), np.ones(length, np.uint8), "test")
+        for number, length in enumerate(LENGTHS)
+    ]
+    write_samples(folder / "samples.parquet", samples, heldout_fraction=0.2, provenance={})
+    common = {
+        "run_dir": str(folder),
+        "target": str(tiny_target("llama")),
+        "device": "cpu",
+        "interactive": False,
+    }
+    (tmp_path / "params").mkdir()
+    (tmp_path / "params" / "common.yaml").write_text(yaml.safe_dump(common))
+    extract = {"num_taps": 3, "token_budget": 300, "max_batch": 4}
+    (tmp_path / "params" / "extract.yaml").write_text(yaml.safe_dump(extract))
+    return tmp_path / "params"
+
+
+def read_params(run: Path) -> ExtractParams:
+    return read_given(ExtractParams, shard_given(run, 2, None)(0))
+
+
+@pytest.mark.slow
+def test_a_killed_workers_shard_goes_on_and_every_sample_is_stored_once(run: Path) -> None:
+    """The worker is killed, with its notebook running, once the first shard has begun."""
+    from distributed import Client
+
+    from dflash_lab.extraction.store import open_store
+    from dflash_lab.extraction.verify import verify
+
+    killed, seen = [], []
+    store = read_params(run).store_path
+
+    def kill_the_first_busy_worker(pids: list[int]) -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not list(store.glob("shard-*/lock")):
+            time.sleep(0.02)
+        busy = [
+            pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).children(recursive=True)
+        ]
+        if busy:
+            killed.append(busy[0])
+            os.kill(busy[0], signal.SIGKILL)
+
+    with local_cluster(2) as cluster, Client(cluster) as client:
+        client.wait_for_workers(2, timeout=120)
+        pids = list(client.run(os.getpid).values())
+        killer = threading.Thread(target=kill_the_first_busy_worker, args=(pids,))
+        killer.start()
+        outcomes = run_shards(
+            client,
+            run,
+            num_shards=2,
+            poll_s=0.2,
+            progress=lambda *words, **fields: seen.append((words, fields)),
+        )
+        killer.join()
+    assert killed, "no worker was busy when it was to be killed"
+    assert [(one.shard, one.code) for one in outcomes] == [(0, 0), (1, 0)]
+    assert len(open_store(store)) == len(LENGTHS) and verify(store) == []
+    assert seen[-1][0] == ("extract", sum(LENGTHS), sum(LENGTHS))
+    assert {row["state"] for row in outcome_table(store.parent)} == {"finished"}
+    assert (store.parent / "extract-0.ipynb").exists() and (store.parent / "extract-1.ipynb").exists()
+
+
+@pytest.mark.slow
+def test_a_failing_shard_is_named_with_its_error_after_the_others_are_done(run: Path) -> None:
+    from distributed import Client
+
+    with local_cluster(1) as cluster, Client(cluster) as client:
+        with pytest.raises(InputError, match="did you mean 'token_budget'"):
+            run_shards(client, run, num_shards=1, parameters={"token_budgte": 3})
+        with pytest.raises(ShardsFailed, match=r"(?s)1 of 1 shards of extract failed.*layers 0\.\.7"):
+            run_shards(client, run, num_shards=1, parameters={"tap_ids": [40]}, poll_s=0.2)
+
+
+def test_a_cluster_without_slots_is_refused(run: Path) -> None:
+    from distributed import Client, LocalCluster
+
+    with (
+        LocalCluster(n_workers=1, processes=False, dashboard_address=None) as cluster,
+        Client(cluster) as client,
+        pytest.raises(InputError, match=r"no worker of .* offers a GPU slot"),
+    ):
+        run_shards(client, run, num_shards=2)
+
+
+def test_progress_reads_sealed_parts_only(run: Path) -> None:
+    params = read_params(run)
+    folder = params.store_path / "shard-00000-of-00002"
+    folder.mkdir(parents=True)
+    (folder / "manifest.jsonl").write_text(
+        '{"kind": "run"}\n{"kind": "part", "file": "a", "tokens": 5}\n'
+        '{"kind": "part", "file": "b", "tokens": 7}\n'
+        '{"kind": "discard", "file": "a"}\n{"kind": "part", "fi'
+    )
+    assert tokens_done(params) == (7, sum(LENGTHS))
+
+
+def test_a_cluster_needs_a_device() -> None:
+    with pytest.raises(InputError, match="devices=0"):
+        local_cluster(0)
