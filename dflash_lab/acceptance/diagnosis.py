@@ -275,11 +275,12 @@ def _mask_token(case: _Case) -> Check:
             f"{own}"
         )
         return Check(name, SUSPECT, other - base, detail)
-    if seen:
+    if seen and usual != own:
         return Check(
             name, SUSPECT, seen, f"mask token {own} occurs {seen} times in the text: it is an ordinary token"
         )
-    return Check(name, FINE, own, f"token {own} is in no sample, and no other candidate drafts better")
+    known = "is in no sample" if not seen else f"is what is left ({why})"
+    return Check(name, FINE, own, f"token {own} {known}, and no other candidate drafts better")
 
 
 def _anchor_position(case: _Case) -> Check:

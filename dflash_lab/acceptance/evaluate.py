@@ -178,9 +178,11 @@ class Evaluator:
                 store, [prompt.hash for prompt in self.prompts], extra=params.offline_samples
             )
             self.facts["offline_source"] = "stored answers"
+            has_final = store.has_final
         else:
             items = live_items(self.target, taps, self.studies["plain"])
             self.facts["offline_source"] = "answers of plain decoding"
+            has_final = True
         done = 0
 
         def tick(tokens: int) -> None:
@@ -190,7 +192,13 @@ class Evaluator:
                 self.progress("offline", done, len(items), tokens=tokens)
 
         report = offline(
-            items, self.target.head, self.drafter, block_size=self.size, budgets=params.budgets, on_item=tick
+            items,
+            self.target.head,
+            self.drafter,
+            block_size=self.size,
+            budgets=params.budgets,
+            temperatures=params.temperatures if has_final and not self.drafter.config.is_second else (),
+            on_item=tick,
         )
         firsts = report.anchors.group_by("sample", maintain_order=True).agg(pl.col("answer").first())
         answer_of = dict(firsts.iter_rows())

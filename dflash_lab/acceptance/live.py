@@ -55,15 +55,18 @@ def stored_items(store: FeatureStore, hashes: Sequence[str], *, extra: int = 0) 
 
 @torch.no_grad()
 def live_items(target: Target, tap_ids: tuple[int, ...], study: Study) -> list[FeatureItem]:
-    """Run the target over every answer of `study` and its prompt; keep the tapped states."""
+    """Run the target over every answer of `study` and its prompt; keep the tapped and final states."""
     items = []
     for asked, answer in zip(study.asked, study.answers):
         ids = torch.tensor([*asked, *answer.tokens], device=target.device)
-        with TargetRun(target, tap_ids) as run:
-            taps = run.step(ids, certain=True).taps
-        assert taps is not None
+        wanted = sorted({*tap_ids, target.num_layers - 1})
+        with TargetRun(target, tuple(wanted)) as run:
+            states = run.step(ids, certain=True).taps
+        assert states is not None
+        of_layer = dict(zip(wanted, states.chunk(len(wanted), dim=-1)))
+        taps = torch.cat([of_layer[layer] for layer in tap_ids], dim=-1)
         mask = torch.zeros(len(ids), dtype=torch.uint8)
         mask[len(asked) :] = 1
         name = hashlib.sha256(repr(ids.tolist()).encode()).hexdigest()[:32]
-        items.append(FeatureItem(name, ids.int().cpu(), mask, taps, None, True))
+        items.append(FeatureItem(name, ids.int().cpu(), mask, taps, of_layer[target.num_layers - 1], True))
     return items

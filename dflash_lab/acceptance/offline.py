@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -39,11 +39,14 @@ def offline(
     block_size: int | None = None,
     budgets: Sequence[int] = BUDGETS,
     top_k: Sequence[int] = TOP_K,
+    temperatures: Sequence[float] = (),
     chunk_elements: int = 1 << 25,
     on_item: Callable[[int], None] | None = None,
 ) -> OfflineReport:
     """Draft at every answer token of `items` and return the report. Runs on the drafter's device.
 
+    temperatures: also give the expected accepted drafts of rejection sampling at these temperatures, sum over
+    k of prod over j <= k of (1 - TV(p_j, q_j)), from the items' final states; plain DFlash only.
     chunk_elements: how many logits are held at once, in elements of fp32. on_item(tokens) is called after
     each item. Raises `InputError` when no item has an answer of at least two tokens.
     """
@@ -51,7 +54,11 @@ def offline(
     budgets, top_k = tuple(sorted(set(budgets))), tuple(sorted(set(top_k)))
     if size < 2 or any(b < 1 for b in budgets):
         raise InputError(f"block_size {size} must be at least 2 and tree budgets {list(budgets)} positive.")
-    chunk = max(1, chunk_elements // ((size - 1) * head.weight.shape[0]))
+    if temperatures and drafter.candidate_selector is not None:
+        raise InputError(
+            "temperatures: expected acceptance is known for plain DFlash drafts only, not DFlash 2's."
+        )
+    chunk = max(1, chunk_elements // ((size - 1) * head.weight.shape[0] * (2 if temperatures else 1)))
     frames, counts, answers = [], np.zeros((4, size - 1), np.int64), 0
     for item in items:
         ids = item.input_ids.to(head.weight.device).long()
@@ -59,7 +66,9 @@ def offline(
         context = Context(drafter, item.taps.to(head.weight.device)) if segments else None
         for start, stop in segments:
             assert context is not None
-            columns, seen = _answer(context, head, ids, start, stop, size, budgets, top_k, chunk)
+            teacher = _teacher(item, head, start, stop) if temperatures else None
+            plan = _Plan(size, budgets, top_k, tuple(temperatures), chunk)
+            columns, seen = _answer(context, head, ids, start, stop, plan, teacher)
             frames.append(_frame(columns, item.hash, answers, start, stop))
             counts += seen
             answers += 1
@@ -70,7 +79,7 @@ def offline(
     slots = pl.DataFrame(
         {"slot": np.arange(1, size), **dict(zip(("valid", "hits", "reached", "held"), counts))}
     )
-    return OfflineReport(pl.concat(frames), slots, size, budgets, top_k)
+    return OfflineReport(pl.concat(frames), slots, size, budgets, top_k, tuple(temperatures))
 
 
 def answer_segments(loss_mask: torch.Tensor) -> list[tuple[int, int]]:
@@ -111,25 +120,45 @@ class Context:
         return self.drafter.norm(h)
 
 
+class _Plan(NamedTuple):
+    """What is measured at every anchor, and how many anchors at a time."""
+
+    block_size: int
+    budgets: tuple[int, ...]
+    top_k: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    chunk: int
+
+
+def _teacher(item: FeatureItem, head: TargetHead, start: int, stop: int) -> torch.Tensor:
+    """Return the target's logits [n, V] for the answer's tokens after its first: those at start .. stop-2."""
+    if item.final is None:
+        raise InputError(
+            "temperatures need the target's final states: extract with store_final, or give none."
+        )
+    final = item.final[start : stop - 1].to(head.weight.device, head.weight.dtype)
+    return head.logits(head.normed(final))
+
+
 def _answer(
     context: Context,
     head: TargetHead,
     ids: torch.Tensor,
     start: int,
     stop: int,
-    size: int,
-    budgets: tuple[int, ...],
-    top_k: tuple[int, ...],
-    chunk: int,
+    plan: _Plan,
+    teacher: torch.Tensor | None,
 ) -> tuple[Columns, np.ndarray]:
     """Draft at every position of one answer [start, stop) but its last; return columns and slot counts [4,
-    B-1]."""
+    B-1].
+    """
     drafter = context.drafter
+    size = plan.block_size
     parts: list[Columns] = []
     counts = np.zeros((4, size - 1), np.int64)
     padded = torch.cat([ids[:stop], ids.new_full((size,), -1)])
-    for low in range(start, stop - 1, chunk):
-        anchors = torch.arange(low, min(low + chunk, stop - 1), device=ids.device)
+    for low in range(start, stop - 1, plan.chunk):
+        anchors = torch.arange(low, min(low + plan.chunk, stop - 1), device=ids.device)
         labels = padded[
             anchors[:, None] + torch.arange(1, size, device=ids.device)
         ]  # [A, L], -1 past the end
@@ -137,10 +166,28 @@ def _answer(
         block[:, 0] = ids[anchors]
         hidden = context.blocks(anchors.tolist(), head.embed(block))[:, 1:].to(head.weight.dtype)
         logits = drafter.logits(hidden, head.weight)
-        columns, seen = _compare(drafter, hidden, logits, block[:, 0], labels, budgets, top_k)
+        columns, seen = _compare(drafter, hidden, logits, block[:, 0], labels, plan)
+        if teacher is not None:
+            rows = (anchors[:, None] - start + torch.arange(size - 1, device=ids.device)).clamp_max(
+                len(teacher) - 1
+            )
+            for temperature in plan.temperatures:
+                expected = _expected(logits, teacher[rows], labels >= 0, temperature)
+                columns[f"sampled_{temperature:g}"] = expected.cpu().numpy()
         parts.append(columns)
         counts += seen
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, counts
+
+
+def _expected(
+    logits: torch.Tensor, teacher: torch.Tensor, valid: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """Return [A]: expected accepted drafts of rejection sampling, given the answer's own tokens before
+    each slot.
+    """
+    q = torch.softmax(logits.float() / temperature, -1)
+    p = torch.softmax(teacher.float() / temperature, -1)
+    return (torch.minimum(p, q).sum(-1) * valid).cumprod(-1).sum(-1)
 
 
 def _compare(
@@ -149,8 +196,7 @@ def _compare(
     logits: torch.Tensor,
     anchors: torch.Tensor,
     labels: torch.Tensor,
-    budgets: tuple[int, ...],
-    top_k: tuple[int, ...],
+    plan: _Plan,
 ) -> tuple[Columns, np.ndarray]:
     """Hold drafts [A, L, V] against the answer's tokens `labels` [A, L]."""
     log_probs = torch.log_softmax(logits.float(), -1)
@@ -161,7 +207,8 @@ def _compare(
     own = log_probs.gather(-1, labels.clamp_min(0)[..., None])
     ranks = (log_probs > own).sum(-1).masked_fill(~valid, log_probs.shape[-1])  # 0: the most likely token
     accepted = _streak(hits)
-    columns = {"accepted": accepted, **{f"top_{k}": _streak(ranks < k) for k in top_k}}
+    columns = {"accepted": accepted, **{f"top_{k}": _streak(ranks < k) for k in plan.top_k}}
+    budgets = plan.budgets
     if budgets:
         if selector is None:
             places = path_ranks(log_probs, labels, budgets[-1])
@@ -219,11 +266,12 @@ def _frame(columns: Columns, sample: str, answer: int, start: int, stop: int) ->
         {"answer": np.full(count, answer, np.int32), "anchor": place + start, "place": place, **columns}
     )
     small = [name for name in columns if name == "accepted" or name.startswith(("tree_", "top_"))]
+    real = ["entropy", "p_top", "p_label", *(name for name in columns if name.startswith("sampled_"))]
     return frame.with_columns(
         pl.lit(sample).alias("sample"),
         (count - pl.col("place")).cast(pl.Int32).alias("left"),
         pl.col(small).cast(pl.UInt8),
-        pl.col("entropy", "p_top", "p_label").cast(pl.Float32).fill_nan(None),
+        pl.col(real).cast(pl.Float32).fill_nan(None),
         pl.when(pl.col("label") >= 0).then(pl.col("label")),
         pl.when(pl.col("label") >= 0).then(pl.col("drafted")),
     )

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -40,6 +41,7 @@ class OfflineReport:
     block_size: int
     budgets: tuple[int, ...]
     top_k: tuple[int, ...]
+    temperatures: tuple[float, ...] = ()
 
     def tau(
         self, budget: int = 0, *, block_size: int = 0, limit: int = 0, answers: Sequence[int] | None = None
@@ -99,6 +101,15 @@ class OfflineReport:
         logs it)."""
         return 1.0 + float(self.anchors["accepted"].mean())  # type: ignore[arg-type]
 
+    def by_temperature(self) -> pl.DataFrame:
+        """Return `temperature`, `streak`: expected tokens a round over all anchors; 0 is the greedy streak.
+
+        Under sampling the answer would go other ways than the stored one, so this is an estimate along it.
+        """
+        rows = [(0.0, self.streak())]
+        rows += [(t, 1.0 + float(self.anchors[f"sampled_{t:g}"].mean())) for t in self.temperatures]  # type: ignore[arg-type]
+        return pl.DataFrame(rows, schema=["temperature", "streak"], orient="row")
+
     def oracle(self) -> pl.DataFrame:
         """Return `k`, `tau`: the chained acceptance length if the right token counted whenever it is among
         the k best."""
@@ -141,7 +152,12 @@ class OfflineReport:
         for name, frame in (("anchors", self.anchors), ("slots", self.slots)):
             with files.atomic_path(folder / f"{name}.parquet") as path:
                 frame.write_parquet(path)
-        settings = {"block_size": self.block_size, "budgets": list(self.budgets), "top_k": list(self.top_k)}
+        settings: dict[str, Any] = {
+            "block_size": self.block_size,
+            "budgets": list(self.budgets),
+            "top_k": list(self.top_k),
+        }
+        settings["temperatures"] = list(self.temperatures)
         files.write_json(folder / "offline.json", settings)
 
     @classmethod
@@ -155,4 +171,5 @@ class OfflineReport:
             settings["block_size"],
             tuple(settings["budgets"]),
             tuple(settings["top_k"]),
+            tuple(settings["temperatures"]),
         )

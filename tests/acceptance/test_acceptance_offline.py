@@ -162,3 +162,36 @@ def test_report_survives_disk_and_turns_are_separate_answers(loaded, tmp_path):
     silent = FeatureItem(whole.hash, whole.input_ids, torch.zeros_like(mask), whole.taps, None, False)
     with pytest.raises(InputError, match="two tokens"):
         offline([silent], target.head, drafter)
+
+
+def test_expected_acceptance_under_sampling_equals_simulation(loaded):
+    """At one anchor of a one-token draft the expectation is 1 - TV, which simulated rejection sampling
+    must meet.
+    """
+    from dflash_lab.acceptance.live import live_items
+    from dflash_lab.acceptance.rejection import draw, probabilities, verify_sampled
+    from dflash_lab.acceptance.study import Study
+
+    target = loaded("llama")
+    drafter = random_drafter(target, block_size=2, initializer_range=0.1)
+    study = Study("plain")
+    study.answers.append(plain_decode(target, PROMPTS[0], max_new_tokens=6, stop_ids=()))
+    study.asked.append(tuple(PROMPTS[0]))
+    (item,) = live_items(target, drafter.config.tap_ids, study)
+    report = offline([item], target.head, drafter, budgets=(), temperatures=(0.7,))
+    row = report.anchors.row(2, named=True)
+    place = row["anchor"]
+    proposer = Proposer(drafter, target.head)
+    proposer.extend(item.taps[:place])
+    q = probabilities(proposer.draft(item.input_ids[place : place + 1].long(), 2).logits, 0.7)
+    p = probabilities(target.logits(item.final[place : place + 1]), 0.7)
+    generator = torch.Generator().manual_seed(0)
+    drafts = draw(q.expand(20000, 1, -1), generator)
+    both = torch.cat([p, p]).expand(20000, 2, -1)
+    accepted, _ = verify_sampled(drafts, q.expand(20000, 1, -1), both, generator)
+    assert row["sampled_0.7"] == pytest.approx(float(accepted.float().mean()), abs=0.015)
+    assert report.by_temperature()["streak"][1] == pytest.approx(1 + report.anchors["sampled_0.7"].mean())
+    with pytest.raises(InputError, match="store_final"):
+        offline(
+            [item_of(target, drafter, PROMPTS[0], [65, 66, 67])], target.head, drafter, temperatures=(1.0,)
+        )

@@ -35,7 +35,8 @@ def report():
     slots = pl.DataFrame(
         {"slot": [1, 2, 3], "valid": [8, 6, 4], "hits": [5, 3, 1], "reached": [8, 4, 2], "held": [5, 2, 1]}
     )
-    return OfflineReport(anchors, slots, 4, (8,), (1, 2))
+    anchors = anchors.with_columns(pl.Series("sampled_1", [0.5] * 8))
+    return OfflineReport(anchors, slots, 4, (8,), (1, 2), (1.0,))
 
 
 ROUNDS = pl.DataFrame(
@@ -126,7 +127,9 @@ def test_what_if_marks_the_best_point_and_the_widget_follows(report):
     facts = {"hybrid": False}
     result = Evaluation({}, empty, empty, empty, empty, costs, empty, empty, empty, report, facts)
     known = widgets.known_taus(result)
-    assert known.filter(pl.col("budget") == 8)["tau"][0] == report.tau(8).mean
+    assert known.filter(pl.col("budget") == 8)["tau"][0] == pytest.approx(report.tau(8).mean)
+    warm = widgets.known_taus(result, 1.0)  # sampling keeps an expected half token of the mean 1.0 that greedy accepts
+    assert warm.filter(pl.col("budget") == 8)["tau"][0] == pytest.approx(1 + (report.tau(8).mean - 1) / 2)
     fig = figures.what_if(Costs.from_frame(costs), known, block_size=4)
     assert "times plain decoding" in fig.layout.title.text
     box = widgets.what_if(result)

@@ -47,6 +47,9 @@ class AcceptanceParams(StageParams):
     untrained_tokens: int = param(
         64, "longest answer of the untrained drafter; 0: skip it", unit="tokens", low=0
     )
+    temperatures: list[float] = param(
+        [0.5, 1.0], "offline estimate of sampled tau, where final states are stored", low=0.01, high=10.0
+    )
     offline_samples: int = param(64, "more held-out samples of the store analysed offline; 0: none", low=0)
     cost_repeats: int = param(5, "repeats of each timed step", low=1, high=100)
     gap_tolerance: float = param(0.03, "offline and decoded tau may differ by this share", low=0.0, high=1.0)

@@ -14,13 +14,20 @@ if TYPE_CHECKING:
     from dflash_lab.acceptance.evaluation import Evaluation
 
 
-def known_taus(result: Evaluation) -> pl.DataFrame:
-    """Return every measured point: `block_size`, `budget` (0: chain), `tau`, over all answers."""
+def known_taus(result: Evaluation, temperature: float = 0.0) -> pl.DataFrame:
+    """Return every measured point: `block_size`, `budget` (0: chain), `tau`, over all answers.
+
+    At a temperature the drafts beyond the bonus are scaled by what the offline estimate says sampling keeps
+    of them.
+    """
     report = result.offline
+    streaks = dict(report.by_temperature().iter_rows())
+    kept = (streaks[temperature] - 1) / max(1e-9, streaks[0.0] - 1) if temperature else 1.0
     chains = report.by_block_size().select("block_size", budget=pl.lit(0, dtype=pl.Int64), tau=pl.col("tau"))
     trees = report.by_budget().filter(pl.col("budget") > 0)
     trees = trees.select(block_size=pl.lit(report.block_size, dtype=pl.Int64), budget="budget", tau="tau")
-    return pl.concat([chains, trees])
+    points = pl.concat([chains, trees])
+    return points.with_columns(tau=1 + (pl.col("tau") - 1) * kept)
 
 
 def what_if(result: Evaluation) -> ipywidgets.Widget:
@@ -44,6 +51,9 @@ def what_if(result: Evaluation) -> ipywidgets.Widget:
         ),
         "budget": widgets.SelectionSlider(
             options=budgets, value=0, description="tree nodes (0: chain)", **look
+        ),
+        "temperature": widgets.SelectionSlider(
+            options=[0.0, *result.offline.temperatures], value=0.0, description="temperature", **look
         ),
         "measured": widgets.Checkbox(value=True, description="costs measured here"),
         "step_ms": widgets.FloatLogSlider(
@@ -69,7 +79,8 @@ def what_if(result: Evaluation) -> ipywidgets.Widget:
             )
         budget = controls["budget"].value
         size = result.offline.block_size if budget else controls["block_size"].value
-        fresh = figures.what_if(chosen, known, block_size=size, budget=budget)
+        taus = known_taus(result, controls["temperature"].value)
+        fresh = figures.what_if(chosen, taus, block_size=size, budget=budget)
         with figure.batch_update():
             figure.layout.title.text = fresh.layout.title.text
             for old, new in zip(figure.data, fresh.data):
