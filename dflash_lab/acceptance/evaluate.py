@@ -13,27 +13,31 @@ import polars as pl
 import torch
 
 from dflash_lab.acceptance import diagnosis
-from dflash_lab.acceptance.costs import measure_costs
 from dflash_lab.acceptance.decode import Decoded, decode, plain_decode
 from dflash_lab.acceptance.evaluation import Evaluation
 from dflash_lab.acceptance.live import live_items, stored_items
 from dflash_lab.acceptance.offline import offline
 from dflash_lab.acceptance.offline_report import OfflineReport
-from dflash_lab.acceptance.prompts import choose, load_prompts, split_dev
+from dflash_lab.acceptance.operating import (
+    Operating,
+    measure_operating_points,
+    speed_sentence,
+    typical_context,
+)
+from dflash_lab.acceptance.prompts import choose, load_prompts
 from dflash_lab.acceptance.protocol import Protocol, template_id
 from dflash_lab.acceptance.study import (
     Study,
     answers_frame,
+    breaks_frame,
     differences,
     next_turn,
     rounds_frame,
     run_study,
-    token_class,
     tokens_frame,
 )
 from dflash_lab.acceptance.target_run import check_tree_target
 from dflash_lab.acceptance.tau import compare
-from dflash_lab.acceptance.whatif import Costs, operating_points
 from dflash_lab.data.items import FeatureItem
 from dflash_lab.data.samples import scan_samples
 from dflash_lab.drafter.checkpoint import load_checkpoint
@@ -68,10 +72,10 @@ class Evaluator:
     def evaluate(self) -> Evaluation:
         """Do everything in order."""
         self._decode_basics()
-        report, own = self._offline()
-        costs, points, budgets = self._operating_points(report, own)
-        self._decode_best(points)
-        checks = self._checks(own)
+        report = self._offline()
+        operating = self._operating(report)
+        self._decode_best()
+        checks = self._checks()
         self._speed()
         self.facts["protocol"] = self._protocol().as_dict()
         self.facts["phases"] = {
@@ -90,9 +94,9 @@ class Evaluator:
             answers=answers_frame(studies, self.prompts),
             rounds=rounds_frame(studies),
             tokens=tokens,
-            budgets=budgets,
-            costs=costs,
-            points=points,
+            budgets=operating.budgets,
+            costs=operating.costs,
+            points=operating.points,
             checks=checks,
             breaks=self._breaks(report),
             offline=report,
@@ -160,7 +164,7 @@ class Evaluator:
                 "other_minus_trained_high": round(paired.interval.high, 4),
             }
 
-    def _offline(self) -> tuple[OfflineReport, list[int]]:
+    def _offline(self) -> OfflineReport:
         """Offline metrics of the decoded prompts, then of more held-out samples; the former's answer
         numbers.
         """
@@ -170,9 +174,8 @@ class Evaluator:
             store = open_store(params.store_path)
             if tuple(store.tap_ids) != tuple(taps):
                 raise InputError(
-                    f"{params.store_path} holds taps {store.tap_ids}, the drafter was made for "
-                    f"{list(taps)}: give "
-                    "the store that it was trained from."
+                    f"{params.store_path} holds taps {store.tap_ids}, the drafter was made for {list(taps)}: "
+                    "give the store that it was trained from."
                 )
             items: Sequence[FeatureItem] = stored_items(
                 store, [prompt.hash for prompt in self.prompts], extra=params.offline_samples
@@ -216,81 +219,34 @@ class Evaluator:
             "offline_answers": report.num_answers,
             "offline_anchors": len(report.anchors),
         }
-        return report, own
+        return report
 
     def _breaks(self, report: OfflineReport) -> pl.DataFrame:
-        """Where chains broke along the offline walk: class and text of the answer's token and of the
-        draft, entropy.
-        """
-        rows, _ = report.walk()
-        frame = report.anchors[rows].filter(pl.col("label").is_not_null())
-        ids = frame.select(pl.concat([pl.col("label"), pl.col("drafted")]).unique()).to_series().to_list()
-        texts = {token: self._text(token) for token in ids}
         source = {prompt.hash: prompt.source for prompt in self.prompts}
         if self.params.prompts == "heldout":
             known = scan_samples(self.params.samples_path).select("content_hash", "source").collect()
             source = dict(known.iter_rows())
-        return frame.select(
-            "answer",
-            "place",
-            "accepted",
-            "entropy",
-            "p_top",
-            "p_label",
-            label=pl.col("label").replace_strict(texts, return_dtype=pl.String),
-            drafted=pl.col("drafted").replace_strict(texts, return_dtype=pl.String),
-            source=pl.col("sample").replace_strict(
-                source, default=self.params.prompts, return_dtype=pl.String
-            ),
-        ).with_columns(kind=pl.col("label").map_elements(token_class, return_dtype=pl.String))
+        return breaks_frame(report, self._text, source, self.params.prompts)
 
-    def _operating_points(
-        self, report: OfflineReport, own: list[int]
-    ) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
-        """Measure costs, choose block size and budget on the dev part, report tau by budget on the test
-        part.
-        """
-        params = self.params
-        budgets = report.budgets if self._can_tree() else ()
-        sizes = sorted({2, 3, 4, 6, 8, 12, 16, 24, 32, self.size})
-        sizes = [size for size in sizes if size <= self.size]
-        widths = sorted({1, *sizes, *(1 + budget for budget in budgets)})
-        costs = measure_costs(
+    def _operating(self, report: OfflineReport) -> Operating:
+        """Costs and the points that pay; tau of the chosen budget on the test part."""
+        plain = self.studies["plain"]
+        found = measure_operating_points(
             self.target,
             self.drafter,
-            widths=widths,
-            block_sizes=sizes,
-            budgets=report.budgets,
-            context_tokens=self._typical_context(),
-            repeats=params.cost_repeats,
+            report,
+            dev_share=self.params.dev_share,
+            tree_steps=self._can_tree(),
+            context_tokens=typical_context(plain.asked, [answer.tokens for answer in plain.answers]),
+            repeats=self.params.cost_repeats,
         )
-        dev, test = split_dev(report.num_answers, params.dev_share)
-        rows = []
-        for part, answers in (("dev", dev), ("test", test), ("all", None)):
-            for budget in (0, *report.budgets):
-                tau = report.tau(budget, answers=answers)
-                rows.append((part, budget, tau.mean, tau.interval.low, tau.interval.high))
-        frame = pl.DataFrame(rows, schema=["part", "budget", "tau", "low", "high"], orient="row")
-        model = Costs.from_frame(costs, replay=self.target.is_hybrid)
-        taus = [(size, 0, report.tau(block_size=size, answers=dev).mean) for size in sizes]
-        taus += [(self.size, budget, report.tau(budget, answers=dev).mean) for budget in report.budgets]
-        known = pl.DataFrame(taus, schema=["block_size", "budget", "tau"], orient="row")
-        points = operating_points(model, known)
-        trees = points.filter(pl.col("budget") > 0)
-        if trees.height:
-            best = int(trees["budget"][0])
-            chosen = frame.filter((pl.col("part") == "test") & (pl.col("budget") == best))
-            self.figures |= {"tau_tree": round(chosen["tau"][0], 4), "tree_budget": best}
-        self.figures["tree_build_ms"] = round(
-            max((ms for what, _, ms in costs.iter_rows() if what == "build"), default=0.0), 3
-        )
-        return costs, points, frame
-
-    def _typical_context(self) -> int:
-        """Median tokens before and in half of an answer, from what was just decoded."""
-        plain = self.studies["plain"]
-        lengths = sorted(len(ids) + len(a.tokens) // 2 for ids, a in zip(plain.asked, plain.answers))
-        return max(8, lengths[len(lengths) // 2])
+        self.figures["best_block_size"] = found.block_size
+        if found.budget:
+            chosen = found.budgets.filter((pl.col("part") == "test") & (pl.col("budget") == found.budget))
+            self.figures |= {"tau_tree": round(chosen["tau"][0], 4), "tree_budget": found.budget}
+            built = found.costs.filter((pl.col("what") == "build") & (pl.col("size") == found.budget))
+            self.figures["tree_build_ms"] = round(built["ms"][0], 3)
+        return found
 
     def _can_tree(self) -> bool:
         try:
@@ -300,13 +256,11 @@ class Evaluator:
             return False
         return True
 
-    def _decode_best(self, points: pl.DataFrame) -> None:
+    def _decode_best(self) -> None:
         """Decode at the best expected block size and at the best tree budget, chosen on the dev part."""
         params = self.params
-        chains = points.filter(pl.col("budget") == 0)
-        self.figures["best_block_size"] = int(chains["block_size"][0])
-        if params.decode_best and self.figures["best_block_size"] != self.size:
-            size = self.figures["best_block_size"]
+        size = self.figures["best_block_size"]
+        if params.decode_best and size != self.size:
             study = self._speculative("best block", self.drafter, params.max_new_tokens, block_size=size)
             self.figures["tau_best_block"] = round(study.tau(params.seed).mean, 4)
         if params.decode_tree and "tree_budget" in self.figures and self._can_tree():
@@ -330,43 +284,20 @@ class Evaluator:
             found = self.facts["differences"]
             self.figures["greedy_different"] = sum(len(rows) for rows in found.values())
             self.figures["greedy_ties"] = sum(row["tie"] for rows in found.values() for row in rows)
-        self.facts["speed"] = self._speed_sentence(max(chains, key=chains.__getitem__), max(chains.values()))
+        best = max(chains, key=chains.__getitem__)
+        size = self.size if best == "trained" else self.figures["best_block_size"]
+        self.facts["speed"] = speed_sentence(self.studies[best], size, 1e3 * plain)
 
-    def _speed_sentence(self, name: str, speed: float) -> str:
-        study = self.studies[name]
-        tau = study.tau().mean
-        size = self.size if name == "trained" else self.figures["best_block_size"]
-        rounds = sum(len(a.rounds) for a in study.answers)
-        round_ms = 1e3 * sum(a.seconds for a in study.answers) / max(1, rounds)
-        shares = ", ".join(
-            f"{phase} {100 * share:.0f} %" for phase, share in study.phase_share().items() if share > 0
-        )
-        step = self.figures["plain_ms_per_token"]
-        paid = round_ms / step
-        head = (
-            f"At block size {size} a round took {round_ms:.1f} ms ({shares}) and gave {tau:.2f} tokens; a "
-            f"plain step "
-            f"took {step:.1f} ms."
-        )
-        if speed >= 1:
-            return f"{head} Speculative decoding was {speed:.2f} times as fast."
-        return (
-            f"{head} It was slower ({speed:.2f} times): a round costs {paid:.2f} plain steps, so it pays "
-            f"only above tau "
-            f"{paid:.2f}, and this drafter reaches {tau:.2f} there."
-        )
-
-    def _checks(self, own: list[int]) -> pl.DataFrame:
+    def _checks(self) -> pl.DataFrame:
         """Run the diagnosis when asked for, or when offline and decoded tau disagree."""
         params = self.params
         gap = abs(self.figures["tau_offline_gap_pct"]) / 100
         disagree = params.temperature == 0 and gap > params.gap_tolerance
-        self.facts["agreement"] = (
-            f"Offline tau {self.figures['tau_offline']:.3f}, decoded {self.figures['tau_trained']:.3f} on "
-            f"the same "
-            f"prompts ({self.figures['tau_offline_gap_pct']:+.1f} %): "
-            f"{'they disagree' if disagree else 'they agree'}."
+        taus = f"Offline tau {self.figures['tau_offline']:.3f}, decoded {self.figures['tau_trained']:.3f}"
+        verdict = (
+            f"{self.figures['tau_offline_gap_pct']:+.1f} %): they {'disagree' if disagree else 'agree'}."
         )
+        self.facts["agreement"] = f"{taus} on the same prompts ({verdict}"
         if params.diagnose == "never" or (params.diagnose == "auto" and not disagree):
             return pl.DataFrame(schema=diagnosis.SCHEMA)
         stored = params.prompts == "heldout"

@@ -16,6 +16,7 @@ import polars as pl
 import torch
 
 from dflash_lab.acceptance.decode import PHASES, Decoded
+from dflash_lab.acceptance.offline_report import OfflineReport
 from dflash_lab.acceptance.prompts import Prompt
 from dflash_lab.acceptance.tau import Tau, summarize
 from dflash_lab.target.model import Target
@@ -189,6 +190,30 @@ def tokens_frame(study: Study, decode_one: Callable[[int], str]) -> pl.DataFrame
         "replaced": pl.String,
     }
     return pl.DataFrame(rows, schema=schema, orient="row")
+
+
+def breaks_frame(
+    report: OfflineReport, text_of: Callable[[int], str], source_of: dict[str, str], otherwise: str
+) -> pl.DataFrame:
+    """Return one row for every round of the offline walk whose chain broke: `answer`, `place`, `accepted`,
+    `entropy`, `p_top`, `p_label`, the texts `label` (the answer's token) and `drafted`, `source`, and
+    `kind` (see `token_class`).
+    """
+    rows, _ = report.walk()
+    frame = report.anchors[rows].filter(pl.col("label").is_not_null())
+    ids = frame.select(pl.concat([pl.col("label"), pl.col("drafted")]).unique()).to_series().to_list()
+    texts = {token: text_of(token) for token in ids}
+    return frame.select(
+        "answer",
+        "place",
+        "accepted",
+        "entropy",
+        "p_top",
+        "p_label",
+        label=pl.col("label").replace_strict(texts, return_dtype=pl.String),
+        drafted=pl.col("drafted").replace_strict(texts, return_dtype=pl.String),
+        source=pl.col("sample").replace_strict(source_of, default=otherwise, return_dtype=pl.String),
+    ).with_columns(kind=pl.col("label").map_elements(token_class, return_dtype=pl.String))
 
 
 def token_class(text: str) -> str:
