@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "extraction": {"data", "target"},
     "memory": {"target", "drafter", "extraction", "data"},
     "drafter": {"data", "target"},
-    "acceptance": {"target", "drafter", "data"},
+    "acceptance": {"target", "drafter", "data", "extraction"},
     "workbench": set(ROOMS),
 }
 

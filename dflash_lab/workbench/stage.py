@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ def _run(params: StageParams, inputs: dict[str, str], progress: ProgressCallback
     peak.reset_peak()
     start = time.monotonic()
     try:
-        with _on_sigterm(stop):
+        with _on_sigterm(stop, lambda: _forced(params, start)):
             result = run_function(params.stage)(params, report)
     except BaseException as error:
         forget_locals(error)
@@ -188,7 +188,7 @@ def _stoppable(progress: ProgressCallback, stop: StopFlag) -> ProgressCallback:
 
 
 @contextlib.contextmanager
-def _on_sigterm(stop: StopFlag) -> Iterator[None]:
+def _on_sigterm(stop: StopFlag, end_by_force: Callable[[], None]) -> Iterator[None]:
     """Turn SIGTERM into a stop at the next report; only the main thread can, others run without."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -198,7 +198,7 @@ def _on_sigterm(stop: StopFlag) -> Iterator[None]:
         stop.set("SIGTERM")
         killer.start()
 
-    killer = threading.Timer(UNSTOPPED_S, _end_by_force)
+    killer = threading.Timer(UNSTOPPED_S, end_by_force)
     killer.daemon = True
     before = signal.signal(signal.SIGTERM, handle)
     try:
@@ -208,10 +208,13 @@ def _on_sigterm(stop: StopFlag) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _end_by_force() -> None:
-    logger.error(
-        "no safe point reached %.0f s after SIGTERM; ending now, finished files are kept", UNSTOPPED_S
+def _forced(params: StageParams, start: float) -> None:
+    """End the process: every file is whole or absent at any time, so this loses only the step it was in."""
+    words = (
+        f"no safe point reached {UNSTOPPED_S:.0f} s after SIGTERM; ended by force, finished files are kept"
     )
+    logger.error(words)
+    _write_failure(params.folder / FAILURE, failure_record(params, Stopped(words), time.monotonic() - start))
     os._exit(128 + signal.SIGTERM)
 
 

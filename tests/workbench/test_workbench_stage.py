@@ -227,6 +227,7 @@ stage.execute(ToyParams(run_dir=sys.argv[2], interactive=False))
         [sys.executable, "-c", code, __file__, str(tmp_path)], timeout=60, capture_output=True
     )
     assert done.returncode == 143 and b"no safe point" in done.stderr
+    assert read_json(tmp_path / "toy" / "failure.json")["state"] == "stopped"
 
 
 def test_two_processes_do_not_share_a_stage(toy, params):
