@@ -2,11 +2,13 @@
 
     python benchmarks/loss.py --json FILE [--figure FOLDER]
 
-On a CUDA device: 1,024 blocks of 24 slots, a vocabulary of 248,320, hidden size 5,120, bf16. The matmul rate is measured
-first, in the same process; the floors are the matmuls that the loss cannot avoid, at that rate, for all 24,576 positions
-(slot 0 of each block carries no loss, and the fused loss leaves it out). Without a device everything runs at toy
-sizes, and the file says so: those figures test the script, they are no claim. Peers that are not installed are named
-as such. Peak is what a loss and its backward need beyond its inputs.
+On a CUDA device: 1,024 blocks of 24 slots, a vocabulary of 248,320, hidden size 5,120, bf16. The matmul rate
+is measured first, in the same process; the floors are the matmuls that the loss cannot avoid, at that rate,
+for all 24,576 positions (slot 0 of each block carries no loss, and the fused loss leaves it out). The rate is
+the one the card holds over two seconds; under load it falls within a tenth of a second, and
+`*_to_first_floor` takes the first ten matmuls instead. Without a device everything runs at toy
+sizes, and the file says so: those figures test the script, they are no claim. Peers that are not installed
+are named as such. Peak is what a loss and its backward need beyond its inputs.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import loss_peers
@@ -61,7 +64,7 @@ class Inputs:
     labels: Tensor  # [A, B]
     weights: Tensor  # [A, B]; 0 in slot 0
     target_hidden: Tensor  # [R, H]
-    target_rows: Tensor  # [A, B], on the CPU as a sampler's
+    target_rows: Tensor  # [A, B], on the CPU, where a sampler makes it
 
     @classmethod
     def make(cls, shape: Shape, device: torch.device, dtype: torch.dtype, *, sequence: int = 0) -> Inputs:
@@ -99,7 +102,9 @@ class Measured:
 
 
 def measure(step: Callable[[], Tensor], hidden: Tensor, *, repeat: int = 5, warm: int = 2) -> Measured:
-    """Time `step` (which returns a scalar loss) with its backward to `hidden`."""
+    """Time `step` (which returns a scalar loss) with its backward to `hidden`, call after call without a
+    pause.
+    """
     cuda = hidden.device.type == "cuda"
 
     def once() -> None:
@@ -108,21 +113,23 @@ def measure(step: Callable[[], Tensor], hidden: Tensor, *, repeat: int = 5, warm
 
     for _ in range(warm):
         once()
-    times, base = [], 0
+    times: list[float] = []
+    base = 0
     hidden.grad = None
     if cuda:
         torch.cuda.synchronize()
         base = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(repeat):
-        if cuda:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
+    if cuda:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
             once()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end))
-        else:
+            mark.record()
+        torch.cuda.synchronize()
+        times = [first.elapsed_time(second) for first, second in pairwise(marks)]
+    else:
+        for _ in range(repeat):
             began = time.perf_counter()
             once()
             times.append((time.perf_counter() - began) * 1e3)
@@ -134,8 +141,8 @@ def measure(step: Callable[[], Tensor], hidden: Tensor, *, repeat: int = 5, warm
 def matmul_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """(TFLOP/s of the first matmuls, TFLOP/s once the clocks have settled) of a square matmul on random data.
 
-    The loss runs for a quarter of a second at a time in a job that never rests, so what it competes with is the rate that
-    the card holds, not that of its first milliseconds.
+    The loss runs for a quarter of a second at a time in a job that never rests, so what it competes with is
+    the rate that the card holds, not that of its first milliseconds.
     """
     cuda = device.type == "cuda"
     size, count = (8192, 1200) if cuda else (1024, 12)
@@ -148,7 +155,7 @@ def matmul_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float
             mark.record()
             torch.mm(left, right, out=out)
         torch.cuda.synchronize()
-        times = [first.elapsed_time(second) for first, second in zip(marks, marks[1:])]
+        times = [first.elapsed_time(second) for first, second in pairwise(marks)]
     else:
         for _ in range(count):
             began = time.perf_counter()
@@ -158,18 +165,22 @@ def matmul_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float
     return flop / statistics.median(times[3:13]), flop / statistics.median(times[count // 2 :])
 
 
-def ours(inputs: Inputs, config: LossConfig, *, backend: str = "auto", plan: ChunkPlan | None = None) -> Callable[[], Tensor]:
+def ours(
+    inputs: Inputs, config: LossConfig, *, backend: str = "auto", plan: ChunkPlan | None = None
+) -> Callable[[], Tensor]:
     """A step of the fused loss, target side included when the config uses it."""
     target: dict[str, Any] = {}
     if config.needs_target:
         target = {"target_hidden": inputs.target_hidden, "target_rows": inputs.target_rows}
 
     scale = 1 / inputs.weights.sum()  # known before the forward, as in training with given weights
+    labels, weights = inputs.labels.cpu(), inputs.weights.cpu()  # as a sampler hands them over
 
     def step() -> Tensor:
         loss = fused_draft_loss(
-            inputs.hidden, inputs.head, inputs.labels, inputs.weights, config=config, backend=backend, plan=plan,
-            scale=scale, **target,
+            inputs.hidden, inputs.head, labels, weights, config=config, backend=backend, plan=plan,
+            scale=scale,
+            **target,
         )  # fmt: skip
         return loss.total
 
@@ -177,7 +188,9 @@ def ours(inputs: Inputs, config: LossConfig, *, backend: str = "auto", plan: Chu
 
 
 def gradient_error(inputs: Inputs, config: LossConfig, anchors: int = 4) -> float:
-    """Relative L2 error of the gradient of the first anchors of the whole run against float64 autograd over full logits."""
+    """Relative L2 error of the gradient of the first anchors of the whole run against float64 autograd over
+    full logits.
+    """
     inputs.hidden.grad = None
     loss = ours(inputs, config)()
     loss.backward()
@@ -196,7 +209,9 @@ def gradient_error(inputs: Inputs, config: LossConfig, anchors: int = 4) -> floa
     return ((found - states.grad).norm() / states.grad.norm()).item()
 
 
-def attempt(name: str, step: Callable[[], Callable[[], Tensor]], inputs: Inputs, out: dict[str, Any], **how: Any) -> None:
+def attempt(
+    name: str, step: Callable[[], Callable[[], Tensor]], inputs: Inputs, out: dict[str, Any], **how: Any
+) -> None:
     """Measure one row of the table; a peer that is not installed or does not fit is recorded as such."""
     try:
         found = measure(step(), inputs.hidden, **how)
@@ -212,26 +227,59 @@ def attempt(name: str, step: Callable[[], Callable[[], Tensor]], inputs: Inputs,
     print(f"{name:<34}" + (row["absent"] if "absent" in row else f"{row['ms']:9.1f} ms {gib}"), flush=True)
 
 
-def main_table(inputs: Inputs, backends: list[str]) -> dict[str, Any]:
-    """Every peer and every backend on the main shape."""
+def main_table(
+    shape: Shape, device: torch.device, dtype: torch.dtype, backends: list[str]
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Every backend and every peer on the main shape; errors of the gradient by config."""
+    inputs = Inputs.make(shape, device, dtype)
     out: dict[str, Any] = {}
     for config, label in ((FULL, "CE + KL + CAP"), (HARD, "CE")):
         for backend in backends:
-            attempt(f"fused, {backend}, {label}", lambda c=config, b=backend: ours(inputs, c, backend=b), inputs, out)
+            attempt(
+                f"fused, {backend}, {label}",
+                lambda c=config, b=backend: ours(inputs, c, backend=b),
+                inputs,
+                out,
+            )
     for name, peer in loss_peers.PEERS.items():
         attempt(name, lambda p=peer: p(inputs, FULL), inputs, out, repeat=3, warm=1)
+    errors = {"grad_rel_err": gradient_error(inputs, FULL), "grad_rel_err_ce": gradient_error(inputs, HARD)}
+    return out, errors
+
+
+def shared_rows(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, Any], float]:
+    """The same with the anchors in one sequence of 8 tokens an anchor; and rho, distinct target rows over live rows."""
+    inputs = Inputs.make(shape, device, dtype, sequence=8 * shape.anchors)
+    out: dict[str, Any] = {}
+    attempt("fused, shared target rows", lambda: ours(inputs, FULL), inputs, out)
+    distinct = inputs.target_rows[:, 1:].unique().numel()
+    return out, distinct / (shape.anchors * (shape.block - 1))
+
+
+def small_end(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """A small vocabulary and a small hidden size, where the naive loss is at its best."""
+    inputs = Inputs.make(shape, device, dtype)
+    out: dict[str, Any] = {}
+    attempt("small: fused", lambda: ours(inputs, FULL), inputs, out)
+    attempt("small: naive", lambda: loss_peers.naive(inputs, FULL), inputs, out)
     return out
 
 
-def sweep_positions(shape: Shape, device: torch.device, dtype: torch.dtype, counts: list[int]) -> list[dict[str, Any]]:
-    """Time and peak as the number of positions grows, in blocks of 16; `buffers_gib` leaves the returned gradient out."""
+def sweep_positions(
+    shape: Shape, device: torch.device, dtype: torch.dtype, counts: list[int]
+) -> list[dict[str, Any]]:
+    """Time and peak as the number of positions grows, in blocks of 16; `buffers_gib` leaves the returned
+    gradient out.
+    """
     rows = []
     for count in counts:
         inputs = Inputs.make(Shape(count // 16, 16, shape.vocab, shape.hidden), device, dtype)
         found = measure(ours(inputs, FULL), inputs.hidden, repeat=3, warm=1)
         gradient_gib = inputs.hidden.numel() * inputs.hidden.element_size() / 2**30
         buffers = None if found.extra_gib is None else found.extra_gib - gradient_gib
-        rows.append({"positions": count, "ms": found.ms, "extra_gib": found.extra_gib, "buffers_gib": buffers})
+        rows.append(
+            {"positions": count, "ms": found.ms, "extra_gib": found.extra_gib, "buffers_gib": buffers}
+        )
         print(f"N = {count:>6}: {found.ms:9.1f} ms, buffers {buffers} GiB", flush=True)
         del inputs
     return rows
@@ -246,40 +294,38 @@ def run(device: torch.device) -> dict[str, Any]:
     small = Shape(512, 16, 49_152, 576) if cuda else Shape(32, 8, 4096, 64)
     first, rate = matmul_rates(device, dtype)
     floor_ms = main.matmul_flop / rate / 1e9
-    print(f"{first:.1f} TFLOP/s at first, {rate:.1f} held; one matmul of the loss {floor_ms:.1f} ms", flush=True)
-    inputs = Inputs.make(main, device, dtype)
+    print(
+        f"{first:.1f} TFLOP/s at first, {rate:.1f} held; one matmul of the loss {floor_ms:.1f} ms", flush=True
+    )
     backends = ["triton", "compile", "torch"] if cuda else ["torch"]
-    table = main_table(inputs, backends)
-    error = gradient_error(inputs, FULL)
-    hard_error = gradient_error(inputs, HARD)
-    del inputs
-    shared = Inputs.make(main, device, dtype, sequence=8 * main.anchors)
-    chosen: dict[str, Any] = {}
-    attempt("fused, shared target rows", lambda: ours(shared, FULL), shared, chosen)
-    distinct = int(shared.target_rows[:, 1:].unique().numel())
-    del shared
-    table |= chosen
-    small_inputs = Inputs.make(small, device, dtype)
-    small_table: dict[str, Any] = {}
-    attempt("small: fused", lambda: ours(small_inputs, FULL), small_inputs, small_table)
-    attempt("small: naive", lambda: loss_peers.naive(small_inputs, FULL), small_inputs, small_table)
-    del small_inputs
+    table, errors = main_table(main, device, dtype, backends)
+    chosen, rho = shared_rows(main, device, dtype)
+    small_table = small_end(small, device, dtype)
     best = "fused, triton" if cuda else "fused, torch"
     full, hard = table[f"{best}, CE + KL + CAP"], table[f"{best}, CE"]
-    naive_row = table["naive full logits, CE + KL"]
+    naive_ms = table["naive full logits, CE + KL"].get("ms")
+    positions = sweep_positions(main, device, dtype, counts)
+    _, last = matmul_rates(device, dtype)
+
+    def ratios(suffix: str, floor: float) -> dict[str, float | None]:
+        return {
+            f"ce_kl_ratio_to_{suffix}": full["ms"] / (3 * floor),
+            f"ce_kl_rho035_ratio_to_{suffix}": chosen["fused, shared target rows"]["ms"] / (3 * floor),
+            f"ce_ratio_to_{suffix}": hard["ms"] / (2 * floor),
+            f"naive_ratio_to_{suffix}": naive_ms and naive_ms / (3 * floor),
+        }
+
     figures = {
+        **ratios("floor", floor_ms),
+        "ce_kl_extra_gib": full["extra_gib"],
+        "naive_extra_gib": table["naive full logits, CE + KL"].get("extra_gib"),
+        **errors,
+        "rho": rho,
+        "small_ratio_to_naive": small_table["small: fused"]["ms"] / small_table["small: naive"]["ms"],
         "matmul_tflops": rate,
         "matmul_tflops_first": first,
-        "ce_kl_ratio_to_floor": full["ms"] / (3 * floor_ms),
-        "ce_kl_extra_gib": full["extra_gib"],
-        "ce_kl_rho035_ratio_to_floor": chosen["fused, shared target rows"]["ms"] / (3 * floor_ms),
-        "ce_ratio_to_floor": hard["ms"] / (2 * floor_ms),
-        "naive_ratio_to_floor": naive_row["ms"] / (3 * floor_ms) if "ms" in naive_row else None,
-        "naive_extra_gib": naive_row.get("extra_gib"),
-        "grad_rel_err": error,
-        "grad_rel_err_ce": hard_error,
-        "rho": distinct / (main.anchors * (main.block - 1)),
-        "small_ratio_to_naive": small_table["small: fused"]["ms"] / small_table["small: naive"]["ms"],
+        "matmul_tflops_at_the_end": last,
+        **ratios("first_floor", main.matmul_flop / first / 1e9),
     }
     return {
         "claim": "loss",
@@ -287,9 +333,9 @@ def run(device: torch.device) -> dict[str, Any]:
         "figures": figures,
         "shape": vars(main) | {"positions": main.positions, "dtype": str(dtype)},
         "small_shape": vars(small),
-        "table": table,
+        "table": table | chosen,
         "small_table": small_table,
-        "positions": sweep_positions(main, device, dtype, counts),
+        "positions": positions,
         "peer_versions": loss_peers.versions(),
         "provenance": provenance(),
     }
@@ -299,8 +345,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", required=True, help="where the results go")
     parser.add_argument("--figure", help="folder for loss.png, loss.html and loss.json (a plotly figure)")
+    parser.add_argument(
+        "--commit", help="what to record as the commit where the code runs outside its checkout"
+    )
     options = parser.parse_args()
     result = run(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if options.commit:
+        result["provenance"]["commit"] = options.commit
     write_json(options.json, result)
     for name, value in result["figures"].items():
         print(f"{name:<30} {value if value is None else round(value, 5)}")

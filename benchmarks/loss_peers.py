@@ -1,7 +1,8 @@
-"""Other ways to compute the draft loss, for comparison: dense, checkpointed, and the public kernels that install.
+"""Other ways to compute the draft loss, for comparison: dense, checkpointed, and the public kernels that
+install.
 
-The public ones are called as their own documentation says, through their installed packages; each computes what it can (the
-name says which part), with the same inputs.
+The public ones are called as their own documentation says, through their installed packages; each computes
+what it can (the name says which part), with the same inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 Step = Callable[[], Tensor]
 
 
-def dense(hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, target: Tensor, config: LossConfig) -> Tensor:
+def dense(
+    hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, target: Tensor, config: LossConfig
+) -> Tensor:
     """Weighted sum of CE, KL and CAP over full logits; hidden, target [A, B, H], float32 softmax or wider."""
     z = hidden @ head.T
     z = z if z.dtype == torch.float64 else z.float()
@@ -66,7 +69,13 @@ def checkpointed(inputs: Inputs, config: LossConfig, rows: int = 1024) -> Step:
         total = torch.zeros((), device=inputs.hidden.device)
         for start in range(0, inputs.shape.anchors, anchors):
             part = slice(start, start + anchors)
-            chunk = (inputs.hidden[part], inputs.head, inputs.labels[part], inputs.weights[part], target[part])
+            chunk = (
+                inputs.hidden[part],
+                inputs.head,
+                inputs.labels[part],
+                inputs.weights[part],
+                target[part],
+            )
             total = total + checkpoint(dense, *chunk, plain, use_reentrant=False)
         return total / inputs.weights.sum()
 
@@ -74,7 +83,7 @@ def checkpointed(inputs: Inputs, config: LossConfig, rows: int = 1024) -> Step:
 
 
 def liger_cross_entropy(inputs: Inputs, config: LossConfig) -> Step:
-    """Liger's fused linear cross-entropy; it has no per-position weights, so every position counts the same."""
+    """Liger's fused linear cross-entropy, without per-position weights: it has none."""
     from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
 
     loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")

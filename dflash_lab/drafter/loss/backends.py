@@ -62,14 +62,21 @@ def load_backend(name: str) -> RowPass:
 
 
 def _no_triton(device: torch.device, dtype: torch.dtype) -> str:
-    """Why the Triton pass cannot run, or an empty string. With TRITON_INTERPRET=1 it runs on the CPU too (tests)."""
+    """Why the Triton pass cannot run, or an empty string. With TRITON_INTERPRET=1 it runs on the CPU too
+    (tests).
+    """
     if dtype == torch.float64:
         return "computes in float32 but the hidden states are float64"
-    if importlib.util.find_spec("triton") is None:
+    if not _installed("triton"):
         return "needs the triton package, which is not installed"
     if device.type != "cuda" and not _interpreted():
         return f"needs a CUDA device but the hidden states are on {device}"
     return ""
+
+
+@functools.cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def _interpreted() -> bool:

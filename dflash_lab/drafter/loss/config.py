@@ -76,15 +76,16 @@ class LossConfig:
             value = getattr(self, name)
             if value not in known:
                 raise InputError(
-                    f"LossConfig.{name} = {value!r}: choose one of {', '.join(known)}{near(str(value), known)}."
+                    f"LossConfig.{name} = {value!r}: choose one of {', '.join(known)}"
+                    f"{near(str(value), known)}."
                 )
         if not any((self.hard_weight, self.soft_weight, self.cap_weight, self.tv_weight, self.lk_weight)):
             raise InputError(
-                "LossConfig: every term has weight 0; give at least hard_weight or soft_weight a positive value."
+                "LossConfig: every term has weight 0; give hard_weight or soft_weight a positive value."
             )
         if self.lk_weight and self.temperature != 1.0:
             raise InputError(
-                f"LossConfig.lk_weight needs temperature 1, not {self.temperature}: use soft_weight at that temperature."
+                f"LossConfig.lk_weight needs temperature 1, not {self.temperature}: use soft_weight there."
             )
 
     @property

@@ -74,7 +74,8 @@ def fused_draft_loss(
         target_head: the target's head beside target_hidden, on a second device if you like; None projects
             with `head`.
         shard: vocabulary-parallel mode; hidden, labels, weights and target states are the same on every rank.
-        scale: factor of total and of its gradient, world_size / denominator where the denominator is known before
+        scale: factor of total and of its gradient, world_size / denominator where the denominator is known
+            before
             the forward: a bfloat16 gradient is then rounded once, not again by the division outside.
 
     labels, weights and target_rows may stay on the CPU; then the call never waits for the device.
@@ -98,7 +99,9 @@ def fused_draft_loss(
         device=hidden.device,
         dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32,
     )
-    factor = None if scale is None else torch.as_tensor(scale, device=hidden.device).to(selection.weight.dtype)
+    factor = (
+        None if scale is None else torch.as_tensor(scale, device=hidden.device).to(selection.weight.dtype)
+    )
     job = Job(head, selection, target_hidden, target_head, config, load_backend(name), shard, factor)
     holder: list[Terms] = []
     total = _Sweep.apply(hidden, job, torch.is_grad_enabled() and hidden.requires_grad, holder)
@@ -149,13 +152,16 @@ class FusedDraftLoss(nn.Module):
         if self.plan is None and hidden.ndim == 3 and head.ndim == 2:
             self.plan = _measure(hidden, head, target_hidden is not None, self.plan_group)
         return fused_draft_loss(
-            hidden, head, labels, weights, target_hidden=target_hidden, target_rows=target_rows, config=self.config,
+            hidden, head, labels, weights, target_hidden=target_hidden, target_rows=target_rows,
+            config=self.config,
             plan=self.plan, backend=self.backend, target_head=target_head, shard=self.shard, scale=scale,
         )  # fmt: skip
 
 
 class _Sweep(torch.autograd.Function):
-    """Runs the sweep in forward; backward multiplies the finished gradient by the incoming scalar, out of place."""
+    """Runs the sweep in forward; backward multiplies the finished gradient by the incoming scalar, out of
+    place.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, job: Job, want: bool, holder: list[Terms]) -> Tensor:
@@ -205,8 +211,10 @@ def _result(total: Tensor, terms: Terms, job: Job, shape: torch.Size) -> DraftLo
     sums = {name: value for name, (_, value) in _weighted(terms, job.config).items()}
     sums["correct"] = (terms.rank == 0).sum()
     rows = RowStats(
-        live=place(torch.ones_like(terms.rank, dtype=torch.bool)), weight=place(terms.weight), label=place(terms.label, -1),
-        ce=place(terms.ce), entropy=place(terms.entropy), p_max=place(terms.p_max), argmax=place(terms.argmax, -1),
+        live=place(torch.ones_like(terms.rank, dtype=torch.bool)), weight=place(terms.weight),
+        label=place(terms.label, -1),
+        ce=place(terms.ce), entropy=place(terms.entropy), p_max=place(terms.p_max),
+        argmax=place(terms.argmax, -1),
         rank=place(terms.rank, -1),
         kl=None if terms.kl is None else place(terms.kl),
         tv=None if terms.tv is None else place(terms.tv),

@@ -13,7 +13,9 @@ _INDEX_DTYPES = (torch.int64, torch.int32)
 
 
 def plain(weight: Tensor) -> Tensor:
-    """Return a sharded (DTensor) parameter as the whole plain tensor, gathered once; any other tensor as it is."""
+    """Return a sharded (DTensor) parameter as the whole plain tensor, gathered once; any other tensor as it
+    is.
+    """
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
@@ -27,12 +29,14 @@ def check_tensors(
     target_head: Tensor | None,
     config: LossConfig,
 ) -> None:
-    """Check shapes, dtypes and devices of the arguments of `fused_draft_loss`; values are checked by `select_rows`."""
+    """Check shapes, dtypes and devices of the arguments of `fused_draft_loss`; values are checked by
+    `select_rows`.
+    """
     if hidden.ndim != 3:
         raise InputError(f"hidden has shape {_shape(hidden)}: expected [anchors, block, hidden size].")
     if hidden.dtype not in _DTYPES:
         raise InputError(
-            f"hidden is {hidden.dtype}: use bfloat16, float32 or float64 (float16 gradients of single logits underflow)."
+            f"hidden is {hidden.dtype}: use bfloat16, float32 or float64 (float16 logit gradients underflow)."
         )
     _check_head("head", head, hidden.shape[2], hidden.dtype)
     if head.device != hidden.device:
@@ -46,8 +50,8 @@ def check_tensors(
     if target_hidden is None:
         if config.needs_target:
             raise InputError(
-                "target_hidden is missing: soft_weight, tv_weight, lk_weight and label_source='argmax' need the target's "
-                "hidden states after its final norm, [rows, hidden size], and target_rows."
+                "target_hidden is missing: soft_weight, tv_weight, lk_weight and label_source='argmax' need "
+                "the target's hidden states after its final norm, [rows, hidden size], and target_rows."
             )
         if target_rows is not None or target_head is not None:
             raise InputError("target_rows or target_head was given without target_hidden.")
@@ -68,7 +72,8 @@ def check_tensors(
         _check_head("target_head", target_head, target_hidden.shape[1], target_hidden.dtype)
         if target_head.shape[0] != head.shape[0]:
             raise InputError(
-                f"target_head has {target_head.shape[0]} rows but head {head.shape[0]}: the vocabularies differ."
+                f"target_head has {target_head.shape[0]} rows but head {head.shape[0]}: "
+                "both sides need the same vocabulary."
             )
     if target_hidden.shape[1] != side.shape[1]:
         raise InputError(
@@ -76,8 +81,9 @@ def check_tensors(
         )
     if target_hidden.dtype != side.dtype or target_hidden.device != side.device:
         raise InputError(
-            f"target_hidden is {target_hidden.dtype} on {target_hidden.device} but its head {side.dtype} on {side.device}: "
-            "give both the same dtype and device (target_head may lie on a second device)."
+            f"target_hidden is {target_hidden.dtype} on {target_hidden.device} but its head "
+            f"{side.dtype} on {side.device}: give both the same dtype and device (both may lie on a second "
+            "device, with target_head)."
         )
 
 
@@ -90,7 +96,8 @@ def _check_head(name: str, head: Tensor, hidden_size: int, dtype: torch.dtype) -
         )
     if head.requires_grad:
         raise InputError(
-            f"{name} requires grad, but this loss never computes the head's gradient: call {name}.requires_grad_(False)."
+            f"{name} requires grad, but this loss never computes the head's gradient: "
+            f"call {name}.requires_grad_(False)."
         )
 
 

@@ -21,7 +21,9 @@ def logit_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def logit_buffer(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[rows, vocab] uninitialised, its rows padded on CUDA so that every row starts on 64 bytes, as fast loads need."""
+    """[rows, vocab] uninitialised, its rows padded on CUDA so that every row starts on 64 bytes, as fast
+    loads need.
+    """
     pitch = -(-vocab // _ALIGN) * _ALIGN if device.type == "cuda" else vocab
     return torch.empty(rows, pitch, dtype=dtype, device=device)[:, :vocab]
 
@@ -45,7 +47,9 @@ def project(states: Tensor, head: Tensor, out: Tensor, *, scale: float = 1.0, so
 
 
 def project_back(grad: Tensor, head: Tensor, out: Tensor) -> Tensor:
-    """Write the gradient of the hidden states, `grad` [n, V] @ `head` [V, H], into `out` [n, H] and return it."""
+    """Write the gradient of the hidden states, `grad` [n, V] @ `head` [V, H], into `out` [n, H] and return
+    it.
+    """
     if grad.dtype == out.dtype:
         return torch.mm(grad, head, out=out)
     if grad.device.type == "cuda":

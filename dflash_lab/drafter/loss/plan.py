@@ -88,8 +88,9 @@ def plan_chunks(
         fit = int(agreed)
     if fit < block:
         raise InputError(
-            f"the draft loss needs {2 * block * row_bytes / 2**30:.2f} GiB free on {device} for one block of {block} slots over "
-            f"{vocab:,} tokens, but {measured / 2**30:.2f} GiB are: free memory, or shard the head (VocabShard)."
+            f"the draft loss needs {2 * block * row_bytes / 2**30:.2f} GiB free on {device} for one block of "
+            f"{block} slots over {vocab:,} tokens, but {measured / 2**30:.2f} GiB are: free memory, or shard "
+            "the head (VocabShard)."
         )
     if fit > ROW_TILE:
         fit -= fit % ROW_TILE

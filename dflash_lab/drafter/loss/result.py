@@ -23,7 +23,7 @@ class RowStats:
     entropy: Tensor  # of the drafter's distribution, nats
     p_max: Tensor  # largest drafter probability
     argmax: Tensor  # int64: drafter's first largest logit
-    rank: Tensor  # int64: tokens before the label in the drafter's order (ties by index): 0 = correct, < k = in the top k
+    rank: Tensor  # int64: tokens before the label in the drafter's order, ties by index; < k: in the top k
     kl: Tensor | None  # KL(target || drafter) at the soft term's temperature
     tv: Tensor | None  # total variation distance at temperature 1
     target_argmax: Tensor | None  # int64: target's first largest logit
@@ -49,7 +49,8 @@ class RowStats:
 class DraftLoss:
     """The unnormalised loss and what normalises it.
 
-    total: scalar, float32 (float64 for float64 input), the only differentiable part: the sum over rows, times the
+    total: scalar, float32 (float64 for float64 input), the only differentiable part: the sum over rows, times
+    the
         caller's scale if one was given.
     weight_sum, row_count: the two usual denominators, detached scalars; all-reduce one of them and divide
     outside, so

@@ -25,9 +25,9 @@ from dflash_lab.drafter.loss.weighting import Coefficients
 
 
 class RowPass(ABC):
-    """One backend. -inf logits (padding) contribute 0; a row of NaN, of +inf, or of -inf alone becomes NaN."""
+    """One backend. -inf logits (padding) contribute 0; a row with NaN or +inf, or all -inf, becomes NaN."""
 
-    one_pass = False  # whether `joint_gradient` and `hard_gradient` exist
+    one_pass_hard = False  # whether `hard_gradient` exists
 
     @abstractmethod
     def drafter_sums(self, rows: Rows, label_logit: Tensor, temperature: float) -> DrafterSums:
@@ -39,7 +39,9 @@ class RowPass(ABC):
 
     @abstractmethod
     def divergence(self, rows: Rows, terms: Terms, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums over the slice, [n]: KL(q || p) at T; max(q - p, 0), which is TV; p where p < q; the last two at T = 1."""
+        """Sums over the slice, [n]: KL(q || p) at T; max(q - p, 0), which is TV; p where p < q; the last two
+        at T = 1.
+        """
 
     @abstractmethod
     def gradient(
@@ -68,20 +70,10 @@ class RowPass(ABC):
         """Terms of target rows that hold the whole vocabulary."""
         return finish_target(self.target_sums(s, 0, temperature), temperature)
 
-    def joint_gradient(
-        self, rows: Rows, terms: Terms, factors: Coefficients, config: LossConfig, out: Tensor
-    ) -> Tensor:
-        """For backends with `one_pass`: target terms, `drafter_terms` and `gradient` at once; rows.target is not used.
-
-        Fills all terms but weight, label, tv and below, and `out`; returns what rounding lost at the label's column [n].
-        Only where no coefficient depends on the terms: no D-PACE, TV or LK, labels given, rows of the whole vocabulary.
-        """
-        raise TypeError(f"{type(self).__name__} has no one-pass gradient")
-
     def hard_gradient(
         self, rows: Rows, terms: Terms, config: LossConfig, out: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """For backends with `one_pass`: terms and an unnormalised gradient of the hard and CAP terms at
+        """For backends with `one_pass_hard`: terms and an unnormalised gradient of the hard and CAP terms at
         once.
 
         Fills lse, ce, entropy, p_max, argmax, rank; writes into `out` [n, V] the gradient of (hard CE + cap
@@ -115,6 +107,8 @@ class RowPass(ABC):
 
 
 def rounding_at_label(at_label: Tensor, rounded: Tensor, owned: Tensor, label: Tensor) -> Tensor:
-    """[n]: the gradient at each row's label minus its rounded [n, V] entry, 0 where another slice owns the label."""
+    """[n]: the gradient at each row's label minus its rounded [n, V] entry, 0 where another slice owns the
+    label.
+    """
     error = at_label - rounded.gather(1, label[:, None])[:, 0].to(at_label.dtype)
     return torch.where(owned, error, 0)

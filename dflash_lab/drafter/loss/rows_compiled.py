@@ -69,7 +69,8 @@ class CompiledRows(RowPass):
 
 
 def _divergence(
-    z: Tensor, s: Tensor, source: Tensor, lse: Tensor, lse_t: Tensor, target_lse: Tensor, target_lse_t: Tensor,
+    z: Tensor, s: Tensor, source: Tensor, lse: Tensor, lse_t: Tensor, target_lse: Tensor,
+    target_lse_t: Tensor,
     temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return divergence_strip(z, s[source], lse, lse_t, target_lse[source], target_lse_t[source], temperature)
@@ -89,7 +90,8 @@ def _gradient(
     # the label's column once more by itself: gathered from `grad`, all of grad would be stored in float32
     column = None if own is None else own.gather(1, label[:, None])
     at_label, _ = gradient_strip(
-        z.gather(1, label[:, None]), column, owned, torch.zeros_like(label), terms, target_lse, target_lse_t, factors,
+        z.gather(1, label[:, None]), column, owned, torch.zeros_like(label), terms, target_lse, target_lse_t,
+        factors,
         temperature, softcap,
     )  # fmt: skip
     return at_label[:, 0], kl

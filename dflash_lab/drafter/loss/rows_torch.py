@@ -16,7 +16,7 @@ from dflash_lab.drafter.loss.row_pass import RowPass, rounding_at_label
 from dflash_lab.drafter.loss.terms import DrafterSums, Rows, TargetSums, Terms
 from dflash_lab.drafter.loss.weighting import Coefficients
 
-STRIP_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
+STRIP_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 22}
 _FAR = -1e4  # e^-10000 = 0 in every dtype: stands for -inf where 0 * -inf would be NaN
 
 

@@ -32,7 +32,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Selection:
-    """The n live rows in order of anchor and slot. `anchor`, `slot` [n] place them in [A, B]; `weight` and `label` follow."""
+    """The n live rows in order of anchor and slot. `anchor`, `slot` [n] place them in [A, B]; `weight` and
+    `label` follow.
+    """
 
     anchor: Tensor  # [n] int64, device
     slot: Tensor  # [n] int64, device
@@ -97,15 +99,22 @@ def select_rows(
     counts = live.sum(1)
     counts = counts[counts > 0]
     return Selection(
-        anchor=anchor.to(device, non_blocking=True),
-        slot=slot.to(device, non_blocking=True),
-        position=(anchor * weights.shape[1] + slot).to(device, non_blocking=True),
-        weight=weight[live].to(device, dtype, non_blocking=True),
-        label=None if label is None else label.to(device, non_blocking=True),
+        anchor=upload(anchor, device),
+        slot=upload(slot, device),
+        position=upload(anchor * weights.shape[1] + slot, device),
+        weight=upload(weight[live].to(dtype), device),
+        label=None if label is None else upload(label, device),
         target_row=row,
         block_of=torch.repeat_interleave(counts),
         chunks=_chunks(counts, chunk_rows),
     )
+
+
+def upload(value: Tensor, device: torch.device) -> Tensor:
+    """Copy a CPU tensor to `device` without waiting for it: from pinned memory, else a copy may wait for the
+    device.
+    """
+    return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
 
 
 def _chunks(counts: Tensor, chunk_rows: int) -> list[Chunk]:
@@ -115,7 +124,8 @@ def _chunks(counts: Tensor, chunk_rows: int) -> list[Chunk]:
     for count in counts.tolist():
         if count > chunk_rows:
             raise InputError(
-                f"a chunk of {chunk_rows} rows cannot hold a block of {count} live rows: give a larger ChunkPlan.rows."
+                f"a chunk of {chunk_rows} rows cannot hold a block of {count} live rows: "
+                "give a larger ChunkPlan.rows."
             )
         if end + count - start > chunk_rows:
             chunks.append(Chunk(start, end))

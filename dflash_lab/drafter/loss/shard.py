@@ -18,7 +18,9 @@ from dflash_lab.errors import InputError
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's slice [start, start + rows of head) of a vocabulary of `total` tokens, over the ranks of `group`."""
+    """This rank's slice [start, start + rows of head) of a vocabulary of `total` tokens, over the ranks of
+    `group`.
+    """
 
     start: int
     total: int
@@ -26,7 +28,7 @@ class VocabShard:
 
     @classmethod
     def of(cls, vocab: int, group: dist.ProcessGroup | None = None) -> VocabShard:
-        """Split `vocab` evenly, the first ranks taking one more; this rank's head is `head[shard.slice()]`."""
+        """Split `vocab` evenly, the first ranks taking one more; a rank's head is `head[shard.slice()]`."""
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         return cls(start=_bound(vocab, rank, size), total=vocab, group=group)
 
@@ -42,8 +44,8 @@ class VocabShard:
         for rank, (start, count, total) in enumerate(every.tolist()):
             if start != expected or total != self.total:
                 raise InputError(
-                    f"VocabShard of rank {rank} starts at {start} of {total}, expected {expected} of {self.total}: "
-                    "slices must follow each other in rank order."
+                    f"VocabShard of rank {rank} starts at {start} of {total}, expected {expected} of "
+                    f"{self.total}: slices must follow each other in rank order."
                 )
             expected += count
         if expected != self.total:
@@ -71,8 +73,8 @@ class VocabShard:
 
     def merge_target(self, sums: TargetSums, temperature: float) -> TargetSums:
         """Combine all ranks' sums of target rows into those of the whole vocabulary."""
-        real = self._gather(torch.stack((sums.peak, sums.mass, sums.mass_t)))
-        return merge_target(TargetSums(*real.unbind(1), self._gather(sums.argmax)), temperature)
+        peak, mass, mass_t = self._gather(torch.stack((sums.peak, sums.mass, sums.mass_t))).unbind(1)
+        return merge_target(TargetSums(peak, mass, mass_t, self._gather(sums.argmax)), temperature)
 
     def _gather(self, value: Tensor) -> Tensor:
         """[ranks, *shape]"""
@@ -103,7 +105,9 @@ def merge_target(every: TargetSums, temperature: float) -> TargetSums:
 
 
 def _first(token: Tensor, value: Tensor) -> Tensor:
-    """The token of the largest value over the slices [n]; the lowest slice, so the lowest token, among equals."""
+    """The token of the largest value over the slices [n]; the lowest slice, so the lowest token, among
+    equals.
+    """
     return token.gather(0, value.argmax(0, keepdim=True))[0]
 
 

@@ -1,9 +1,11 @@
-"""One sweep over chunks of whole anchors: logits, terms, logit gradient, hidden gradient, and on to the next chunk.
+"""One sweep over chunks of whole anchors: logits, terms, logit gradient, hidden gradient, and on to the next
+chunk.
 
-The gradient of the hidden states is finished inside the forward, so nothing of size [chunk, V] outlives its chunk, and
-a [rows, V] tensor never exists. (A loop over chunks under autograd keeps every chunk's logits: it saves nothing.) One
-set of buffers serves all chunks. Forward and backward see the same logits by construction. Both sides of a chunk are
-projected by one matmul, so that the head is read twice a chunk, not three times.
+The gradient of the hidden states is finished inside the forward, so nothing of size [chunk, V] outlives its
+chunk, and a [rows, V] tensor never exists. (A loop over chunks under autograd keeps every chunk's logits: it
+saves nothing.) One set of buffers serves all chunks. Forward and backward see the same logits by
+construction. Both sides of a chunk are projected by one matmul, so that the head is read twice a chunk, not
+three times.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import Tensor
 from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.loss.matmul import logit_buffer, logit_dtype, project, project_back
 from dflash_lab.drafter.loss.row_pass import RowPass
-from dflash_lab.drafter.loss.selection import Chunk, Selection
+from dflash_lab.drafter.loss.selection import Chunk, Selection, upload
 from dflash_lab.drafter.loss.shard import VocabShard
 from dflash_lab.drafter.loss.teacher import Teacher
 from dflash_lab.drafter.loss.terms import Rows, TargetTerms, Terms, finish_drafter, finish_target
@@ -93,7 +95,7 @@ class _Sweep:
         u = 0
         if self.teacher is not None and job.selection.target_row is not None:
             target, source = self.teacher.select(job.selection.target_row[chunk.start : chunk.end])
-            source = source.to(self.hidden.device, non_blocking=True)
+            source = upload(source, self.hidden.device)
             if self.teacher.head is None:
                 u = target.shape[0]
                 self.states[n : n + u].copy_(target)
@@ -108,17 +110,19 @@ class _Sweep:
         return chosen.anchor[chunk.start : chunk.end], chosen.slot[chunk.start : chunk.end]
 
     def logit_gradient(self, chunk: Chunk, rows: Rows, out: Terms, g: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Fill the terms and the logit gradient g [n, V]; (what rounding lost at the label, factor still to apply)."""
+        """Fill the terms and the logit gradient g [n, V]; (what rounding lost at the label, factor still to
+        apply).
+        """
         row_pass, config = self.job.row_pass, self.config
-        if row_pass.one_pass and self.job.shard is None:
-            if rows.s is None and config.hard_weight and not config.logit_softcap:
-                lost, scale = row_pass.hard_gradient(rows, out, config, g)
-                self.weigh(chunk, out)
-                factor = self.factors(chunk, out).hard
-                assert factor is not None
-                return lost, scale * factor
-            if self.fixed is not None and not config.needs_overlap and config.label_source == "data":
-                return row_pass.joint_gradient(rows, out, self.factors(chunk, out), config, g), None
+        alone = (
+            rows.s is None and self.job.shard is None and config.hard_weight > 0 and not config.logit_softcap
+        )
+        if row_pass.one_pass_hard and alone:
+            lost, scale = row_pass.hard_gradient(rows, out, config, g)
+            self.weigh(chunk, out)
+            factor = self.factors(chunk, out).hard
+            assert factor is not None
+            return lost, scale * factor
         rows = self.fill_terms(chunk, rows, out)
         lost, kl = row_pass.gradient(rows, out, self.factors(chunk, out), config, g)
         if kl is not None and out.kl is not None and not config.needs_overlap:
@@ -180,7 +184,9 @@ class _Sweep:
     def hidden_gradient(
         self, chunk: Chunk, rows: Rows, g: Tensor, lost: Tensor, scale: Tensor | None, grad: Tensor
     ) -> None:
-        """The logit gradient through the head, summed in the accumulation dtype, over the shards too, into grad."""
+        """The logit gradient through the head, summed in the accumulation dtype, over the shards too, into
+        grad.
+        """
         job = self.job
         part = project_back(g, job.head, self.part[: chunk.rows])
         give_back = None if g.dtype == part.dtype else lost

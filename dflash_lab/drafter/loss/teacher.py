@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.loss.matmul import logit_buffer, logit_dtype, project
+from dflash_lab.drafter.loss.selection import upload
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,22 @@ class Teacher:
             return cls(states, None, None, None, config)
         dtype, vocab = logit_dtype(states.dtype), head.shape[0]
         return cls(
-            states, head, logit_buffer(rows, vocab, dtype, device), logit_buffer(rows, vocab, dtype, states.device), config
+            states,
+            head,
+            logit_buffer(rows, vocab, dtype, device),
+            logit_buffer(rows, vocab, dtype, states.device),
+            config,
         )
 
     def select(self, target_row: Tensor) -> tuple[Tensor, Tensor]:
-        """(distinct states [u, H], which of them each drafter row uses [n], CPU) for target rows [n] (int64, CPU)."""
+        """(distinct states [u, H], which of them each drafter row uses [n], CPU) for target rows [n] (int64,
+        CPU).
+        """
         needed, source = torch.unique(target_row, return_inverse=True)
         first, count = int(needed[0]), needed.numel()
         if int(needed[-1]) - first + 1 == count:
             return self.states[first : first + count], source
-        return self.states.index_select(0, needed.to(self.states.device, non_blocking=True)), source
+        return self.states.index_select(0, upload(needed, self.states.device)), source
 
     def logits(self, states: Tensor) -> Tensor:
         """[u, V] on the drafter's device, projected where the target's own head lies."""

@@ -53,7 +53,9 @@ class TargetTerms:
 
 @dataclass(frozen=True)
 class Rows:
-    """One chunk for the row pass: n drafter rows, u distinct target rows, tokens [offset, offset + V) of the vocabulary."""
+    """One chunk for the row pass: n drafter rows, u distinct target rows, tokens [offset, offset + V) of the
+    vocabulary.
+    """
 
     z: Tensor  # [n, V] drafter logits, float32 or float64
     label: Tensor  # [n] int64, in the whole vocabulary
@@ -97,7 +99,9 @@ class Terms:
 
     @classmethod
     def empty(cls, label: Tensor | None, weight: Tensor, *, target: bool, overlap: bool) -> Terms:
-        """Allocate the terms of all live rows; chunks write into slices of them. `label` and `weight` are kept if final."""
+        """Allocate the terms of all live rows; chunks write into slices of them. `label` and `weight` are
+        kept if final.
+        """
 
         def floats() -> Tensor:
             return torch.empty_like(weight)
@@ -133,7 +137,9 @@ class Terms:
 def finish_drafter(
     sums: DrafterSums, label_logit: Tensor, label: Tensor, vocab: int, temperature: float, out: Terms
 ) -> None:
-    """Terms from sums over the whole vocabulary. A label outside [0, vocab) makes its row NaN instead of a wrong read."""
+    """Terms from sums over the whole vocabulary. A label outside [0, vocab) makes its row NaN instead of a
+    wrong read.
+    """
     log_mass = sums.mass.log()
     out.lse.copy_(sums.peak + log_mass)
     out.lse_t.copy_(sums.peak / temperature + sums.mass_t.log())

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dflash_lab.drafter.loss.config import LossConfig
+from dflash_lab.drafter.loss.selection import upload
 from dflash_lab.drafter.loss.terms import Terms
 
 
@@ -49,7 +50,7 @@ def row_weights(
     if config.weighting == "given":
         return weight
     blocks = int(block_of[-1]) + 1  # block_of lives on the CPU
-    place = (block_of.to(slot.device, non_blocking=True), slot)
+    place = (upload(block_of, slot.device), slot)
     return weight * dpace_weights(ce, place, blocks, block, config.dpace_alpha)
 
 

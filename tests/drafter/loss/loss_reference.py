@@ -1,4 +1,6 @@
-"""The draft loss written the long way: full logits, float64, autograd. Shares no code with the package's loss."""
+"""The draft loss written the long way: full logits, float64, autograd. Shares no code with the package's
+loss.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def make_case(
 def reference(
     case: Case, config: LossConfig, *, target: bool = True
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(total, d total / d hidden, per-slot statistics) in float64 by autograd over the full logits, on the CPU."""
+    """(total, d total / d hidden, per-slot statistics) in float64 by autograd over the full logits, on the
+    CPU.
+    """
     hidden = case.hidden.detach().cpu().double().requires_grad_()
     head = case.head.cpu().double()
     weights = case.weights.cpu().double()

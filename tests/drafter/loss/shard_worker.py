@@ -1,4 +1,4 @@
-"""One rank of the vocabulary-parallel tests: runs every case on its slice and leaves what it found in a file."""
+"""One rank of the vocabulary-parallel tests: runs every case on its slice and leaves what it found."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def main(rank: int, size: int, folder: Path, backend: str) -> None:
         (hidden, head, labels, weights), target = case.arguments()
         shard = VocabShard.of(head.shape[0])
         found = fused_draft_loss(
-            hidden, head[shard.slice()], labels, weights, **target, config=config, plan=ChunkPlan(12), shard=shard,
+            hidden, head[shard.slice()], labels, weights, **target, config=config, plan=ChunkPlan(12),
+            shard=shard,
             backend=backend,
         )  # fmt: skip
         found.total.backward()

@@ -51,7 +51,8 @@ def test_total_is_the_factors_times_the_sums(name: str) -> None:
     positional, target = case.arguments()
     found = fused_draft_loss(*positional, **target, config=config)
     factors = {
-        "ce": config.hard_weight, "kl": config.soft_weight, "cap": config.cap_weight, "tv": config.tv_weight, "lk": config.lk_weight,
+        "ce": config.hard_weight, "kl": config.soft_weight, "cap": config.cap_weight, "tv": config.tv_weight,
+        "lk": config.lk_weight,
     }  # fmt: skip
     rebuilt = sum(factor * found.sums[term] for term, factor in factors.items() if factor)
     assert torch.allclose(found.total, torch.as_tensor(rebuilt), rtol=1e-12)

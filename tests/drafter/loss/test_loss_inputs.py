@@ -101,7 +101,7 @@ def test_wrong_tensor_is_refused(name: str) -> None:
 
 
 def test_missing_parts_are_named() -> None:
-    with pytest.raises(InputError, match="labels is missing.*argmax"):
+    with pytest.raises(InputError, match=r"labels is missing.*argmax"):
         call(make_case(), drop=("labels",))
     with pytest.raises(InputError, match="target_hidden is missing"):
         call(make_case(), drop=("target_hidden", "target_rows"))
@@ -123,7 +123,7 @@ def test_target_head_must_match() -> None:
 def test_unknown_backend_is_refused_with_the_near_name() -> None:
     with pytest.raises(InputError, match=r"backend 'tritn': choose one of .*did you mean 'triton'"):
         call(make_case(), backend="tritn")
-    with pytest.raises(InputError, match="backend 'triton' .*float64"):
+    with pytest.raises(InputError, match=r"backend 'triton' .*float64"):
         call(make_case(), backend="triton")
 
 

@@ -80,7 +80,8 @@ def test_chunks_hold_whole_anchors_cover_all_live_rows_and_skip_dead_anchors() -
     case = make_case(anchors=40, block=6)
     case.weights[5:9] = 0
     chosen = select_rows(
-        case.labels, case.weights, case.target_rows, vocab=97, target_size=len(case.target_hidden), chunk_rows=11,
+        case.labels, case.weights, case.target_rows, vocab=97, target_size=len(case.target_hidden),
+        chunk_rows=11,
         device=CPU, dtype=torch.float64,
     )  # fmt: skip
     live = case.weights != 0

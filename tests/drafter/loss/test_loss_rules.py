@@ -45,7 +45,8 @@ class Watch(TorchDispatchMode):
         return result
 
 
-# -- denominators, accumulation --------------------------------------------------------------------------------------
+# -- denominators, accumulation
+# --------------------------------------------------------------------------------------
 
 
 def test_micro_batches_over_one_denominator_equal_the_whole_batch() -> None:
@@ -57,7 +58,8 @@ def test_micro_batches_over_one_denominator_equal_the_whole_batch() -> None:
     value = torch.zeros((), dtype=torch.float64)
     for part in (slice(0, 2), slice(2, 3), slice(3, 9)):
         loss = fused_draft_loss(
-            parts.hidden[part], parts.head, parts.labels[part], parts.weights[part], target_hidden=parts.target_hidden,
+            parts.hidden[part], parts.head, parts.labels[part], parts.weights[part],
+            target_hidden=parts.target_hidden,
             target_rows=parts.target_rows[part], config=CONFIG, plan=ChunkPlan(12),
         )  # fmt: skip
         (loss.total / denominator).backward()
@@ -74,7 +76,8 @@ def test_both_denominators_are_returned_and_differ() -> None:
     assert found.weight_sum.item() != found.row_count.item()
 
 
-# -- empty, masked ----------------------------------------------------------------------------------------------------
+# -- empty, masked
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_no_live_row_gives_zero_loss_and_zero_gradient_even_from_nan_states() -> None:
@@ -141,7 +144,8 @@ def test_same_chunks_twice_are_equal_bit_for_bit() -> None:
     assert torch.equal(*grads)
 
 
-# -- numerics ---------------------------------------------------------------------------------------------------------
+# -- numerics
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_huge_logits_stay_finite_and_exact() -> None:
@@ -224,7 +228,8 @@ def test_temperature_touches_the_soft_term_only() -> None:
     assert cold.sums["kl"] != hot.sums["kl"]
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
+# -- memory
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_no_tensor_of_all_rows_by_vocabulary_and_no_head_gradient_ever_exists() -> None:
@@ -260,7 +265,8 @@ def test_no_grad_skips_the_gradient_matmul() -> None:
     assert with_gradient.matmuls(16) != [] and without.matmuls(16) == []
 
 
-# -- autograd ---------------------------------------------------------------------------------------------------------
+# -- autograd
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_arguments_are_not_written_to() -> None:
@@ -305,7 +311,9 @@ def test_scale_given_beforehand_equals_scaling_outside(config: LossConfig) -> No
     (wanted,) = torch.autograd.grad(run(case, config).total / 7, case.hidden)
     found = run(case, config, scale=torch.tensor(1 / 7, dtype=torch.float64))
     (grad,) = torch.autograd.grad(found.total, case.hidden)
-    assert relative(grad, wanted) < 1e-14 and torch.allclose(found.total, run(case, config).total / 7, rtol=1e-14)
+    assert relative(grad, wanted) < 1e-14 and torch.allclose(
+        found.total, run(case, config).total / 7, rtol=1e-14
+    )
     assert torch.equal(found.sums["ce"], run(case, config).sums["ce"])
 
 
@@ -350,7 +358,8 @@ def test_compiled_caller_breaks_the_graph_once_and_gets_the_same_gradient() -> N
     assert torch._dynamo.explain(step)(case.hidden).graph_break_count == 1
 
 
-# -- strides, devices of small tensors --------------------------------------------------------------------------------
+# -- strides, devices of small tensors
+# --------------------------------------------------------------------------------
 
 
 def test_any_strides_are_accepted() -> None:
@@ -363,8 +372,10 @@ def test_any_strides_are_accepted() -> None:
     labels = case.labels.T.contiguous().T
     rows = case.target_rows.to(torch.int32).T.contiguous().T
     found = fused_draft_loss(
-        wide[:, 1:, ::2], case.head.T.contiguous().T, labels, case.weights.double()[:, :, None].expand(-1, -1, 2)[..., 0],
-        target_hidden=case.target_hidden.T.contiguous().T, target_rows=rows, config=CONFIG, plan=ChunkPlan(12),
+        wide[:, 1:, ::2], case.head.T.contiguous().T, labels, case.weights.double()[:, :, None].expand(-1,
+        -1, 2)[..., 0],
+        target_hidden=case.target_hidden.T.contiguous().T, target_rows=rows, config=CONFIG,
+        plan=ChunkPlan(12),
     )  # fmt: skip
     found.total.backward()
     assert not labels.is_contiguous() and not wide[:, 1:, ::2].is_contiguous()

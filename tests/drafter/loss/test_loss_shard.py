@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def test_merged_sums_of_slices_equal_the_sums_of_the_whole(temperature: float) -
     whole = Rows(z, label)
     logit = whole.label_logit()
     parts, target_parts = [], []
-    for start, end in zip(cuts, cuts[1:]):
+    for start, end in pairwise(cuts):
         parts.append(row_pass.drafter_sums(Rows(z[:, start:end], label, offset=start), logit, temperature))
         target_parts.append(row_pass.target_sums(z[:, start:end], start, temperature))
     merged = merge_drafter(

@@ -1,4 +1,6 @@
-"""The target's side: distinct rows projected once, slices where they can be, and a head of its own on a second device."""
+"""The target's side: distinct rows projected once, slices where they can be, and a head of its own on a
+second device.
+"""
 
 from __future__ import annotations
 

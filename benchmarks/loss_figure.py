@@ -1,0 +1,87 @@
+"""The figure of the loss benchmark: time against extra memory, every way to compute the loss a point.
+
+python benchmarks/loss_figure.py RESULT.json FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+
+from dflash_lab.files import read_json, write_bytes
+
+# what a row of the table computes, by the end of its name
+KINDS = [
+    ("CE + KL + CAP", "CE + KL + CAP + metrics", "circle", "#1f77b4"),
+    ("shared target rows", "CE + KL + CAP + metrics", "circle", "#1f77b4"),
+    ("CE + KL", "CE + KL", "diamond", "#d62728"),
+    ("KL only", "KL alone", "square", "#9467bd"),
+    ("CE only", "CE alone", "triangle-up", "#2ca02c"),
+    ("CE", "CE alone", "triangle-up", "#2ca02c"),
+]
+NAMES = {
+    "fused, triton, CE + KL + CAP": "fused (Triton)",
+    "fused, compile, CE + KL + CAP": "fused (compile)",
+    "fused, torch, CE + KL + CAP": "fused (plain torch)",
+    "fused, triton, CE": "fused (Triton)",
+    "fused, compile, CE": "fused (compile)",
+    "fused, torch, CE": "fused (plain torch)",
+    "fused, shared target rows": "fused, anchors in 8k tokens",
+    "naive full logits, CE + KL": "naive full logits",
+    "checkpointed chunks of 1,024, CE + KL": "checkpointed chunks",
+    "Liger fused linear CE, CE only": "Liger",
+    "speculators fused KL, KL only": "speculators",
+}
+ABOVE = {"fused (plain torch)", "fused (Triton)", "naive full logits", "checkpointed chunks", "speculators"}
+
+
+def figure(result: dict[str, Any]) -> go.Figure:
+    """Build the figure from a result of benchmarks/loss.py made on a device that counts memory."""
+    groups: dict[str, list[tuple[str, float, float, str, str]]] = {}
+    for name, row in result["table"].items():
+        if row.get("extra_gib") is None:
+            continue
+        _, kind, symbol, color = next(entry for entry in KINDS if name.endswith(entry[0]))
+        groups.setdefault(kind, []).append((NAMES[name], row["extra_gib"], row["ms"], symbol, color))
+    fig = go.Figure()
+    for kind, points in groups.items():
+        names, gib, ms, symbols, colors = zip(*points)
+        fig.add_scatter(
+            x=gib, y=ms, text=names, name=kind, mode="markers+text",
+            marker={"symbol": symbols[0], "size": 11, "color": colors[0]},
+            textposition=["top center" if name in ABOVE else "bottom center" for name in names],
+            hovertemplate="%{text}: %{y:.0f} ms, %{x:.2f} GiB<extra></extra>",
+        )  # fmt: skip
+    shape, rate = result["shape"], result["figures"]["matmul_tflops"]
+    one = 2 * shape["positions"] * shape["vocab"] * shape["hidden"] / rate / 1e9
+    for count, label in ((3, "3 matmuls: CE + KL"), (2, "2 matmuls: CE")):
+        fig.add_hline(
+            y=count * one, line={"dash": "dot", "color": "grey"},
+            annotation={"text": f"floor, {label}", "font": {"color": "grey"}},
+            annotation_position="bottom right",
+        )  # fmt: skip
+    device = result["provenance"]["device"]["device"]
+    fig.update_layout(
+        title=f"Draft loss and backward, {shape['positions']:,} positions, {shape['vocab']:,} tokens, {device}",
+        xaxis={"title": "peak memory beyond the inputs (GiB)", "type": "log", "range": [-0.45, 2.15]},
+        yaxis={"title": "time (ms)", "rangemode": "tozero"},
+        legend={"x": 0.02, "y": 0.02, "xanchor": "left", "yanchor": "bottom"},
+        template="plotly_white", width=1000, height=560, margin={"t": 60, "r": 30},
+    )  # fmt: skip
+    return fig
+
+
+def save(result: dict[str, Any], folder: str | Path) -> None:
+    """Write loss.json, loss.html (plotly.js from its CDN) and loss.png into `folder`."""
+    folder = Path(folder)
+    fig = figure(result)
+    write_bytes(folder / "loss.json", fig.to_json(pretty=False).encode())
+    write_bytes(folder / "loss.html", fig.to_html(include_plotlyjs="cdn").encode())
+    write_bytes(folder / "loss.png", fig.to_image("png", scale=1.5))
+
+
+if __name__ == "__main__":
+    save(read_json(sys.argv[1]), sys.argv[2])
