@@ -139,3 +139,24 @@ def test_progress_reads_sealed_parts_only(run: Path) -> None:
 def test_a_cluster_needs_a_device() -> None:
     with pytest.raises(InputError, match="devices=0"):
         local_cluster(0)
+
+
+def test_the_documented_slurm_cluster_asks_for_a_device_and_offers_its_slot(tmp_path: Path) -> None:
+    from dask_jobqueue import SLURMCluster
+
+    with SLURMCluster(
+        queue="gpu",
+        account="me",
+        walltime="24:00:00",
+        cores=1,
+        processes=1,
+        memory="120GB",
+        job_extra_directives=["--gres=gpu:1", "--cpus-per-task=8"],
+        worker_extra_args=["--nthreads", "1", "--resources", "GPU=1"],
+        job_script_prologue=["cd /shared/dflash-lab", "source .venv/bin/activate"],
+        scheduler_options={"dashboard": False, "host": "127.0.0.1", "port": 0},
+        log_directory=str(tmp_path),
+    ) as cluster:
+        script = cluster.job_script()
+    assert "#SBATCH --gres=gpu:1" in script and "cd /shared/dflash-lab" in script
+    assert script.rstrip().endswith("--resources GPU=1")
