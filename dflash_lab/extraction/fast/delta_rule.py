@@ -18,7 +18,7 @@ from dflash_lab.extraction.fast.kernels_sequence import delta_gates
 from dflash_lab.extraction.fast.reference import Gates
 
 CHUNK = 64
-_DIRECT = importlib.metadata.version("flash-linear-attention").startswith("0.6.")
+_DIRECT = importlib.metadata.version("fla-core").startswith("0.6.")
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, gates: Gates) -> Tensor:
