@@ -1,4 +1,4 @@
-"""One writer a shard: an flock on `<shard>/lock`, which the kernel drops when its holder dies, however it
+"""One writer a shard: an flock on `<shard>/.lock`, which the kernel drops when its holder dies, however it
 dies.
 """
 
@@ -18,7 +18,7 @@ from dflash_lab.errors import InputError
 from dflash_lab.extraction.manifest import shard_folders
 
 log = logging.getLogger(__name__)
-_LOCK_FILE = "lock"
+_LOCK_FILE = ".lock"  # hidden: who held it last is no part of what the store holds
 
 
 @contextlib.contextmanager

@@ -10,9 +10,7 @@ from dflash_lab.errors import LabError
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """One batch as it ran. `seconds` is the host's time for it; on CUDA that is mostly waiting for a free
-    buffer.
-    """
+    """One batch as it ran. `seconds`: of the device on CUDA, of the host elsewhere."""
 
     samples: int
     longest: int

@@ -72,7 +72,7 @@ def test_a_killed_workers_shard_goes_on_and_every_sample_is_stored_once(run: Pat
 
     def kill_the_first_busy_worker(pids: list[int]) -> None:
         deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and not list(store.glob("shard-*/lock")):
+        while time.monotonic() < deadline and not list(store.glob("shard-*/.lock")):
             time.sleep(0.02)
         busy = [
             pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).children(recursive=True)
