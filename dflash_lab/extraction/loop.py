@@ -125,14 +125,19 @@ def clean(folder: Path) -> None:
 
 
 def _trusted(store: Path, folder: Path, recheck: bool) -> np.ndarray:
-    """The keys of samples that are soundly stored; damaged parts of our own shard are given up here.
+    """The keys of samples that are soundly stored; damaged parts are given up, so that their samples are redone.
 
-    Damaged parts of other shards are only left out: their samples are redone by whoever now has them.
+    Ours, and those of shards of another count, which nobody runs any more; the rest is their own shards' business.
     """
     keys, faults = stored_keys(store, check_bytes=recheck)
+    count = folder.name.rsplit("-", 1)[1]
     for fault in faults:
-        if fault.file.startswith(f"{folder.name}/"):
-            drop_part(store / fault.file, fault.what)
+        part = store / fault.file
+        if part.parent == folder:
+            drop_part(part, fault.what)
+        elif part.parent.name.rsplit("-", 1)[1] != count:
+            with shard_lock(part.parent):
+                drop_part(part, fault.what)
     return keys
 
 

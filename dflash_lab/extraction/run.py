@@ -1,8 +1,9 @@
 """One pass over the batches of a shard: attempt, split, retry, quarantine, and never lose one.
 
-Batches wait in a deque, longest first. One that does not fit is split in place and its length bucket's budget lowered;
-one sample that does not fit alone is tried again at the very end, with the memory as empty as it gets, then quarantined.
-Nothing is handed to the writer before a batch's states are complete, so a failed attempt leaves no half.
+Batches wait in a deque, longest first. One that does not fit is split in place and its length bucket's budget
+lowered; one sample that does not fit alone is tried again at the very end, with the memory as empty as it
+gets, then quarantined. Nothing is handed to the writer before a batch's states are complete, so a failed
+attempt leaves no half.
 """
 
 from __future__ import annotations

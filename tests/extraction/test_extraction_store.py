@@ -115,6 +115,16 @@ def test_a_damaged_part_is_found_named_and_redone(damage: str, made) -> None:
     assert verify(store) == [] and len(open_store(store)) == len(LENGTHS)
 
 
+def test_a_damaged_part_of_an_earlier_shard_count_is_redone_too(tiny, tmp_path: Path) -> None:
+    samples, store = make_samples(tmp_path / "s.parquet", LENGTHS), tmp_path / "store"
+    for shard in (0, 1):
+        extract(tiny("llama"), samples, store, shard=shard, num_shards=2, **PLAN)
+    parts(store)[0].write_bytes(b"")
+    lost = extract(tiny("llama"), samples, store, **PLAN).samples_stored
+    assert 0 < lost < len(LENGTHS)
+    assert verify(store) == [] and len(open_store(store)) == len(LENGTHS)
+
+
 def test_discard_gives_up_what_verify_named(made) -> None:
     store, run = made
     victim = parts(store)[0]
