@@ -165,19 +165,21 @@ def decode(
     proposer = Proposer(drafter, head)
     with TargetRun(target, drafter.config.tap_ids) as run:
         answer, taps = prefill(run, head, prompt_ids, sampling, stops)
+        anchor = torch.tensor(answer.tokens, device=target.device)
         clock = Clock(target.device, profile)
         start = time.perf_counter()
         while not answer.stopped and len(answer.tokens) < max_new_tokens:
             clock.lap()
             left = max_new_tokens - len(answer.tokens)
-            anchor = torch.tensor(answer.tokens[-1:], device=target.device)
             proposer.extend(taps)
             draft = proposer.draft(anchor, size if last_block == "full" else min(size, left + 1))
             clock.lap("draft")
             if tree_budget:
-                outcome, taps = _verify_tree(run, head, draft, tree_budget, tree_mode, sampling, clock)
+                outcome, anchor, taps = _verify_tree(
+                    run, head, draft, tree_budget, tree_mode, sampling, clock
+                )
             else:
-                outcome, taps = _verify_chain(run, head, draft, sampling, clock)
+                outcome, anchor, taps = _verify_chain(run, head, draft, sampling, clock)
             clock.lap("commit")
             append(answer, outcome, left, stops)
         finish(answer, start, target.device)
@@ -243,8 +245,10 @@ def prefill(
 
 def _verify_chain(
     run: TargetRun, head: TargetHead, draft: Draft, sampling: Sampling, clock: Clock
-) -> tuple[Outcome, torch.Tensor]:
-    """Verify a chain; returns the outcome and the committed rows' tap states."""
+) -> tuple[Outcome, torch.Tensor, torch.Tensor]:
+    """Verify a chain; returns the outcome, the next anchor [1] and the committed rows' tap states, both on
+    the device.
+    """
     if sampling.temperature > 0:
         drafts, q = draft.sampled(sampling.temperature, sampling.top_p, sampling.top_k, sampling.generator)
     else:
@@ -263,28 +267,37 @@ def _verify_chain(
         values = torch.cat([drafts, choices]).tolist()
         drafted, chosen = values[: len(drafts)], values[len(drafts) :]
         count = next((i for i, (d, c) in enumerate(zip(drafted, chosen)) if d != c), len(drafted))
-        last = chosen[count]
+        last, bonus = chosen[count], choices[count : count + 1]
     clock.lap("verify")
     run.commit(count + 1)
     assert step.taps is not None
     rejected = drafted[count] if count < len(drafted) else -1
     outcome = Outcome(list(range(count + 1)), [*drafted[:count], last], len(drafted), rejected)
-    return outcome, step.taps[: count + 1]
+    return outcome, bonus, step.taps[: count + 1]
 
 
 def _verify_tree(
-    run: TargetRun, head: TargetHead, draft: Draft, budget: int, mode: str, sampling: Sampling, clock: Clock
-) -> tuple[Outcome, torch.Tensor]:
-    """Verify a tree of `budget` nodes in one forward and commit the accepted path."""
+    run: TargetRun,
+    head: TargetHead,
+    draft: Draft,
+    budget: int,
+    mode: str,
+    sampling: Sampling,
+    clock: Clock,
+) -> tuple[Outcome, torch.Tensor, torch.Tensor]:
+    """Verify a tree of `budget` nodes and commit the accepted path; returns what `_verify_chain` does."""
     tree = draft.tree(budget, sampling.temperature)
     clock.lap("build")
     step = (run.step_tree if mode == "mask" else run.step_paths)(draft.anchor, tree)
-    path, bonus = tree.walk(sampling.choose(head.logits(step.normed)).tolist())
+    choices = sampling.choose(head.logits(step.normed))
+    path, bonus = tree.walk(choices.tolist())
     clock.lap("verify")
     run.commit_path(path)
     assert step.taps is not None
     tokens = [int(tree.tokens[node - 1]) for node in path[1:]]
-    return Outcome(path, [*tokens, bonus], len(tree), -1), step.taps[path]
+    rows = torch.tensor(path).to(draft.anchor.device, non_blocking=True)
+    outcome = Outcome(path, [*tokens, bonus], len(tree), -1)
+    return outcome, choices[path[-1] : path[-1] + 1], step.taps[rows]
 
 
 def append(answer: Decoded, outcome: Outcome, left: int, stops: frozenset[int]) -> None:

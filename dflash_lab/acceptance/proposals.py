@@ -19,6 +19,8 @@ from dflash_lab.errors import InputError
 from dflash_lab.target.head import TargetHead
 from dflash_lab.target.model import Target
 
+_ROOT = -1  # stands for the anchor in `Edges`: its id need not come to the host
+
 
 def check_pair(target: Target, drafter: Drafter) -> None:
     """Raise `InputError` unless `drafter` was made for a target of this shape."""
@@ -84,7 +86,7 @@ class Draft:
     def tree(self, budget: int, temperature: float = 0.0) -> DraftTree:
         """Build the best tree of `budget` nodes."""
         edges = self.edges(max(budget, 1), temperature)
-        return build_tree(edges, root=int(self.anchor), depth=len(self.logits), budget=budget)
+        return build_tree(edges, root=_ROOT, depth=len(self.logits), budget=budget)
 
     def _selector_edges(self, scale: float) -> Edges:
         """Score every candidate after every candidate of the slot before, [L, k, k], in one go on the
@@ -101,7 +103,8 @@ class Draft:
         table: dict[tuple[int, int], tuple[list[int], list[float]]] = {}
         rows = zip(before.tolist(), tokens.tolist(), log_probs.double().tolist())
         for level, row in enumerate(rows, start=1):
-            table.update({(level, previous): (ids, scores) for previous, ids, scores in zip(*row)})
+            for previous, ids, scores in zip(*row):
+                table[level, previous if level > 1 else _ROOT] = ids, scores
         return lambda level, previous: table[level, previous]
 
 

@@ -168,7 +168,7 @@ class TargetRun:
     def commit_path(self, path: list[int]) -> None:
         """Keep the rows `path` (indices into the tokens appended last, rising) of every layer's keys and
         values."""
-        kept = torch.tensor(path, device=self._pending.device)
+        kept = torch.tensor(path).to(self._pending.device, non_blocking=True)
         if self._untouched:
             self._untouched = False
             self.step(self._pending[kept], certain=True)
