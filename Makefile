@@ -5,6 +5,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 RUN ?= params/demo
 PORT ?= 8888
+WORKERS ?= 2
 PYTEST_ARGS ?=
 BIN := .venv/bin
 # Containers run as root, which Jupyter refuses unless told; it listens on loopback with its token either way.
@@ -19,7 +20,7 @@ demo: install
 	$(BIN)/dflash-lab run $(RUN)
 
 test: install-test check
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 check: install-test
 	$(BIN)/ruff check .

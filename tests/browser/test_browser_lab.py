@@ -6,6 +6,7 @@ The tests of one file run in order in one process, and each stage reads what the
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 
@@ -14,6 +15,14 @@ from dflash_lab.workbench.registry import STAGES
 pytestmark = pytest.mark.timeout(600)
 
 # What JupyterLab itself complains about on every start, whatever the notebook.
+ASK = """async code => {
+    const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
+    let text = '';
+    const future = kernel.requestExecute({code, store_history: false});
+    future.onIOPub = message => { text += message.content.data?.['text/plain'] ?? ''; };
+    await future.done;
+    return text;
+}"""
 HARMLESS = re.compile(
     r"favicon|ResizeObserver loop|Failed to load resource: .*(404|403)|WebSocket connection.*closed"
 )
@@ -53,6 +62,48 @@ def test_moving_a_slider_changes_the_figure(opened):
     notebook.page.wait_for_timeout(1500)
     notebook.screenshot("explorer-moved")
     assert texts.last.inner_text() != before
+    assert complaints(notebook) == []
+
+
+def test_the_sweep_starts_stops_and_leaves_the_kernel_free(opened):
+    notebook = opened("memory_sweep")
+    notebook.run_all()
+    notebook.scroll_to("sweep_control(")
+    page = notebook.page
+    start = page.get_by_role("button", name="Run sweep")
+    start.wait_for(timeout=20_000)
+    start.scroll_into_view_if_needed()
+    stop = page.get_by_role("button", name="Stop", exact=True).last
+    start.click()
+    page.wait_for_function("() => document.body.innerText.match(/loading the target|of \\d+ points/)")
+    began = time.monotonic()
+    answer = page.evaluate(ASK, "6 * 7")
+    assert answer == "42" and time.monotonic() - began < 10
+    notebook.screenshot("sweep-running")
+    if stop.is_enabled():
+        stop.click()
+    page.wait_for_function(
+        "() => document.body.innerText.match(/stopped; what was measured stays|(\\d+) of \\1 points/)",
+        timeout=60_000,
+    )
+    assert start.is_enabled()
+    assert complaints(notebook) == []
+
+
+def test_moving_the_planners_slider_changes_its_verdict(opened):
+    notebook = opened("memory_sweep")
+    notebook.run_all()
+    notebook.scroll_to("planner(")
+    handle = notebook.page.locator(".widget-slider .noUi-handle").first
+    handle.wait_for(timeout=20_000)
+    box = notebook.page.locator(".jp-OutputArea-output").filter(has=notebook.page.locator(".widget-slider"))
+    before = box.first.inner_text()
+    handle.focus()
+    for _ in range(3):
+        handle.press("PageDown")
+    notebook.page.wait_for_timeout(2000)
+    notebook.screenshot("planner-moved")
+    assert box.first.inner_text() != before
     assert complaints(notebook) == []
 
 

@@ -24,9 +24,7 @@ from dflash_lab.workbench.report import write_report
 from dflash_lab.workbench.stage import is_finished
 
 REPO = Path(__file__).resolve().parents[2]
-KINDS = [
-    pytest.param(kind, marks=pytest.mark.xdist_group(f"notebooks-{kind}")) for kind in ("llama", "qwen3_5")
-]
+KINDS = ("llama", "qwen3_5")
 TINY: dict[str, dict[str, Any]] = {
     "prepare": {"max_length": 256, "heldout_fraction": 0.3},
     "dataset_stats": {"max_length": 128, "token_budget": 512},
@@ -38,7 +36,17 @@ TINY: dict[str, dict[str, Any]] = {
         "store_final": True,
         "part_gib": 0.01,
     },
-    "memory_sweep": {},
+    "memory_sweep": {
+        "budget_gib": 1.0,
+        "batches": [1, 2],
+        "lengths": [32, 64],
+        "num_taps": 3,
+        "measure_s": 5.0,
+        "num_layers": 2,
+        "anchors": 8,
+        "block_size": 4,
+        "context_tokens": 256,
+    },
     "train_drafter": {
         "num_layers": 2,
         "block_size": 4,
