@@ -175,6 +175,16 @@ class Drafter(nn.Module):
                     parameter.normal_(0.0, deviation, generator=generator)
         return self
 
+    def fit_to_head(self, head: Tensor) -> Drafter:
+        """Scale the final norm so that logits over `head` [V, H] start with a standard deviation of 1.
+
+        A tied head has long rows: from norm weights of one, SmolLM2's gives logits of size 11 and a first
+        loss of 65 nats where guessing costs 10.8, and the first hundred steps only shrink them.
+        """
+        with torch.no_grad():
+            self.norm.weight.fill_(float(head.float().square().sum(1).mean().rsqrt()))
+        return self
+
     def compile_layers(self, backend: str = "inductor") -> None:
         """Fuse what stands before and after attention in every layer; attention itself is left to its own
         kernel.

@@ -2,7 +2,7 @@
 
 A bf16 parameter cannot take a step of 1e-4 of itself (it has 8 bits), so each keeps an fp32 master that the
 update moves and the parameter is rounded from. Gradients stay in the parameter's type: 2 (weight) + 2
-(gradient) + 4 (master) + 8 (moments) = 16 bytes a parameter; moments in int8 make it 10, and offloading leaves
+(gradient) + 4 (master) + 8 (moments) = 16 bytes a parameter; moments in int8 make it 10, offloading leaves
 4 of them on the device. Walking parameter by parameter bounds temporaries by the largest one.
 
 Muon orthogonalises the momentum of matrices inside layers (Newton-Schulz) and gives it the size of an AdamW

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 8 -m dflash_lab.workbench.train_launch <parameters.json>
 
-The parent follows the run's journal for its progress bar, ends all processes when it is stopped, and shows the
-failing process's own traceback when one dies. Rank 0 leaves the report as JSON.
+The parent follows the run's journal for its progress bar, ends all processes when it is stopped, and shows
+the failing process's own traceback when one dies. Rank 0 leaves the report as JSON.
 """
 
 from __future__ import annotations

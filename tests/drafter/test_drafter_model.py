@@ -265,3 +265,14 @@ def test_bf16_on_cuda_is_close_to_fp32_on_cpu(compiled):
         hidden = drafter(embeddings.cuda().bfloat16(), taps.cuda().bfloat16(), moved, path)
         hidden.float().square().sum().backward()
         assert relative_error(hidden.detach().float().cpu(), wanted) < 0.05
+
+
+@pytest.mark.parametrize("scale", [0.02, 3.0])
+def test_logits_start_with_a_spread_of_one_whatever_the_head(scale):
+    config = tiny_config()
+    drafter = Drafter(config).initialize(torch.Generator().manual_seed(0))
+    head = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1)) * scale
+    embeddings, taps, layout = case(config)
+    with torch.no_grad():
+        logits = drafter.fit_to_head(head).logits(drafter(embeddings, taps, layout), head)
+    assert float(logits.std()) == pytest.approx(1.0, rel=0.2)

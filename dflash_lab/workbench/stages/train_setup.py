@@ -48,6 +48,7 @@ def train_here(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
             raise InputError(f"{params.start_from} is a drafter of another shape than these parameters say.")
     else:
         drafter = Drafter(config).initialize(torch.Generator().manual_seed(params.seed)).to(device, dtype)
+        drafter.fit_to_head(head.weight)
     drafter.gradient_checkpointing = params.gradient_checkpointing
     if params.compile:
         drafter.compile_layers()
