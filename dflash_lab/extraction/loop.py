@@ -125,9 +125,11 @@ def clean(folder: Path) -> None:
 
 
 def _trusted(store: Path, folder: Path, recheck: bool) -> np.ndarray:
-    """The keys of samples that are soundly stored; damaged parts are given up, so that their samples are redone.
+    """The keys of samples that are soundly stored; damaged parts are given up, so that their samples are
+    redone.
 
-    Ours, and those of shards of another count, which nobody runs any more; the rest is their own shards' business.
+    Ours, and those of shards of another count, which nobody runs any more; the rest is their own shards'
+    business.
     """
     keys, faults = stored_keys(store, check_bytes=recheck)
     count = folder.name.rsplit("-", 1)[1]

@@ -24,7 +24,7 @@ from dflash_lab.extraction.capture import Capture, busy
 from dflash_lab.extraction.layout import Layout
 from dflash_lab.extraction.oom import DeviceLost, Failure, alive, classify, release
 from dflash_lab.extraction.report import BatchRecord
-from dflash_lab.extraction.selftest import PREFIXES, self_test
+from dflash_lab.extraction.selftest import AROUND_A_CHUNK, self_test
 from dflash_lab.extraction.shard import SampleIndex, Tokens
 from dflash_lab.extraction.writer import BackgroundWriter, HostBuffers, PartWriter, Records, Written
 from dflash_lab.target.model import Target
@@ -96,7 +96,7 @@ class Run:
     def _examples(self) -> list[np.ndarray]:
         """Up to six samples for the self-test, spread over those long enough for every prefix."""
         rows = np.concatenate(self.batches)
-        long = rows[self.index.lengths[rows] > max(PREFIXES)]
+        long = rows[self.index.lengths[rows] >= max(AROUND_A_CHUNK)]
         rows = long if len(long) >= 6 else rows[np.argsort(-self.index.lengths[rows], kind="stable")][:6]
         return self.tokens.of(rows[:: max(1, len(rows) // 6)][:6])[0]
 
