@@ -18,7 +18,7 @@ import torch
 
 from dflash_lab.acceptance.offline_report import OfflineReport
 from dflash_lab.acceptance.proposals import Draft
-from dflash_lab.acceptance.tree_rank import path_ranks
+from dflash_lab.acceptance.tree_rank import accepted_by_budget
 from dflash_lab.data.items import FeatureItem
 from dflash_lab.drafter.attention import dense_attend, row_layout
 from dflash_lab.drafter.model import ContextKeys, Drafter
@@ -208,16 +208,15 @@ def _compare(
     ranks = (log_probs > own).sum(-1).masked_fill(~valid, log_probs.shape[-1])  # 0: the most likely token
     accepted = _streak(hits)
     columns = {"accepted": accepted, **{f"top_{k}": _streak(ranks < k) for k in plan.top_k}}
-    budgets = plan.budgets
-    if budgets:
+    if plan.budgets:
         if selector is None:
-            places = path_ranks(log_probs, labels, budgets[-1])
+            inside = accepted_by_budget(log_probs, labels, plan.budgets)
         else:
             drafted = (Draft(drafter, a[None], h, z) for a, h, z in zip(anchors, hidden, logits))
-            places = torch.stack(
-                [_tree_places(draft, row, budgets[-1]) for draft, row in zip(drafted, labels.tolist())]
+            inside = torch.tensor(
+                [_in_trees(d, row, plan.budgets) for d, row in zip(drafted, labels.tolist())]
             )
-        columns |= {f"tree_{b}": (places.to(accepted.device) <= b).sum(-1) for b in budgets}
+        columns |= {f"tree_{budget}": inside[:, i] for i, budget in enumerate(plan.budgets)}
     columns |= _breaks(log_probs, drafts, labels, own[..., 0], accepted, valid)
     reached = torch.cat([torch.ones_like(hits[:, :1]), hits[:, :-1].cumprod(-1).bool()], 1) & valid
     counts = torch.stack([valid, hits, reached, reached & hits]).sum(1)
@@ -229,13 +228,14 @@ def _streak(hits: torch.Tensor) -> torch.Tensor:
     return hits.int().cumprod(-1).sum(-1).to(torch.int16)
 
 
-def _tree_places(draft: Draft, labels: list[int], budget: int) -> torch.Tensor:
-    """Return [L]: the node at which each answer prefix stands in the tree, a large number when it is in
-    none."""
-    tree = draft.tree(budget)
-    choices = [labels[d] if d < len(labels) else -1 for d in (0, *tree.depths.tolist())]
-    path, _ = tree.walk(choices)
-    return torch.tensor([*path[1:], *[budget + 1] * (len(labels) - len(path) + 1)])
+def _in_trees(draft: Draft, labels: list[int], budgets: tuple[int, ...]) -> list[int]:
+    """Return how many of the answer's tokens each budget's tree accepts, by building and walking it."""
+    accepted = []
+    for budget in budgets:
+        tree = draft.tree(budget)
+        choices = [labels[d] if d < len(labels) else -1 for d in (0, *tree.depths.tolist())]
+        accepted.append(len(tree.walk(choices)[0]) - 1)
+    return accepted
 
 
 def _breaks(

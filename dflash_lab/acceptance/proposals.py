@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from dflash_lab.acceptance.rejection import draw, probabilities
-from dflash_lab.acceptance.tree import DraftTree, Edges, build_tree, marginal_edges
+from dflash_lab.acceptance.tree import DraftTree, Edges, build_tree, marginal_edges, with_chain
 from dflash_lab.drafter.cache import DraftCache
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError
@@ -84,9 +84,10 @@ class Draft:
         return self._selector_edges(scale)
 
     def tree(self, budget: int, temperature: float = 0.0) -> DraftTree:
-        """Build the best tree of `budget` nodes."""
+        """Build the best tree of `budget` nodes that holds the draft's own chain (if it fits)."""
         edges = self.edges(max(budget, 1), temperature)
-        return build_tree(edges, root=_ROOT, depth=len(self.logits), budget=budget)
+        shape = {"root": _ROOT, "depth": len(self.logits), "budget": budget}
+        return with_chain(build_tree(edges, **shape), edges, **shape)
 
     def _selector_edges(self, scale: float) -> Edges:
         """Score every candidate after every candidate of the slot before, [L, k, k], in one go on the

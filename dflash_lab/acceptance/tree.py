@@ -101,6 +101,42 @@ def marginal_edges(log_probs: torch.Tensor, width: int) -> Edges:
     return lambda level, _: rows[level - 1]
 
 
+def with_chain(tree: DraftTree, edges: Edges, *, root: int, depth: int, budget: int) -> DraftTree:
+    """Return `tree` with the draft's own best chain inside: the least probable nodes give way to its missing
+    ones.
+
+    Whatever the target says, such a tree accepts at least what the chain alone would. Its size stays within
+    `budget`, trees of growing budget stay nested, and with budget below `depth` no chain fits and the tree is
+    returned as it is.
+    """
+    if budget < depth:
+        return tree
+    children = {edge: i + 1 for i, edge in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist()))}
+    chain: list[tuple[int, float]] = []  # token and log-probability of the path, by depth
+    places: list[int] = []  # nodes of the chain that the tree has
+    previous, weight = root, 0.0
+    for level in range(1, depth + 1):
+        ids, scores = edges(level, previous)
+        previous, weight = ids[0], weight + scores[0]
+        chain.append((previous, weight))
+        if len(places) == level - 1 and (node := children.get((places[-1] if places else 0, previous))):
+            places.append(node)
+    kept = len(tree)
+    while kept + depth - sum(place <= kept for place in places) > budget:
+        kept -= 1
+    inside = sum(place <= kept for place in places)
+    missing = chain[inside:]
+    above = places[inside - 1] if inside else 0
+    parents = [above, *range(kept + 1, kept + len(missing))][: len(missing)]
+    head = tree.head(kept)
+    return DraftTree(
+        np.concatenate([head.tokens, np.asarray([token for token, _ in missing], np.int64)]),
+        np.concatenate([head.parents, np.asarray(parents, np.int64)]),
+        np.concatenate([head.depths, np.arange(inside + 1, depth + 1)]),
+        np.concatenate([head.log_probs, np.asarray([score for _, score in missing], np.float64)]),
+    )
+
+
 def build_tree(edges: Edges, *, root: int, depth: int, budget: int) -> DraftTree:
     """Return the `budget` most probable prefixes of at most `depth` tokens after the token `root`.
 

@@ -14,6 +14,7 @@ Only a tie that straddles rank M itself may be cut differently.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -31,10 +32,39 @@ def path_ranks(log_probs: torch.Tensor, labels: torch.Tensor, max_budget: int) -
     unknown, never in a tree). The tree of budget b holds the prefix of length j exactly when its rank is <=
     b.
     """
-    depth, vocab = log_probs.shape[1:]
-    width = min(max_budget, vocab)
-    scores, tokens = log_probs.float().topk(width, dim=-1)
+    scores, tokens = log_probs.float().topk(min(max_budget, log_probs.shape[-1]), dim=-1)
+    return _ranks(scores.double(), tokens, labels, max_budget)
+
+
+def accepted_by_budget(log_probs: torch.Tensor, labels: torch.Tensor, budgets: Sequence[int]) -> torch.Tensor:
+    """Return [A, len(budgets)]: drafts that the trees of `Draft.tree` accept of the answer `labels` [A, L].
+
+    A tree of budget b is the best-first tree cut after k nodes plus the missing nodes of the draft's own
+    chain. With r_d the rank of the chain's depth-d prefix and c of them inside, k = max over c of min(b - L +
+    c, r_(c+1) - 1) where k >= r_c.
+    """
+    most, depth = max(budgets), labels.shape[1]
+    scores, tokens = log_probs.float().topk(min(most, log_probs.shape[-1]), dim=-1)
     scores = scores.double()
+    places = _ranks(scores, tokens, labels, most)
+    chain = tokens[..., 0]
+    held = (chain == labels).int().cumprod(-1).sum(-1)
+    ranks = _ranks(scores, tokens, chain, most)
+    ranks = torch.cat([torch.zeros_like(ranks[:, :1]), ranks, torch.full_like(ranks[:, :1], NEVER)], dim=1)
+    columns = []
+    for budget in budgets:
+        if budget < depth:
+            columns.append((places <= budget).sum(-1))
+            continue
+        inside = torch.arange(depth + 1, device=labels.device)
+        cut = torch.minimum(budget - depth + inside, ranks[:, 1:] - 1)
+        cut = torch.where(cut >= ranks[:, :-1], cut, 0).amax(-1)
+        columns.append(torch.maximum((places <= cut[:, None]).sum(-1), held))
+    return torch.stack(columns, dim=1)
+
+
+def _ranks(scores: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor, max_budget: int) -> torch.Tensor:
+    """`path_ranks` from the best `scores` and `tokens` [A, L, R] of each slot."""
     hit = tokens == labels[..., None]
     found = hit.any(-1)
     rank = hit.int().argmax(-1)  # [A, L] rank of the answer's token in its row
@@ -42,7 +72,7 @@ def path_ranks(log_probs: torch.Tensor, labels: torch.Tensor, max_budget: int) -
     weights = _running_sum(own)  # [A, L] log-probability of each answer prefix
     beam = _Beam.first(scores[:, 0], rank[:, 0])
     place = 1 + beam.ahead_of(weights)
-    for level in range(1, depth):
+    for level in range(1, labels.shape[1]):
         beam = beam.extend(scores[:, level], rank[:, level], max_budget)
         place += beam.ahead_of(weights)
     return torch.where(found.cumprod(-1).bool() & (place <= max_budget), place, NEVER)
