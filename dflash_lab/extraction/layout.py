@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_lab.extraction.codecs import Codec
+from dflash_lab.extraction.codecs import CODECS, Codec
 
 _ALIGN = 64
 FLAGS = "flags"
+EXACT = CODECS["bf16"]  # of the final state: eight bits would change which token the target says
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Layout:
-    """What is stored for a token: a state of `hidden` values a tap, optionally the final state, in
-    a codec.
-    """
+    """What is stored for a token: a state of `hidden` values a tap in a codec, and perhaps the final state."""
 
     tap_ids: tuple[int, ...]
     hidden: int
@@ -61,9 +60,7 @@ class Layout:
         if self.codec.scaled:
             found.append(Region("taps_scale", torch.float32, self.taps))
         if self.has_final:
-            found.append(Region("final", self.codec.dtype, self.hidden))
-            if self.codec.scaled:
-                found.append(Region("final_scale", torch.float32, 1))
+            found.append(Region("final", EXACT.dtype, self.hidden))
         return tuple(found)
 
     @property
@@ -87,10 +84,11 @@ class Layout:
 
     def write_state(self, views: dict[str, Tensor], index: int, states: Tensor) -> None:
         """Encode state number `index` ([T, H]; taps in order, then the final one) into its columns."""
-        name, column = ("taps", index) if index < self.taps else ("final", 0)
-        codes = views[name][:, column * self.hidden : (column + 1) * self.hidden]
-        scale = views[f"{name}_scale"][:, column] if self.codec.scaled else None
-        self.codec.encode(states, codes, scale)
+        if index == self.taps:
+            EXACT.encode(states, views["final"], None)
+            return
+        codes = views["taps"][:, index * self.hidden : (index + 1) * self.hidden]
+        self.codec.encode(states, codes, views["taps_scale"][:, index] if self.codec.scaled else None)
 
 
 def _up(size: int) -> int:

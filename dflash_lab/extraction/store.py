@@ -111,14 +111,14 @@ class FeatureStore:
             hash=self.hashes[index].tobytes().hex(),
             input_ids=part.get_slice("input_ids")[rows].long(),
             loss_mask=part.get_slice("loss_mask")[rows],
-            taps=self._states(part, "taps", rows),
-            final=self._states(part, "final", rows) if self.has_final else None,
+            taps=self._taps(part, rows),
+            final=part.get_slice("final")[rows] if self.has_final else None,
             heldout=bool(self.heldout[index]),
         )
 
-    def _states(self, part: Any, name: str, rows: slice) -> torch.Tensor:
-        scale = part.get_slice(f"{name}_scale")[rows] if self._codec.scaled else None
-        return self._codec.decode(part.get_slice(name)[rows], scale)
+    def _taps(self, part: Any, rows: slice) -> torch.Tensor:
+        scale = part.get_slice("taps_scale")[rows] if self._codec.scaled else None
+        return self._codec.decode(part.get_slice("taps")[rows], scale)
 
     def _open(self, number: int) -> Any:
         if number not in self._handles:

@@ -112,12 +112,12 @@ def test_eight_bit_storage_halves_the_bytes_at_a_bounded_error(
     for index in range(len(exact)):
         one, other = exact[index], small[small.find(exact[index].hash)]
         assert other.taps.dtype == torch.bfloat16
-        assert rel_l2(other.taps, one.taps) <= limit and rel_l2(other.final, one.final) <= limit
+        assert rel_l2(other.taps, one.taps) <= limit and torch.equal(other.final, one.final)
     sizes = {
         name: sum(path.stat().st_size for path in (tmp_path / name).rglob("*.safetensors"))
         for name in ("bf16", storage)
     }
-    assert sizes[storage] < 0.6 * sizes["bf16"]
+    assert sizes[storage] < 0.7 * sizes["bf16"]  # three taps halved, the final state not
 
 
 def test_both_layer_id_conventions_stand_in_the_manifest(tiny, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class ExtractParams(StageParams):
         False, "also keep the last layer's output before the final norm (soft targets need it)"
     )
     storage: str = param(
-        "bf16", "bf16 is exact; fp8 and int8 halve the bytes", choices=("bf16", "fp8", "int8")
+        "bf16", "of the taps: bf16 is exact; fp8 and int8 halve the bytes", choices=("bf16", "fp8", "int8")
     )
     token_budget: int = param(16384, "padded tokens of a batch", unit="tokens", low=1)
     max_batch: int = param(512, "most samples of a batch", low=1)
