@@ -36,7 +36,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Layout:
-    """What is stored for a token: a state of `hidden` values a tap in a codec, and perhaps the final state."""
+    """What is stored a token: a state of `hidden` values a tap in a codec, and perhaps the final state."""
 
     tap_ids: tuple[int, ...]
     hidden: int
