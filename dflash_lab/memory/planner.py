@@ -2,8 +2,8 @@
 
 Other rooms ask here before a run starts. Answers come from the analytic account (milliseconds, no device),
 corrected by a calibration where one was measured, and leave `MARGIN` of the budget free for what no account
-sees. A budget for extraction is not the largest batch: throughput is flat beyond some ten thousand tokens
-(98% of the best rate at 8 x 335 on an H200), so memory above that knee would buy nothing.
+sees. A budget for extraction is not the largest batch: throughput is flat beyond a knee (the 27B shape on an
+H200 runs at 96% of its best rate at 8 x 335 tokens and at 99.6% at 32 x 335), so more memory buys nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from dflash_lab.memory.account import Account
 from dflash_lab.memory.extraction_account import extraction_account
 from dflash_lab.memory.fit import Calibration
 from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
-from dflash_lab.memory.shapes import GIB, MIB, TargetShape, target_shape
+from dflash_lab.memory.shapes import CHUNK, GIB, MIB, TargetShape, target_shape
 from dflash_lab.memory.training_account import training_account
 
 MARGIN = 0.04  # of the budget, left for fragmentation and kernel scratch
-KNEE_TOKENS = 16384
+KNEE_TOKENS = (8192, 65536)
+_KNEE_FLOP = 6.4e12  # of one layer: 16 ms at 400 TFLOP/s, beside which launches vanish
 CPU_KNEE_TOKENS = 2048
 
 
@@ -42,11 +43,13 @@ class ExtractionBudget:
     batches: dict[int, int]
     limited_by: dict[int, str]
     accounts: dict[int, Account]
+    chunk: int = 1  # rows are padded to multiples of this where the budget counts them
 
     def batch(self, length: int) -> int:
         """Return the largest batch of samples of at most `length` tokens under this budget (at least 1)."""
         bucket = min((edge for edge in self.batches if edge >= length), default=max(self.batches))
-        return max(1, min(self.batches[bucket], self.max_batch, self.token_budget // max(length, 1)))
+        rows = min(self.batches[bucket], self.max_batch)
+        return max(1, min(rows, self.token_budget // (self.chunk * -(-length // self.chunk))))
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,22 @@ def usable(budget_gib: float, margin: float = MARGIN) -> int:
     if not budget_gib > 0:
         raise InputError(f"budget_gib={budget_gib}: a positive number of GiB.")
     return int(budget_gib * GIB * (1 - margin))
+
+
+def knee(shape: TargetShape, *, cuda: bool = True) -> int:
+    """Return the tokens a batch beyond which the rate of `shape` is flat: what keeps one layer busy long
+    enough.
+    """
+    if not cuda:
+        return CPU_KNEE_TOKENS
+    low, high = KNEE_TOKENS
+    layer = shape.flops_per_token() / shape.layers
+    return int(min(high, max(low, _KNEE_FLOP / layer))) // 1024 * 1024
+
+
+def padded(shape: TargetShape, length: int) -> int:
+    """Return the tokens a row of `length` counts for: whole chunks of 64 where there are linear layers."""
+    return CHUNK * -(-length // CHUNK) if shape.delta else length
 
 
 def length_buckets(longest: int) -> list[int]:
@@ -100,7 +119,7 @@ def extraction_budget(
     store_final: bool = False,
     kernels: str = "fla",
     max_batch: int = 512,
-    knee_tokens: int = KNEE_TOKENS,
+    knee_tokens: int = 0,
     cuda: bool = True,
     margin: float = MARGIN,
     calibration: Calibration | None = None,
@@ -135,15 +154,16 @@ def extraction_budget(
             )
         batches[length], accounts[length] = found, one
         limited_by[length] = "max_batch" if found == max_batch else _largest_moving(one)
-    whole = [batches[length] * length for length in batches if batches[length] < max_batch]
+    whole = [rows * padded(shape, length) for length, rows in batches.items() if rows < max_batch]
     fits_tokens = min(whole, default=max_batch * longest)
     return ExtractionBudget(
-        token_budget=max(longest, min(fits_tokens, knee_tokens)),
+        token_budget=max(longest, min(fits_tokens, knee_tokens or knee(shape, cuda=cuda))),
         max_batch=max_batch,
         fits_tokens=fits_tokens,
         batches=batches,
         limited_by=limited_by,
         accounts=accounts,
+        chunk=CHUNK if shape.delta else 1,
     )
 
 

@@ -12,6 +12,7 @@ from dflash_lab.memory.planner import (
     MARGIN,
     device_budget_gib,
     extraction_budget,
+    knee,
     largest,
     length_buckets,
     training_fits,
@@ -59,14 +60,17 @@ def test_every_batch_of_a_budget_fits_it_and_one_more_row_does_not(budget_gib):
 def test_a_token_budget_alone_cannot_break_a_bucket():
     """Rows are padded to 64 inside the delta rule: many short rows need the cap on rows."""
     budget = extraction_budget(CONFIG, 55, tap_ids=TAPS, longest=4096, kernels="torch", knee_tokens=10**9)
-    assert budget.batch(8) * 64 <= budget.batches[64] * 64
+    assert budget.batch(8) * 64 <= budget.token_budget and budget.batch(65) * 128 <= budget.token_budget
     for length in (8, 65, 100, 335, 1000, 4096):
         setup = ExtractionSetup(batch=budget.batch(length), length=length, tap_ids=TAPS, kernels="torch")
         assert extraction_account(SHAPE, setup).peak <= usable(55)
 
 
 def test_memory_beyond_the_knee_is_not_asked_for():
-    assert extraction_budget(CONFIG, 94.97, tap_ids=TAPS).token_budget == 16384
+    assert extraction_budget(CONFIG, 94.97, tap_ids=TAPS).token_budget == 8192
+    assert knee(target_shape(shape_config("qwen3-8b"))) == pytest.approx(16600, rel=0.1)
+    assert knee(target_shape(shape_config("smollm2-135m"))) == 65536
+    assert knee(SHAPE, cuda=False) == 2048
     assert extraction_budget(CONFIG, 94.97, tap_ids=TAPS, knee_tokens=10**9).token_budget > 200_000
 
 

@@ -70,7 +70,7 @@ def advice_frame(params: MemorySweepParams, found: Scene) -> tuple[pl.DataFrame,
 
 def bucket_frame(params: MemorySweepParams, found: Scene) -> pl.DataFrame:
     """Return the largest batch of each length bucket under the budget."""
-    from dflash_lab.memory.planner import CPU_KNEE_TOKENS, KNEE_TOKENS, extraction_budget
+    from dflash_lab.memory.planner import extraction_budget
 
     setup = found.extraction
     budget = extraction_budget(
@@ -82,7 +82,6 @@ def bucket_frame(params: MemorySweepParams, found: Scene) -> pl.DataFrame:
         store_final=setup.store_final,
         kernels=setup.kernels,
         max_batch=params.max_batch,
-        knee_tokens=KNEE_TOKENS if found.cuda else CPU_KNEE_TOKENS,
         cuda=found.cuda,
     )
     rows = [

@@ -1,0 +1,182 @@
+"""The question a run asks before it starts: does it fit, and if not, what to change; and how right the
+answer was.
+
+A run that is predicted not to fit does not start unless it is forced. The prediction is of its worst batch
+or step. Afterwards `outcome` puts the prediction beside what the device says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dflash_lab.errors import InputError
+from dflash_lab.memory.account import Account
+from dflash_lab.memory.advise import Advice, advise_extraction, advise_training
+from dflash_lab.memory.extraction_account import extraction_account
+from dflash_lab.memory.planner import MARGIN, extraction_budget, length_buckets, padded, usable
+from dflash_lab.memory.setups import ExtractionSetup, Kernels, TrainingSetup
+from dflash_lab.memory.shapes import CHUNK, GIB, target_shape
+
+
+class DoesNotFit(InputError):
+    """A run that is predicted not to fit: `details` are plain numbers, `advice` is a sentence."""
+
+    def __init__(self, message: str, advice: Advice) -> None:
+        super().__init__(message)
+        self.advice = suggestion(advice)
+        self.details: dict[str, Any] = {
+            "predicted_peak_gib": round(advice.account.peak_gib, 3),
+            "budget_gib": round(advice.budget_gib, 3),
+            "largest": advice.largest,
+            **{term: round(size / GIB, 3) for term, size in advice.account.largest(6)},
+        }
+
+
+@dataclass(frozen=True)
+class Clearance:
+    """A run that may start: budgets for its batches, the account of its worst batch or step, the memory it
+    had.
+
+    `forced` when it was predicted not to fit and starts all the same. For training, `token_budget` and
+    `max_batch` are 0.
+    """
+
+    account: Account
+    budget_gib: float
+    forced: bool
+    token_budget: int = 0
+    max_batch: int = 0
+
+
+def clear_extraction(
+    config: Any,
+    budget_gib: float,
+    *,
+    tap_ids: Sequence[int],
+    longest: int,
+    dtype: str = "bfloat16",
+    store_final: bool = False,
+    kernels: Kernels = "fla",
+    token_budget: int = 0,
+    max_batch: int = 512,
+    cuda: bool = True,
+    force: bool = False,
+    margin: float = MARGIN,
+) -> Clearance:
+    """Clear an extraction of samples of up to `longest` tokens; `token_budget` 0 takes the planner's.
+
+    Raises `DoesNotFit` when the worst batch under the budgets is predicted not to fit `budget_gib` and
+    `force` is false; `InputError` when not even one sample fits.
+    """
+    shape = target_shape(config)
+    setup = ExtractionSetup(
+        batch=1, length=longest, tap_ids=tuple(tap_ids), dtype=dtype, store_final=store_final, kernels=kernels
+    )
+    if not token_budget:
+        planned = extraction_budget(
+            shape,
+            budget_gib,
+            tap_ids=tap_ids,
+            longest=longest,
+            dtype=dtype,
+            store_final=store_final,
+            kernels=kernels,
+            max_batch=max_batch,
+            cuda=cuda,
+            margin=margin,
+        )
+        token_budget = planned.token_budget
+        max_batch = min(max_batch, planned.batches[min(planned.batches)])
+    worst = worst_batch(config, setup, token_budget, max_batch, cuda=cuda)
+    account = extraction_account(shape, worst, cuda=cuda)
+    fits = account.peak <= usable(budget_gib, margin)
+    budget = f"{budget_gib:.2f} GiB ({100 * margin:.0f}% kept free)"
+    if not fits and not force:
+        advice = advise_extraction(shape, worst, budget_gib, margin=margin, cuda=cuda)
+        raise DoesNotFit(
+            f"A batch of {worst.batch} x {worst.length:,} tokens is predicted to need "
+            f"{account.peak_gib:.2f} GiB, the budget is {budget}. {suggestion(advice)} Or lower "
+            "token_budget or max_batch; force starts it all the same.",
+            advice,
+        )
+    return Clearance(account, budget_gib, not fits, token_budget, max_batch)
+
+
+def worst_batch(
+    config: Any, setup: ExtractionSetup, token_budget: int, max_batch: int, *, cuda: bool = True
+) -> ExtractionSetup:
+    """Return the batch of the largest predicted peak that budgets allow, for samples of up to `setup.length`.
+
+    Rows are counted as the batch planner does, in whole chunks of 64 where the target has linear layers.
+    Tried are both ends of each length bucket, the longest samples of which `max_batch` rows are allowed,
+    and those that open a new chunk of 64 just behind.
+    """
+    shape = target_shape(config)
+    edges = length_buckets(setup.length)
+    full = token_budget // max_batch
+    lengths = {1, full, full + 1, CHUNK * -(-full // CHUNK) + 1, *edges, *(edge + 1 for edge in edges)}
+    batches = [
+        replace(setup, length=length, batch=max(1, min(max_batch, token_budget // padded(shape, length))))
+        for length in lengths
+        if 1 <= length <= setup.length
+    ]
+    return max(batches, key=lambda batch: extraction_account(shape, batch, cuda=cuda).peak)
+
+
+def clear_training(
+    target_config: Any,
+    drafter_config: Any,
+    budget_gib: float,
+    *,
+    anchors: int,
+    context: int,
+    cuda: bool = True,
+    force: bool = False,
+    margin: float = MARGIN,
+    **options: Any,
+) -> Clearance:
+    """Clear a training run by its step; `options` are fields of `TrainingSetup`. Raises `DoesNotFit` as
+    above.
+    """
+    shape = target_shape(target_config)
+    setup = TrainingSetup(anchors=anchors, context=context, block_size=drafter_config.block_size, **options)
+    advice = advise_training(shape, drafter_config, setup, budget_gib, margin=margin, cuda=cuda)
+    if not advice.fits and not force:
+        raise DoesNotFit(
+            f"A step of {anchors} anchors x {setup.block_size} is predicted to need "
+            f"{advice.account.peak_gib:.2f} GiB, the budget is {budget_gib:.2f} GiB "
+            f"({100 * margin:.0f}% kept free). {suggestion(advice)} force starts it all the same.",
+            advice,
+        )
+    return Clearance(advice.account, budget_gib, not advice.fits)
+
+
+def suggestion(advice: Advice) -> str:
+    """Say in a sentence what would have fitted."""
+    if advice.plan:
+        return f"It fits with: {'; then '.join(advice.plan)} ({advice.after.peak_gib:.2f} GiB)."
+    if advice.fits:
+        return "It fits as it is."
+    term, size = advice.account.largest(1)[0]
+    return f"Nothing listed makes it fit; the largest part is {term}, {size / GIB:.2f} GiB."
+
+
+def outcome(clearance: Clearance, device: Any) -> dict[str, float]:
+    """Return predicted and measured peak in GiB and the error in percent, for a run's result.
+
+    The measured peak is what the allocator reserved plus what lies outside torch; only CUDA knows one, so
+    on a CPU there is the prediction alone.
+    """
+    import torch
+
+    figures = {"predicted_peak_gib": round(clearance.account.peak_gib, 4)}
+    device = torch.device(device)
+    if device.type != "cuda":
+        return figures
+    free, total = torch.cuda.mem_get_info(device)
+    outside = max(0, total - free - torch.cuda.memory_reserved(device))
+    measured = (torch.cuda.max_memory_reserved(device) + outside) / GIB
+    error = 100 * (clearance.account.peak_gib / measured - 1)
+    return {**figures, "measured_peak_gib": round(measured, 4), "memory_error_pct": round(error, 2)}

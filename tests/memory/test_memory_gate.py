@@ -1,0 +1,66 @@
+"""The question before a run: cleared, refused with advice, or forced."""
+
+import pytest
+
+from dflash_lab.drafter.config import DrafterConfig
+from dflash_lab.memory.extraction_account import predict_extraction
+from dflash_lab.memory.gate import DoesNotFit, clear_extraction, clear_training, outcome, worst_batch
+from dflash_lab.memory.planner import usable
+from dflash_lab.memory.setups import ExtractionSetup
+from dflash_lab.target.shapes import shape_config
+
+CONFIG = shape_config("qwen3.6-27b")
+TAPS = (1, 16, 31, 46, 61)
+DRAFTER = DrafterConfig.from_target(
+    CONFIG, mask_token_id=0, num_layers=5, block_size=24, num_heads=32, num_kv_heads=8, head_dim=128
+)
+
+
+def test_the_planners_own_budget_is_cleared_whatever_the_lengths():
+    for budget_gib in (94.97, 60.0, 52.0):
+        for kernels in ("fla", "torch"):
+            cleared = clear_extraction(CONFIG, budget_gib, tap_ids=TAPS, longest=4096, kernels=kernels)
+            assert cleared.account.peak <= usable(budget_gib) and not cleared.forced
+            for length in (1, 8, 63, 64, 65, 127, 129, 335, 1000, 4096):
+                batch = max(1, min(cleared.max_batch, cleared.token_budget // (64 * -(-length // 64))))
+                account = predict_extraction(
+                    CONFIG, batch=batch, length=length, tap_ids=TAPS, kernels=kernels
+                )
+                assert account.peak <= cleared.account.peak * 1.001
+
+
+def test_the_worst_batch_of_short_rows_is_found():
+    setup = ExtractionSetup(batch=1, length=4096, tap_ids=TAPS, kernels="torch")
+    assert worst_batch(CONFIG, setup, 16384, 4096).batch == 256  # rows of one token count for 64 each
+    assert worst_batch(CONFIG, setup, 16384, 16).length >= 1024
+
+
+def test_a_budget_by_hand_that_is_too_large_is_refused_with_advice():
+    with pytest.raises(DoesNotFit, match=r"force starts it all the same") as caught:
+        clear_extraction(CONFIG, 60.0, tap_ids=TAPS, longest=4096, token_budget=262144)
+    error = caught.value
+    assert error.details["predicted_peak_gib"] > 60 and "bucket by length" in error.advice
+    assert error.advice in str(error)
+    forced = clear_extraction(CONFIG, 60.0, tap_ids=TAPS, longest=4096, token_budget=262144, force=True)
+    assert forced.forced and forced.token_budget == 262144
+
+
+def test_training_is_cleared_refused_or_forced():
+    cleared = clear_training(CONFIG, DRAFTER, 94.97, anchors=1024, context=4096)
+    assert not cleared.forced
+    with pytest.raises(DoesNotFit, match=r"1024 anchors x 24.*checkpoint the draft layers"):
+        clear_training(CONFIG, DRAFTER, 48.0, anchors=1024, context=4096)
+    assert clear_training(CONFIG, DRAFTER, 48.0, anchors=1024, context=4096, force=True).forced
+    with pytest.raises(DoesNotFit, match="the largest part is optimizer moments"):
+        clear_training(CONFIG, DRAFTER, 10.0, anchors=8, context=64)
+
+
+def test_the_outcome_on_a_cpu_is_the_prediction_alone():
+    cleared = clear_training(CONFIG, DRAFTER, 94.97, anchors=64, context=1024)
+    assert outcome(cleared, "cpu") == {"predicted_peak_gib": round(cleared.account.peak_gib, 4)}
+
+
+@pytest.mark.gpu
+def test_the_outcome_on_a_device_has_both():
+    cleared = clear_training(CONFIG, DRAFTER, 94.97, anchors=64, context=1024)
+    assert outcome(cleared, "cuda").keys() == {"predicted_peak_gib", "measured_peak_gib", "memory_error_pct"}
