@@ -114,7 +114,7 @@ def planner(result: MemorySweepResult, params: MemorySweepParams) -> ipywidgets.
     chart, bars, text.value = brain.draw(question())
     live = [go.FigureWidget(chart), go.FigureWidget(bars)]
     for figure in live:
-        figure.update_layout(width=620, height=400)
+        figure.update_layout(height=360)
 
     def update(_change: dict[str, Any]) -> None:
         try:
@@ -127,7 +127,7 @@ def planner(result: MemorySweepResult, params: MemorySweepParams) -> ipywidgets.
 
     for control in controls.values():
         control.observe(update, names="value")
-    return widgets.VBox([widgets.HBox([widgets.VBox(list(controls.values())), text]), widgets.HBox(live)])
+    return widgets.VBox([widgets.HBox([widgets.VBox(list(controls.values())), text]), *live])
 
 
 def redraw(live: go.FigureWidget, fresh: go.Figure) -> None:
