@@ -263,3 +263,27 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="contiguous"):
         write_part(tmp_path / "part-000000.safetensors", {"taps": torch.zeros(4, 4).t()[:2]})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_same_plan_twice_gives_the_same_bytes(tiny, tmp_path: Path) -> None:
+    samples = make_samples(tmp_path / "s.parquet", LENGTHS)
+    for name in ("one", "two"):
+        extract(tiny("qwen3_5"), samples, tmp_path / name, store_final=True, **PLAN)
+    sums = [[files.checksum(part) for part in parts(tmp_path / name)] for name in ("one", "two")]
+    assert sums[0] == sums[1] and len(sums[0]) >= 4
+
+
+def test_a_buffer_is_waited_for_only_while_one_can_come() -> None:
+    from dflash_lab.extraction.writer import HostBuffers
+
+    buffers, asked = HostBuffers(1, 8, pinned=False), []
+    buffer = buffers.acquire(lambda: None)
+
+    def writer_died() -> None:
+        asked.append(1)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        buffers.acquire(writer_died)
+    buffers.give_back(buffer)
+    assert buffers.acquire(writer_died) is buffer and asked == [1]
