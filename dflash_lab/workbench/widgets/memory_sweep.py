@@ -127,7 +127,7 @@ def planner(result: MemorySweepResult, params: MemorySweepParams) -> ipywidgets.
 
     for control in controls.values():
         control.observe(update, names="value")
-    return widgets.VBox([widgets.HBox([widgets.VBox(list(controls.values())), text]), *live])
+    return widgets.VBox([widgets.HBox([widgets.VBox(list(controls.values())), text]), widgets.VBox(live)])
 
 
 def redraw(live: go.FigureWidget, fresh: go.Figure) -> None:
