@@ -15,7 +15,7 @@ class InputError(LabError, ValueError):
 
 
 class StoreError(LabError, RuntimeError):
-    """Something on disk is not what its manifest says: missing, truncated, altered, or made by another setup."""
+    """Something on disk is not what its manifest says: missing, cut, altered, or of another setup."""
 
 
 class UnsupportedTarget(InputError):

@@ -1,7 +1,8 @@
-"""Files that are either whole or absent: write to a temporary name in the same folder, fsync, rename, fsync the folder.
+"""Files that are either whole or absent: write to a temporary name in the same folder, fsync, rename, fsync
+the folder.
 
-Everything the lab leaves on disk goes through these functions, so that a crash or a full disk never leaves half a file
-under its final name. Formats are JSON, Parquet and safetensors; nothing is ever pickled.
+Everything the lab leaves on disk goes through these functions, so that a crash or a full disk never leaves
+half a file under its final name. Formats are JSON, Parquet and safetensors; nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dflash_lab.errors import StoreError
 
 @contextlib.contextmanager
 def atomic_path(path: Path | str) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; when the block ends well it is synced and takes the name `path`."""
+    """Yield a temporary path beside `path`; when the block ends well it is synced and renamed `path`."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
@@ -64,9 +65,13 @@ def read_json(path: Path | str) -> Any:
     try:
         return json.loads(path.read_bytes())
     except json.JSONDecodeError as error:
-        raise StoreError(f"{path}:{error.lineno}: not valid JSON ({error.msg}). Remove the file to make it again.") from error
+        raise StoreError(
+            f"{path}:{error.lineno}: not valid JSON ({error.msg}). Remove the file to make it again."
+        ) from error
     except UnicodeDecodeError as error:
-        raise StoreError(f"{path}: not UTF-8 text at byte {error.start}. Remove the file to make it again.") from error
+        raise StoreError(
+            f"{path}: not UTF-8 text at byte {error.start}. Remove the file to make it again."
+        ) from error
 
 
 def append_line(path: Path | str, value: Any) -> None:
@@ -89,7 +94,7 @@ def checksum(path: Path | str) -> str:
 
 
 def inside(folder: Path | str, name: str) -> Path:
-    """Resolve `name` below `folder`; a name that leaves the folder (``..``, absolute, link) is a `StoreError`."""
+    """Resolve `name` below `folder`; a name that leads out (``..``, absolute, link) is a `StoreError`."""
     folder = Path(folder).resolve()
     path = (folder / name).resolve()
     if not path.is_relative_to(folder):

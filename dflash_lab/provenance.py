@@ -35,7 +35,7 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str:
-    """Return the commit of the checkout this package runs from, ``+dirty`` if changed, or ``unknown`` outside one."""
+    """Return the commit this package runs from, ``+dirty`` if changed, or ``unknown`` outside a checkout."""
     root = Path(__file__).resolve().parent.parent
     try:
         commit = subprocess.run(
