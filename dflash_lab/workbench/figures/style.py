@@ -105,7 +105,7 @@ def _show_saved(fig: go.Figure, content: str, name: str) -> None:
 def slug(title: str) -> str:
     """Return a file name for a title: lower-case words joined by ``-``, at most 60 characters."""
     words = re.sub(r"<[^>]*>", " ", title).lower()
-    return re.sub(r"[^a-z0-9]+", "-", words).strip("-")[:60] or "figure"
+    return re.sub(r"[^a-z0-9]+", "-", words).strip("-")[:60].strip("-") or "figure"
 
 
 def thin(count: int, keep: int = 2000) -> list[int]:
