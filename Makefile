@@ -6,6 +6,8 @@ PYTHON ?= python3
 RUN ?= params/demo
 PORT ?= 8888
 WORKERS ?= 2
+DEVICE ?= cpu
+CLAIMS ?= planning extraction memory loss acceptance
 PYTEST_ARGS ?=
 BIN := .venv/bin
 # Containers run as root, which Jupyter refuses unless told; it listens on loopback with its token either way.
@@ -37,7 +39,8 @@ lab: install
 	$(BIN)/jupyter lab --ip=127.0.0.1 --port=$(PORT) $(AS_ROOT) --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks
 
 bench: install-test
-	for script in benchmarks/bench_*.py; do $(BIN)/python "$$script" || exit 1; done
+	for claim in $(CLAIMS); do \
+	    $(BIN)/python benchmarks/$$claim.py --json benchmarks/results/$(DEVICE)/$$claim.json || exit 1; done
 
 install: .venv/installed
 install-test: .venv/installed-test
