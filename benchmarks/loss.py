@@ -1,6 +1,6 @@
 """Speed and memory of the fused draft loss beside the public losses that install, on this machine.
 
-    python benchmarks/loss.py --json FILE [--figure FOLDER]
+    python benchmarks/loss.py --json FILE [--figure FOLDER] [--only TEXT ...]
 
 On a CUDA device: 1,024 blocks of 24 slots, a vocabulary of 248,320, hidden size 5,120, bf16. The matmul rate
 is measured first, in the same process; the floors are the matmuls that the loss cannot avoid, at that rate,
@@ -28,7 +28,7 @@ from torch import Tensor
 from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.loss.fused import fused_draft_loss
 from dflash_lab.drafter.loss.plan import ChunkPlan
-from dflash_lab.files import write_json
+from dflash_lab.files import read_json, write_json
 from dflash_lab.provenance import provenance
 
 HARD = LossConfig()
@@ -209,149 +209,158 @@ def gradient_error(inputs: Inputs, config: LossConfig, anchors: int = 4) -> floa
     return ((found - states.grad).norm() / states.grad.norm()).item()
 
 
-def attempt(
-    name: str, step: Callable[[], Callable[[], Tensor]], inputs: Inputs, out: dict[str, Any], **how: Any
-) -> None:
-    """Measure one row of the table; a peer that is not installed or does not fit is recorded as such."""
-    try:
-        found = measure(step(), inputs.hidden, **how)
-        out[name] = {"ms": found.ms, "extra_gib": found.extra_gib}
-    except ImportError as error:
-        out[name] = {"absent": f"not installed: {error}"}
-    except torch.OutOfMemoryError:
-        out[name] = {"absent": "out of memory"}
-    if inputs.hidden.device.type == "cuda":
-        torch.cuda.empty_cache()
-    row = out[name]
-    gib = "" if row.get("extra_gib") is None else f"{row['extra_gib']:8.2f} GiB"
-    print(f"{name:<34}" + (row["absent"] if "absent" in row else f"{row['ms']:9.1f} ms {gib}"), flush=True)
+class Bench:
+    """One run of the script: its matmul rate, what it was asked to measure, and the result it adds to.
+
+    Every row remembers the run it was measured in, and is compared with the matmul rate of that run, so that
+    a row can be measured again without the others.
+    """
+
+    def __init__(self, device: torch.device, only: list[str], result: dict[str, Any]) -> None:
+        self.device, self.only, self.result = device, only, result
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        first, held = matmul_rates(device, self.dtype)
+        print(f"{first:.1f} TFLOP/s at first, {held:.1f} held", flush=True)
+        rates = {"matmul_tflops": held, "matmul_tflops_first": first}
+        runs = result.setdefault("runs", [])
+        runs.append(rates | {"peers": loss_peers.versions(), "provenance": provenance()})
+        self.number = len(runs) - 1
+
+    def wanted(self, name: str) -> bool:
+        return not self.only or any(text in name for text in self.only)
+
+    def row(
+        self, table: str, name: str, step: Callable[[], Callable[[], Tensor]], inputs: Inputs, **how: Any
+    ) -> None:
+        """Measure one row; a peer that is not installed or does not fit is recorded as such."""
+        if not self.wanted(name):
+            return
+        try:
+            found: dict[str, Any] = vars(measure(step(), inputs.hidden, **how))
+        except ImportError as error:
+            found = {"absent": f"not installed: {error}"}
+        except torch.OutOfMemoryError:
+            found = {"absent": "out of memory"}
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.result.setdefault(table, {})[name] = found | {"run": self.number}
+        gib = "" if found.get("extra_gib") is None else f"{found['extra_gib']:8.2f} GiB"
+        print(
+            f"{name:<38}" + (found["absent"] if "absent" in found else f"{found['ms']:9.1f} ms {gib}"),
+            flush=True,
+        )
+
+    def main_table(self, shape: Shape, backends: list[str]) -> None:
+        """Every backend and every peer on the main shape, and the errors of the gradient."""
+        inputs = Inputs.make(shape, self.device, self.dtype)
+        for config, label in ((FULL, "CE + KL + CAP"), (HARD, "CE")):
+            for backend in backends:
+                name = f"fused, {backend}, {label}"
+                self.row("table", name, lambda c=config, b=backend: ours(inputs, c, backend=b), inputs)
+        for name, peer in loss_peers.PEERS.items():
+            self.row("table", name, lambda p=peer: p(inputs, FULL), inputs, repeat=3, warm=1)
+        if self.wanted("errors"):
+            self.result["errors"] = {
+                "grad_rel_err": gradient_error(inputs, FULL),
+                "grad_rel_err_ce": gradient_error(inputs, HARD),
+            }
+
+    def shared_rows(self, shape: Shape) -> None:
+        """The same with the anchors in one sequence of 8 tokens an anchor; rho = distinct target rows over
+        live rows.
+        """
+        inputs = Inputs.make(shape, self.device, self.dtype, sequence=8 * shape.anchors)
+        self.row("table", "fused, shared target rows", lambda: ours(inputs, FULL), inputs)
+        distinct = inputs.target_rows[:, 1:].unique().numel()
+        self.result["rho"] = distinct / (shape.anchors * (shape.block - 1))
+
+    def small_end(self, shape: Shape) -> None:
+        """A small vocabulary and a small hidden size, where the naive loss is at its best."""
+        inputs = Inputs.make(shape, self.device, self.dtype)
+        self.row("small_table", "small: fused", lambda: ours(inputs, FULL), inputs, repeat=15)
+        self.row("small_table", "small: naive", lambda: loss_peers.naive(inputs, FULL), inputs, repeat=15)
+
+    def positions(self, shape: Shape, counts: list[int]) -> None:
+        """Time and peak as positions grow, in blocks of 16; `buffers_gib` leaves out the gradient that is
+        returned.
+        """
+        rows = []
+        for count in counts:
+            inputs = Inputs.make(Shape(count // 16, 16, shape.vocab, shape.hidden), self.device, self.dtype)
+            found = measure(ours(inputs, FULL), inputs.hidden, repeat=3, warm=1)
+            gradient_gib = inputs.hidden.numel() * inputs.hidden.element_size() / 2**30
+            buffers = None if found.extra_gib is None else found.extra_gib - gradient_gib
+            rows.append({"positions": count, **vars(found), "buffers_gib": buffers, "run": self.number})
+            print(f"N = {count:>6}: {found.ms:9.1f} ms, buffers {buffers} GiB", flush=True)
+            del inputs
+        self.result["positions"] = rows
 
 
-def main_table(
-    shape: Shape, device: torch.device, dtype: torch.dtype, backends: list[str]
-) -> tuple[dict[str, Any], dict[str, float]]:
-    """Every backend and every peer on the main shape; errors of the gradient by config."""
-    inputs = Inputs.make(shape, device, dtype)
-    out: dict[str, Any] = {}
-    for config, label in ((FULL, "CE + KL + CAP"), (HARD, "CE")):
-        for backend in backends:
-            attempt(
-                f"fused, {backend}, {label}",
-                lambda c=config, b=backend: ours(inputs, c, backend=b),
-                inputs,
-                out,
-            )
-    for name, peer in loss_peers.PEERS.items():
-        attempt(name, lambda p=peer: p(inputs, FULL), inputs, out, repeat=3, warm=1)
-    errors = {"grad_rel_err": gradient_error(inputs, FULL), "grad_rel_err_ce": gradient_error(inputs, HARD)}
-    return out, errors
-
-
-def shared_rows(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, Any], float]:
-    """The same with the anchors in one sequence of 8 tokens an anchor; and rho, distinct target rows over live rows."""
-    inputs = Inputs.make(shape, device, dtype, sequence=8 * shape.anchors)
-    out: dict[str, Any] = {}
-    attempt("fused, shared target rows", lambda: ours(inputs, FULL), inputs, out)
-    distinct = inputs.target_rows[:, 1:].unique().numel()
-    return out, distinct / (shape.anchors * (shape.block - 1))
-
-
-def small_end(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """A small vocabulary and a small hidden size, where the naive loss is at its best."""
-    inputs = Inputs.make(shape, device, dtype)
-    out: dict[str, Any] = {}
-    attempt("small: fused", lambda: ours(inputs, FULL), inputs, out)
-    attempt("small: naive", lambda: loss_peers.naive(inputs, FULL), inputs, out)
+def figures(result: dict[str, Any]) -> dict[str, float | None]:
+    """The headline numbers: each row against the floor of its own run."""
+    table, small = result["table"], result["small_table"]
+    best = "fused, triton" if "fused, triton, CE" in table else "fused, torch"
+    names = {
+        "ce_kl_ratio_to": (f"{best}, CE + KL + CAP", 3),
+        "ce_kl_rho035_ratio_to": ("fused, shared target rows", 3),
+        "ce_ratio_to": (f"{best}, CE", 2),
+        "naive_ratio_to": ("naive full logits, CE + KL", 3),
+    }
+    out: dict[str, float | None] = {}
+    for suffix, rate in (("floor", "matmul_tflops"), ("first_floor", "matmul_tflops_first")):
+        for figure, (name, matmuls) in names.items():
+            row = table[name]
+            floor = matmuls * result["matmul_flop"] / result["runs"][row["run"]][rate] / 1e9
+            out[f"{figure}_{suffix}"] = row["ms"] / floor if "ms" in row else None
+    out["ce_kl_extra_gib"] = table[names["ce_kl_ratio_to"][0]]["extra_gib"]
+    out["naive_extra_gib"] = table["naive full logits, CE + KL"].get("extra_gib")
+    out |= result["errors"] | {"rho": result["rho"]}
+    out["small_ratio_to_naive"] = small["small: fused"]["ms"] / small["small: naive"]["ms"]
     return out
 
 
-def sweep_positions(
-    shape: Shape, device: torch.device, dtype: torch.dtype, counts: list[int]
-) -> list[dict[str, Any]]:
-    """Time and peak as the number of positions grows, in blocks of 16; `buffers_gib` leaves the returned
-    gradient out.
-    """
-    rows = []
-    for count in counts:
-        inputs = Inputs.make(Shape(count // 16, 16, shape.vocab, shape.hidden), device, dtype)
-        found = measure(ours(inputs, FULL), inputs.hidden, repeat=3, warm=1)
-        gradient_gib = inputs.hidden.numel() * inputs.hidden.element_size() / 2**30
-        buffers = None if found.extra_gib is None else found.extra_gib - gradient_gib
-        rows.append(
-            {"positions": count, "ms": found.ms, "extra_gib": found.extra_gib, "buffers_gib": buffers}
-        )
-        print(f"N = {count:>6}: {found.ms:9.1f} ms, buffers {buffers} GiB", flush=True)
-        del inputs
-    return rows
-
-
-def run(device: torch.device) -> dict[str, Any]:
-    """All measurements."""
+def run(device: torch.device, only: list[str], result: dict[str, Any]) -> dict[str, Any]:
+    """Measure what is wanted and return `result` with it."""
     cuda = device.type == "cuda"
-    dtype = torch.bfloat16 if cuda else torch.float32
     main = Shape(1024, 24, 248_320, 5120) if cuda else Shape(32, 8, 4096, 128)
     counts = [1024, 4096, 24_576, 98_304] if cuda else [256, 1024]
     small = Shape(512, 16, 49_152, 576) if cuda else Shape(32, 8, 4096, 64)
-    first, rate = matmul_rates(device, dtype)
-    floor_ms = main.matmul_flop / rate / 1e9
-    print(
-        f"{first:.1f} TFLOP/s at first, {rate:.1f} held; one matmul of the loss {floor_ms:.1f} ms", flush=True
-    )
-    backends = ["triton", "compile", "torch"] if cuda else ["torch"]
-    table, errors = main_table(main, device, dtype, backends)
-    chosen, rho = shared_rows(main, device, dtype)
-    small_table = small_end(small, device, dtype)
-    best = "fused, triton" if cuda else "fused, torch"
-    full, hard = table[f"{best}, CE + KL + CAP"], table[f"{best}, CE"]
-    naive_ms = table["naive full logits, CE + KL"].get("ms")
-    positions = sweep_positions(main, device, dtype, counts)
-    _, last = matmul_rates(device, dtype)
-
-    def ratios(suffix: str, floor: float) -> dict[str, float | None]:
-        return {
-            f"ce_kl_ratio_to_{suffix}": full["ms"] / (3 * floor),
-            f"ce_kl_rho035_ratio_to_{suffix}": chosen["fused, shared target rows"]["ms"] / (3 * floor),
-            f"ce_ratio_to_{suffix}": hard["ms"] / (2 * floor),
-            f"naive_ratio_to_{suffix}": naive_ms and naive_ms / (3 * floor),
-        }
-
-    figures = {
-        **ratios("floor", floor_ms),
-        "ce_kl_extra_gib": full["extra_gib"],
-        "naive_extra_gib": table["naive full logits, CE + KL"].get("extra_gib"),
-        **errors,
-        "rho": rho,
-        "small_ratio_to_naive": small_table["small: fused"]["ms"] / small_table["small: naive"]["ms"],
-        "matmul_tflops": rate,
-        "matmul_tflops_first": first,
-        "matmul_tflops_at_the_end": last,
-        **ratios("first_floor", main.matmul_flop / first / 1e9),
-    }
-    return {
+    bench = Bench(device, only, result)
+    result |= {
         "claim": "loss",
         "sizes": "full" if cuda else "toy: no CUDA device, these figures test the script only",
-        "figures": figures,
-        "shape": vars(main) | {"positions": main.positions, "dtype": str(dtype)},
+        "shape": vars(main) | {"positions": main.positions, "dtype": str(bench.dtype)},
         "small_shape": vars(small),
-        "table": table | chosen,
-        "small_table": small_table,
-        "positions": positions,
-        "peer_versions": loss_peers.versions(),
-        "provenance": provenance(),
+        "matmul_flop": main.matmul_flop,
     }
+    bench.main_table(main, ["triton", "compile", "torch"] if cuda else ["torch"])
+    if bench.wanted("fused, shared target rows"):
+        bench.shared_rows(main)
+    if bench.wanted("small: fused") or bench.wanted("small: naive"):
+        bench.small_end(small)
+    if bench.wanted("positions"):
+        bench.positions(main, counts)
+    return {"figures": figures(result)} | {name: value for name, value in result.items() if name != "figures"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", required=True, help="where the results go")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        help="measure again only rows whose name contains one of these; the other rows of FILE are kept",
+    )
     parser.add_argument("--figure", help="folder for loss.png, loss.html and loss.json (a plotly figure)")
     parser.add_argument(
         "--commit", help="what to record as the commit where the code runs outside its checkout"
     )
     options = parser.parse_args()
-    result = run(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    result = read_json(options.json) if options.only else {}
+    result = run(torch.device("cuda" if torch.cuda.is_available() else "cpu"), options.only, result)
     if options.commit:
-        result["provenance"]["commit"] = options.commit
+        result["runs"][-1]["provenance"]["commit"] = options.commit
     write_json(options.json, result)
     for name, value in result["figures"].items():
         print(f"{name:<30} {value if value is None else round(value, 5)}")

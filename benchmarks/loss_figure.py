@@ -5,6 +5,7 @@ python benchmarks/loss_figure.py RESULT.json FOLDER
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,6 @@ NAMES = {
     "Liger fused linear CE, CE only": "Liger",
     "speculators fused KL, KL only": "speculators",
 }
-ABOVE = {"fused (plain torch)", "fused (Triton)", "naive full logits", "checkpointed chunks", "speculators"}
 
 
 def figure(result: dict[str, Any]) -> go.Figure:
@@ -52,24 +52,29 @@ def figure(result: dict[str, Any]) -> go.Figure:
         fig.add_scatter(
             x=gib, y=ms, text=names, name=kind, mode="markers+text",
             marker={"symbol": symbols[0], "size": 11, "color": colors[0]},
-            textposition=["top center" if name in ABOVE else "bottom center" for name in names],
+            textposition="middle right" if kind == "CE alone" else "middle left",
             hovertemplate="%{text}: %{y:.0f} ms, %{x:.2f} GiB<extra></extra>",
         )  # fmt: skip
-    shape, rate = result["shape"], result["figures"]["matmul_tflops"]
+    shape, rate = result["shape"], result["runs"][0]["matmul_tflops"]
     one = 2 * shape["positions"] * shape["vocab"] * shape["hidden"] / rate / 1e9
     for count, label in ((3, "3 matmuls: CE + KL"), (2, "2 matmuls: CE")):
-        fig.add_hline(
-            y=count * one, line={"dash": "dot", "color": "grey"},
-            annotation={"text": f"floor, {label}", "font": {"color": "grey"}},
-            annotation_position="bottom right",
+        level = count * one
+        fig.add_shape(
+            type="line", xref="paper", x0=0, x1=1, y0=level, y1=level, line={"dash": "dot", "color": "grey"}
+        )
+        fig.add_annotation(  # annotations take the logarithm on a logarithmic axis, shapes the value
+            text=f"floor, {label}", xref="paper", x=1, y=math.log10(level), xanchor="right", yanchor="bottom",
+            showarrow=False, font={"color": "grey"},
         )  # fmt: skip
-    device = result["provenance"]["device"]["device"]
+    device = result["runs"][0]["provenance"]["device"]["device"]
     fig.update_layout(
-        title=f"Draft loss and backward, {shape['positions']:,} positions, {shape['vocab']:,} tokens, {device}",
-        xaxis={"title": "peak memory beyond the inputs (GiB)", "type": "log", "range": [-0.45, 2.15]},
-        yaxis={"title": "time (ms)", "rangemode": "tozero"},
-        legend={"x": 0.02, "y": 0.02, "xanchor": "left", "yanchor": "bottom"},
-        template="plotly_white", width=1000, height=560, margin={"t": 60, "r": 30},
+        title=f"Draft loss: {shape['positions']:,} positions x {shape['vocab']:,} tokens, {device}",
+        xaxis={"title": "peak memory beyond the inputs (GiB)", "type": "log", "range": [-0.6, 2.2],
+               "tickvals": [0.5, 1, 2, 5, 10, 20, 50, 100]},
+        yaxis={"title": "time (ms)", "type": "log", "range": [2.2, 3.25],
+               "tickvals": [200, 300, 400, 600, 800, 1200, 1600]},
+        legend={"orientation": "h", "x": 0, "y": 1.0, "xanchor": "left", "yanchor": "bottom"},
+        template="plotly_white", width=1000, height=560, margin={"t": 90, "r": 30},
     )  # fmt: skip
     return fig
 

@@ -32,18 +32,16 @@ def dense(
     hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, target: Tensor, config: LossConfig
 ) -> Tensor:
     """Weighted sum of CE, KL and CAP over full logits; hidden, target [A, B, H], float32 softmax or wider."""
-    z = hidden @ head.T
-    z = z if z.dtype == torch.float64 else z.float()
-    log_p = z.log_softmax(-1)
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    log_p = (hidden @ head.T).to(wide).log_softmax(-1)
     row = config.hard_weight * -log_p.gather(-1, labels[..., None])[..., 0]
     if config.soft_weight:
         with torch.no_grad():
-            s = target @ head.T
-            log_q = (s if s.dtype == torch.float64 else s.float()).log_softmax(-1)
-        row = row + config.soft_weight * F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)
+            q = (target @ head.T).to(wide).softmax(-1)
+        row = row + config.soft_weight * F.kl_div(log_p, q, reduction="none").sum(-1)
     if config.cap_weight:
         entropy = -(log_p.exp() * log_p).sum(-1)
-        row = row + config.cap_weight * entropy * (z.detach().argmax(-1) == labels)
+        row = row + config.cap_weight * entropy * (log_p.detach().argmax(-1) == labels)
     return (weights * row).sum()
 
 

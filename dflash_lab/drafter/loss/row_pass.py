@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-import torch
 from torch import Tensor
 
 from dflash_lab.drafter.loss.config import LossConfig
@@ -104,11 +103,3 @@ class RowPass(ABC):
         if scale is not None:
             part = part * scale[:, None]
         grad[place] = part.to(grad.dtype)
-
-
-def rounding_at_label(at_label: Tensor, rounded: Tensor, owned: Tensor, label: Tensor) -> Tensor:
-    """[n]: the gradient at each row's label minus its rounded [n, V] entry, 0 where another slice owns the
-    label.
-    """
-    error = at_label - rounded.gather(1, label[:, None])[:, 0].to(at_label.dtype)
-    return torch.where(owned, error, 0)

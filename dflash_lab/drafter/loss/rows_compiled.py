@@ -14,8 +14,14 @@ import torch
 from torch import Tensor
 
 from dflash_lab.drafter.loss.config import LossConfig
-from dflash_lab.drafter.loss.row_pass import RowPass, rounding_at_label
-from dflash_lab.drafter.loss.rows_torch import divergence_strip, drafter_strip, gradient_strip, target_strip
+from dflash_lab.drafter.loss.row_pass import RowPass
+from dflash_lab.drafter.loss.rows_torch import (
+    divergence_strip,
+    drafter_strip,
+    gradient_strip,
+    subtract_label,
+    target_strip,
+)
 from dflash_lab.drafter.loss.terms import DrafterSums, Rows, TargetSums, TargetTerms, Terms
 from dflash_lab.drafter.loss.weighting import Coefficients
 
@@ -56,44 +62,59 @@ class CompiledRows(RowPass):
     def gradient(
         self, rows: Rows, terms: Terms, factors: Coefficients, config: LossConfig, out: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        owned, label = rows.owned, rows.local_label
-        target = rows.target
-        _dynamic(rows.z, rows.s, rows.source, owned, label, out)
+        owned, label, target = rows.owned, rows.local_label, rows.target
+        _dynamic(rows.z, rows.s, rows.source, label, out)
         _dynamic(*vars(terms).values(), *vars(factors).values(), *(vars(target).values() if target else ()))
         at_label, kl = self._gradient(
-            rows.z, rows.s, rows.source, owned, label, terms, target, factors, config.temperature,
-            config.logit_softcap, out,
-        )  # fmt: skip
+            rows.z,
+            rows.s,
+            rows.source,
+            label,
+            terms,
+            target,
+            factors,
+            config.temperature,
+            config.logit_softcap,
+            out,
+        )
         # outside the compiled code, which would fuse rounding and widening again into nothing
-        return rounding_at_label(at_label, out, owned, label), kl
+        lost = subtract_label(out, at_label, rows.z, owned, label, factors, config.logit_softcap)
+        return lost, kl
 
 
 def _divergence(
-    z: Tensor, s: Tensor, source: Tensor, lse: Tensor, lse_t: Tensor, target_lse: Tensor,
+    z: Tensor,
+    s: Tensor,
+    source: Tensor,
+    lse: Tensor,
+    lse_t: Tensor,
+    target_lse: Tensor,
     target_lse_t: Tensor,
     temperature: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     return divergence_strip(z, s[source], lse, lse_t, target_lse[source], target_lse_t[source], temperature)
 
 
 def _gradient(
-    z: Tensor, s: Tensor | None, source: Tensor | None, owned: Tensor, label: Tensor, terms: Terms,
-    target: TargetTerms | None, factors: Coefficients, temperature: float, softcap: float, out: Tensor,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    z: Tensor,
+    s: Tensor | None,
+    source: Tensor | None,
+    label: Tensor,
+    terms: Terms,
+    target: TargetTerms | None,
+    factors: Coefficients,
+    temperature: float,
+    softcap: float,
+    out: Tensor,
+) -> tuple[Tensor, Tensor | None]:
     own = target_lse = target_lse_t = None
     if s is not None and source is not None and target is not None:
         own, target_lse, target_lse_t = s[source], target.lse[source], target.lse_t[source]
-    grad, kl = gradient_strip(
-        z, own, owned, label, terms, target_lse, target_lse_t, factors, temperature, softcap
-    )
+    grad, kl = gradient_strip(z, own, terms, target_lse, target_lse_t, factors, temperature, softcap)
     out.copy_(grad)
     # the label's column once more by itself: gathered from `grad`, all of grad would be stored in float32
-    column = None if own is None else own.gather(1, label[:, None])
-    at_label, _ = gradient_strip(
-        z.gather(1, label[:, None]), column, owned, torch.zeros_like(label), terms, target_lse, target_lse_t,
-        factors,
-        temperature, softcap,
-    )  # fmt: skip
+    z, own = z.gather(1, label[:, None]), None if own is None else own.gather(1, label[:, None])
+    at_label, _ = gradient_strip(z, own, terms, target_lse, target_lse_t, factors, temperature, softcap)
     return at_label[:, 0], kl
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from dflash_lab.drafter.loss.config import LossConfig
-from dflash_lab.drafter.loss.row_pass import RowPass, rounding_at_label
+from dflash_lab.drafter.loss.row_pass import RowPass
 from dflash_lab.drafter.loss.terms import DrafterSums, Rows, TargetSums, Terms
 from dflash_lab.drafter.loss.weighting import Coefficients
 
-STRIP_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 22}
+STRIP_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}
 _FAR = -1e4  # e^-10000 = 0 in every dtype: stands for -inf where 0 * -inf would be NaN
 
 
@@ -64,12 +64,21 @@ class TorchRows(RowPass):
                     rows.target.lse_t[source],
                 )
             grad, part = gradient_strip(
-                rows.z[i:j], s, owned[i:j], label[i:j], terms.slice(i, j), target_lse, target_lse_t,
-                factors.slice(i, j), config.temperature, config.logit_softcap,
+                rows.z[i:j], s, terms.slice(i, j), target_lse, target_lse_t, factors.slice(i, j),
+                config.temperature,
+                config.logit_softcap,
             )  # fmt: skip
             out[i:j] = grad
             at_label = grad.gather(1, label[i:j, None])[:, 0]
-            lost[i:j] = rounding_at_label(at_label, out[i:j], owned[i:j], label[i:j])
+            lost[i:j] = subtract_label(
+                out[i:j],
+                at_label,
+                rows.z[i:j],
+                owned[i:j],
+                label[i:j],
+                factors.slice(i, j),
+                config.logit_softcap,
+            )
             if kl is not None and part is not None:
                 kl[i:j] = part
         return lost, kl
@@ -116,8 +125,6 @@ def divergence_strip(
 def gradient_strip(
     z: Tensor,
     s: Tensor | None,
-    owned: Tensor,
-    label: Tensor,
     terms: Terms,
     target_lse: Tensor | None,
     target_lse_t: Tensor | None,
@@ -125,16 +132,14 @@ def gradient_strip(
     temperature: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """(d loss / d z [n, V] in z's dtype, KL [n] or None) for rows z, s [n, V]."""
+    """(d loss / d z [n, V] but for the label's own entry, KL [n] or None) for rows z, s [n, V]."""
     log_p = (z - terms.lse[:, None]).clamp_min(_FAR)
     p = log_p.exp()
-    grad = torch.zeros_like(z)
-    if factors.hard is not None:
-        grad = factors.hard[:, None] * p
+    grad = torch.zeros_like(z) if factors.hard is None else factors.hard[:, None] * p
     if factors.soft is not None:
         assert s is not None and target_lse_t is not None
         p_t = p if temperature == 1.0 else (z / temperature - terms.lse_t[:, None]).exp()
-        grad = grad + factors.soft[:, None] * (p_t - (s / temperature - target_lse_t[:, None]).exp())
+        grad = grad + factors.soft[:, None] * (p_t - (_over(s, temperature) - target_lse_t[:, None]).exp())
     if factors.cap is not None:
         cap = torch.where(terms.rank == 0, factors.cap, 0)
         grad = grad - cap[:, None] * p * (log_p + terms.entropy[:, None])
@@ -142,9 +147,6 @@ def gradient_strip(
         assert s is not None and target_lse is not None and terms.below is not None
         less = (p < (s - target_lse[:, None]).exp()).to(p.dtype)
         grad = grad + factors.tv[:, None] * p * (terms.below[:, None] - less)
-    if factors.hard is not None:
-        here = (torch.arange(z.shape[1], device=z.device) == label[:, None]) & owned[:, None]
-        grad = torch.where(here, grad - factors.hard[:, None], grad)
     if softcap:
         grad = grad * (1 - (z / softcap) ** 2)
     if s is None or target_lse_t is None:
@@ -152,10 +154,38 @@ def gradient_strip(
     return grad, _kl(z, s, terms.lse_t, target_lse_t, temperature)
 
 
+def subtract_label(
+    out: Tensor,
+    at_label: Tensor,
+    z: Tensor,
+    owned: Tensor,
+    label: Tensor,
+    factors: Coefficients,
+    softcap: float,
+) -> Tensor:
+    """Write the label's own entry, at_label - hard, into out [n, V]; return what its rounding lost [n].
+
+    `at_label` is the entry of `gradient_strip` before rounding. Rows whose label another slice owns stay.
+    """
+    column = label[:, None]
+    if factors.hard is not None:
+        hard = factors.hard
+        if softcap:
+            hard = hard * (1 - (z.gather(1, column)[:, 0] / softcap) ** 2)
+        at_label = torch.where(owned, at_label - hard, at_label)
+    rounded = at_label.to(out.dtype)
+    out.scatter_(1, column, rounded[:, None])
+    return torch.where(owned, at_label - rounded.to(at_label.dtype), 0)
+
+
 def _kl(z: Tensor, s: Tensor, lse_t: Tensor, target_lse_t: Tensor, temperature: float) -> Tensor:
-    log_q = s / temperature - target_lse_t[:, None]
+    log_q = _over(s, temperature) - target_lse_t[:, None]
     q = log_q.exp()
-    return torch.where(q == 0, 0, q * (log_q - (z / temperature - lse_t[:, None]))).sum(1)
+    return torch.where(q == 0, 0, q * (log_q - (_over(z, temperature) - lse_t[:, None]))).sum(1)
+
+
+def _over(logits: Tensor, temperature: float) -> Tensor:
+    return logits if temperature == 1.0 else logits / temperature
 
 
 def strips(z: Tensor) -> Iterator[tuple[int, int]]:

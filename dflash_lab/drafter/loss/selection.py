@@ -17,6 +17,8 @@ from torch import Tensor
 
 from dflash_lab.errors import InputError
 
+_STAGED_BYTES = 64 << 10
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -98,12 +100,14 @@ def select_rows(
         row = ids[live].long()
     counts = live.sum(1)
     counts = counts[counts > 0]
+    whole = [anchor, slot, anchor * weights.shape[1] + slot] + ([] if label is None else [label])
+    places = upload(torch.stack(whole), device).unbind(0)
     return Selection(
-        anchor=upload(anchor, device),
-        slot=upload(slot, device),
-        position=upload(anchor * weights.shape[1] + slot, device),
+        anchor=places[0],
+        slot=places[1],
+        position=places[2],
         weight=upload(weight[live].to(dtype), device),
-        label=None if label is None else upload(label, device),
+        label=None if label is None else places[3],
         target_row=row,
         block_of=torch.repeat_interleave(counts),
         chunks=_chunks(counts, chunk_rows),
@@ -111,10 +115,13 @@ def select_rows(
 
 
 def upload(value: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to `device` without waiting for it: from pinned memory, else a copy may wait for the
-    device.
+    """Copy a CPU tensor to `device` without waiting for the device.
+
+    The driver takes small copies from ordinary memory at once; a larger one waits unless it is pinned.
     """
-    return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
+    if device.type == "cuda" and value.numel() * value.element_size() > _STAGED_BYTES:
+        value = value.pin_memory()
+    return value.to(device, non_blocking=True)
 
 
 def _chunks(counts: Tensor, chunk_rows: int) -> list[Chunk]:
