@@ -49,7 +49,7 @@ def measure_operating_points(
     widths.
     """
     sizes = sorted({*(size for size in BLOCK_SIZES if size < report.block_size), report.block_size})
-    wide = (1 + budget for budget in report.budgets if tree_steps)
+    wide = (report.block_size + budget for budget in report.budgets if tree_steps)
     costs = measure_costs(
         target,
         drafter,

@@ -84,10 +84,11 @@ class Draft:
         return self._selector_edges(scale)
 
     def tree(self, budget: int, temperature: float = 0.0) -> DraftTree:
-        """Build the best tree of `budget` nodes that holds the draft's own chain (if it fits)."""
-        edges = self.edges(max(budget, 1), temperature)
-        shape = {"root": _ROOT, "depth": len(self.logits), "budget": budget}
-        return with_chain(build_tree(edges, **shape), edges, **shape)
+        """Build the best tree of `budget` nodes, and add what it lacks of the draft's own chain."""
+        edges, depth = self.edges(max(budget, 1), temperature), len(self.logits)
+        return with_chain(
+            build_tree(edges, root=_ROOT, depth=depth, budget=budget), edges, root=_ROOT, depth=depth
+        )
 
     def _selector_edges(self, scale: float) -> Edges:
         """Score every candidate after every candidate of the slot before, [L, k, k], in one go on the

@@ -101,39 +101,33 @@ def marginal_edges(log_probs: torch.Tensor, width: int) -> Edges:
     return lambda level, _: rows[level - 1]
 
 
-def with_chain(tree: DraftTree, edges: Edges, *, root: int, depth: int, budget: int) -> DraftTree:
-    """Return `tree` with the draft's own best chain inside: the least probable nodes give way to its missing
-    ones.
+def with_chain(tree: DraftTree, edges: Edges, *, root: int, depth: int) -> DraftTree:
+    """Return `tree` and, after its nodes, those of the draft's own best chain that it lacks (at most
+    `depth`).
 
-    Whatever the target says, such a tree accepts at least what the chain alone would. Its size stays within
-    `budget`, trees of growing budget stay nested, and with budget below `depth` no chain fits and the tree is
-    returned as it is.
+    Whatever the target says, such a tree accepts at least what the chain alone would, and at least what
+    `tree` would. Cutting nodes of the tree to make room instead would cost more than it guards: a weak
+    drafter's mass lies in its breadth.
     """
-    if budget < depth:
-        return tree
     children = {edge: i + 1 for i, edge in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist()))}
-    chain: list[tuple[int, float]] = []  # token and log-probability of the path, by depth
-    places: list[int] = []  # nodes of the chain that the tree has
-    previous, weight = root, 0.0
+    missing: list[tuple[int, int, int, float]] = []  # token, parent, depth, log-probability
+    node, previous, weight = 0, root, 0.0
     for level in range(1, depth + 1):
         ids, scores = edges(level, previous)
         previous, weight = ids[0], weight + scores[0]
-        chain.append((previous, weight))
-        if len(places) == level - 1 and (node := children.get((places[-1] if places else 0, previous))):
-            places.append(node)
-    kept = len(tree)
-    while kept + depth - sum(place <= kept for place in places) > budget:
-        kept -= 1
-    inside = sum(place <= kept for place in places)
-    missing = chain[inside:]
-    above = places[inside - 1] if inside else 0
-    parents = [above, *range(kept + 1, kept + len(missing))][: len(missing)]
-    head = tree.head(kept)
+        found = None if missing else children.get((node, previous))
+        if found is None:
+            missing.append((previous, node, level, weight))
+            found = len(tree) + len(missing)
+        node = found
+    if not missing:
+        return tree
+    tokens, parents, depths, log_probs = (np.asarray(column) for column in zip(*missing))
     return DraftTree(
-        np.concatenate([head.tokens, np.asarray([token for token, _ in missing], np.int64)]),
-        np.concatenate([head.parents, np.asarray(parents, np.int64)]),
-        np.concatenate([head.depths, np.arange(inside + 1, depth + 1)]),
-        np.concatenate([head.log_probs, np.asarray([score for _, score in missing], np.float64)]),
+        np.concatenate([tree.tokens, tokens.astype(np.int64)]),
+        np.concatenate([tree.parents, parents.astype(np.int64)]),
+        np.concatenate([tree.depths, depths.astype(np.int64)]),
+        np.concatenate([tree.log_probs, log_probs]),
     )
 
 

@@ -39,28 +39,13 @@ def path_ranks(log_probs: torch.Tensor, labels: torch.Tensor, max_budget: int) -
 def accepted_by_budget(log_probs: torch.Tensor, labels: torch.Tensor, budgets: Sequence[int]) -> torch.Tensor:
     """Return [A, len(budgets)]: drafts that the trees of `Draft.tree` accept of the answer `labels` [A, L].
 
-    A tree of budget b is the best-first tree cut after k nodes plus the missing nodes of the draft's own
-    chain. With r_d the rank of the chain's depth-d prefix and c of them inside, k = max over c of min(b - L +
-    c, r_(c+1) - 1) where k >= r_c.
+    Such a tree holds the `budget` best prefixes and the draft's own chain, so it accepts the longer of the
+    two.
     """
-    most, depth = max(budgets), labels.shape[1]
-    scores, tokens = log_probs.float().topk(min(most, log_probs.shape[-1]), dim=-1)
-    scores = scores.double()
-    places = _ranks(scores, tokens, labels, most)
-    chain = tokens[..., 0]
-    held = (chain == labels).int().cumprod(-1).sum(-1)
-    ranks = _ranks(scores, tokens, chain, most)
-    ranks = torch.cat([torch.zeros_like(ranks[:, :1]), ranks, torch.full_like(ranks[:, :1], NEVER)], dim=1)
-    columns = []
-    for budget in budgets:
-        if budget < depth:
-            columns.append((places <= budget).sum(-1))
-            continue
-        inside = torch.arange(depth + 1, device=labels.device)
-        cut = torch.minimum(budget - depth + inside, ranks[:, 1:] - 1)
-        cut = torch.where(cut >= ranks[:, :-1], cut, 0).amax(-1)
-        columns.append(torch.maximum((places <= cut[:, None]).sum(-1), held))
-    return torch.stack(columns, dim=1)
+    scores, tokens = log_probs.float().topk(min(max(budgets), log_probs.shape[-1]), dim=-1)
+    places = _ranks(scores.double(), tokens, labels, max(budgets))
+    chain = (tokens[..., 0] == labels).int().cumprod(-1).sum(-1)
+    return torch.stack([torch.maximum((places <= budget).sum(-1), chain) for budget in budgets], dim=1)
 
 
 def _ranks(scores: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor, max_budget: int) -> torch.Tensor:

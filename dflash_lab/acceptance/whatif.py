@@ -1,8 +1,8 @@
 """Expected speed-up = tau / cost, for any block size or tree budget, from measured or typed-in times.
 
-A round drafts once, runs the target on width tokens (block size, or 1 + nodes), and yields tau tokens; plain
-decoding spends one step of width 1 on each. No torch here: the sliders of the notebook and the choice of the
-best operating point call the same few lines.
+A round drafts once, runs the target on width tokens (block size plus nodes of a tree), and yields tau tokens;
+plain decoding spends one step of width 1 on each. No torch here: the sliders of the notebook and the choice
+of the best operating point call the same few lines.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def at(table: Mapping[int, float], size: float) -> float:
 
 def round_ms(costs: Costs, tau: float, block_size: int, budget: int = 0) -> float:
     """Return the expected milliseconds of a round that yields `tau` tokens."""
-    width = 1 + budget if budget else block_size
+    width = block_size + budget  # a tree has its best nodes, the anchor and the chain (or part of it)
     total = at(costs.draft, block_size) + at(costs.step, width) + (at(costs.build, budget) if budget else 0.0)
     return total + (at(costs.step, tau) if costs.replay and tau < block_size else 0.0)
 

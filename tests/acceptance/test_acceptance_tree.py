@@ -169,28 +169,28 @@ def test_512_nodes_are_built_in_two_milliseconds():
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10_000), st.floats(0.2, 4.0), st.integers(1, 6), st.integers(2, 30))
-def test_a_tree_with_its_chain_inside_keeps_its_budget_and_its_ranks(seed, scale, depth, vocab):
+def test_a_tree_with_its_chain_inside_accepts_the_longer_of_both(seed, scale, depth, vocab):
     generator = torch.Generator().manual_seed(seed)
     log_probs = torch.log_softmax(scale * torch.randn(2, depth, vocab, generator=generator), -1)
     labels = log_probs.argmax(-1)  # the chain, with one slot of each answer changed
     labels[0, seed % depth] = seed % vocab
     labels[1, 0] = (labels[1, 0] + 1) % vocab
-    budgets = (1, depth, depth + 1, depth + 3, 40)
+    budgets = (1, depth, depth + 3, 40)
     accepted = accepted_by_budget(log_probs, labels, budgets)
     for anchor in range(2):
+        chain = log_probs[anchor].argmax(-1).tolist()
         smaller: set = set()
         for column, budget in enumerate(budgets):
             edges = marginal_edges(log_probs[anchor], budget)
-            shape = {"root": 0, "depth": depth, "budget": budget}
-            pure = build_tree(edges, **shape)
-            tree = with_chain(pure, edges, **shape)
+            pure = build_tree(edges, root=0, depth=depth, budget=budget)
+            tree = with_chain(pure, edges, root=0, depth=depth)
             paths = _paths(tree)
-            assert len(set(paths)) == len(paths) == len(pure)
-            assert all(path[:-1] in set(paths) or len(path) == 1 for path in paths)
-            if budget >= depth:
-                assert tuple(log_probs[anchor].argmax(-1).tolist()) in paths
-                assert smaller <= set(paths)
-                smaller = set(paths)
+            assert len(set(paths)) == len(paths) <= len(pure) + depth
+            assert set(paths) == set(_paths(pure)) | {tuple(chain[:d]) for d in range(1, depth + 1)}
+            assert smaller <= set(paths)
+            smaller = set(paths)
+            weights = [sum(float(log_probs[anchor, d, t]) for d, t in enumerate(path)) for path in paths]
+            assert np.allclose(weights, tree.log_probs, atol=1e-5)
             answer = labels[anchor].tolist()
             choices = [answer[d] if d < depth else -1 for d in (0, *tree.depths.tolist())]
             assert accepted[anchor, column] == len(tree.walk(choices)[0]) - 1

@@ -107,9 +107,9 @@ def test_a_tree_never_accepts_fewer_tokens_than_its_own_chain(loaded, kind):
         truth = ids[place + 1 : place + 5].tolist()
         chain = draft.greedy().tolist()
         counts = [next((i for i in range(4) if chain[i] != truth[i]), 4)]
-        for budget in (4, 5, 8, 16, 64, 256, 1024):
+        for budget in (1, 4, 5, 8, 16, 64, 256, 1024):
             tree = draft.tree(budget)
-            assert len(tree) == budget
+            assert budget <= len(tree) <= budget + 4
             choices = [truth[d] if d < 4 else -1 for d in [0, *tree.depths.tolist()]]
             counts.append(len(tree.walk(choices)[0]) - 1)
             assert counts[-1] >= counts[0]

@@ -21,7 +21,7 @@ def test_interpolation_holds_the_slope_beyond_the_last_size():
 
 
 def test_speedup_is_tau_over_cost():
-    costs = Costs(step={1: 10.0, 8: 10.0, 65: 20.0}, draft={8: 2.0}, build={64: 1.0})
+    costs = Costs(step={1: 10.0, 8: 10.0, 72: 20.0}, draft={8: 2.0}, build={64: 1.0})
     assert speedup(costs, 4.0, 8) == pytest.approx(4 * 10 / 12)
     assert speedup(costs, 6.0, 8, budget=64) == pytest.approx(6 * 10 / 23)
     hybrid = Costs(costs.step, costs.draft, costs.build, replay=True)
