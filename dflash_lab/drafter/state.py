@@ -69,9 +69,14 @@ def load_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.T
     return read_tensors(folder / WEIGHTS), read_tensors(folder / _TENSORS), files.read_json(folder / _STATE)
 
 
-def setup(settings: TrainSettings, drafter: Drafter, lengths: Sequence[int], world: int) -> dict[str, Any]:
-    """What must be the same for a run to go on; `lengths` are those of the training samples."""
+def setup(
+    settings: TrainSettings, drafter: Drafter, lengths: Sequence[int], world: int, source: dict[str, Any]
+) -> dict[str, Any]:
+    """What must be the same for a run to go on; `lengths` are those of the training samples, `source` says
+    where states and first weights come from (plain JSON values).
+    """
     return {
+        "source": source,
         "settings": settings.as_dict(),
         "drafter": drafter.config.to_json(str(drafter.fc.weight.dtype).removeprefix("torch.")),
         "samples": len(lengths),

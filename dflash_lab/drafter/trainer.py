@@ -76,6 +76,7 @@ class Trainer:
         probe: Probe | None,
         on_progress: Progress | None,
         group: Single,
+        source: dict[str, Any],
     ) -> None:
         self.head, self.drafter, self.settings, self.group = head, drafter, settings, group
         self.folder, self.probe, self.on_progress = folder, probe, on_progress
@@ -92,14 +93,14 @@ class Trainer:
         self.rows = PackedRows(items, np.flatnonzero(~heldout), config, pad=pad, **sizes)
         self.heldout: list[Row] = []  # kept in host memory: the same rows are measured each time
         if heldout.any() and settings.eval_rows:
-            source = PackedRows(items, np.flatnonzero(heldout), config, pad=pad, **sizes)
-            self.heldout = [source.row(0, i) for i in range(min(settings.eval_rows, source.count(0)))]
+            fixed = PackedRows(items, np.flatnonzero(heldout), config, pad=pad, **sizes)
+            self.heldout = [fixed.row(0, i) for i in range(min(settings.eval_rows, fixed.count(0)))]
         self.model = group.wrap(drafter)
         self.optimizer = Optimizer(drafter.named_parameters(), settings.optimizer)
         self.guard = Guard(settings.explode_factor, settings.max_bad_steps, folder / "bad")
         self.window = Tally(config.block_size, head.weight.device)  # since the last log
         self.journal: Journal | None = None
-        self.setup = states.setup(settings, drafter, self.rows.lengths, group.world)
+        self.setup = states.setup(settings, drafter, self.rows.lengths, group.world, source)
         self.place: dict[str, Any] = dict(
             step=0,
             epoch=0,

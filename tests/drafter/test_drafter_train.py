@@ -136,6 +136,14 @@ def test_resume_refuses_another_setup(tmp_path):
         train(tiny_items(), tiny_head(), fresh(), settings(max_steps=2, gamma=7.0), folder=tmp_path)
 
 
+def test_resume_refuses_states_of_another_source(tmp_path):
+    train(tiny_items(), tiny_head(), fresh(), settings(max_steps=2), folder=tmp_path, source={"store": "a"})
+    with pytest.raises(InputError, match=r"source\.store: a -> b"):
+        train(
+            tiny_items(), tiny_head(), fresh(), settings(max_steps=2), folder=tmp_path, source={"store": "b"}
+        )
+
+
 @pytest.mark.parametrize("weighting", ["given", "dpace"])
 @pytest.mark.parametrize("denominator", ["weights", "mask"])
 def test_accumulated_rows_equal_one_large_row(tmp_path, denominator, weighting):
@@ -200,12 +208,15 @@ def test_checkpoints_are_rotated_and_whole(tmp_path):
     assert (tmp_path / "best" / "model.safetensors").exists()
 
 
-def test_time_limit_ends_the_run_with_a_low_rate(tmp_path):
-    chosen = settings(max_steps=100_000, time_limit_s=0.5, eval_every=100_000, checkpoint_every=100_000)
+def test_time_limit_ends_the_run_with_a_low_rate(tmp_path, monkeypatch):
+    ticks = iter(range(10**6))
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) * 0.05)  # three looks a step: 0.1 s each
+    monkeypatch.setattr("dflash_lab.drafter.trainer.time", clock)
+    chosen = settings(max_steps=100_000, time_limit_s=1.0, eval_every=100_000, checkpoint_every=100_000)
     report = train(tiny_items(), tiny_head(), fresh(), chosen, folder=tmp_path)
     steps = records(tmp_path, "step")
-    assert 3 < report.steps < 100_000 and report.seconds >= 0.5
-    assert steps[-1]["lr"] < 0.3 * max(r["lr"] for r in steps)
+    assert 9 <= report.steps <= 11 and report.seconds >= 1.0
+    assert steps[-1]["lr"] < 0.1 * max(r["lr"] for r in steps)
     assert report.last["step"] == report.steps
 
 

@@ -122,6 +122,13 @@ def test_other_parameters_set_the_earlier_run_aside(result, run_dir, tiny_target
     assert read_config(tmp_path / "other").block_size == 4
 
 
+def test_force_trains_anew_and_keeps_the_finished_run(result, run_dir, tiny_target, tmp_path):
+    common = dict(store=str(run_dir / "store"), max_steps=2, eval_rows=1)
+    first = execute(params(tmp_path, tiny_target, **common))
+    again = execute(params(tmp_path, tiny_target, force=True, **common))
+    assert again.steps.equals(first.steps) and (tmp_path / "train_drafter" / "run-1" / "best").is_dir()
+
+
 def test_fine_tuning_starts_from_a_checkpoint(result, run_dir, tiny_target, tmp_path):
     common = dict(store=str(run_dir / "store"), max_steps=1)
     tuned = execute(params(tmp_path, tiny_target, start_from=str(run_dir / "drafter"), **common))

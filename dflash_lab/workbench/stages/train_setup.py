@@ -13,7 +13,6 @@ from dflash_lab.errors import InputError
 
 if TYPE_CHECKING:
     from dflash_lab.drafter.config import DrafterConfig
-    from dflash_lab.drafter.model import Drafter
     from dflash_lab.drafter.settings import TrainSettings
     from dflash_lab.drafter.trainer import TrainReport
     from dflash_lab.extraction.store import FeatureStore
@@ -31,6 +30,7 @@ def train_here(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
     from dflash_lab.drafter.checkpoint import load_checkpoint
     from dflash_lab.drafter.model import Drafter
     from dflash_lab.drafter.parallel import join
+    from dflash_lab.drafter.state import setup
     from dflash_lab.drafter.train import train
     from dflash_lab.extraction.store import open_store
     from dflash_lab.target.loading import choose_device, load_head
@@ -52,12 +52,24 @@ def train_here(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
     drafter.gradient_checkpointing = params.gradient_checkpointing
     if params.compile:
         drafter.compile_layers()
-    run = params.folder / "run"
+    run, source = params.folder / "run", source_of(params, store)
     if group.rank == 0:
-        set_aside_other_run(run, settings, drafter, store, group.world)
+        lengths = store.lengths[~store.heldout].tolist()
+        now = setup(settings, drafter, lengths, group.world, source)
+        set_aside_other_run(run, now, anew=params.force)
     group.barrier()
     probe = tau_probe(params, store, head) if params.tau_samples else None
-    return train(store, head, drafter, settings, folder=run, probe=probe, on_progress=progress, group=group)
+    return train(
+        store,
+        head,
+        drafter,
+        settings,
+        folder=run,
+        probe=probe,
+        on_progress=progress,
+        group=group,
+        source=source,
+    )
 
 
 def drafter_config(params: TrainDrafterParams, store: FeatureStore) -> DrafterConfig:
@@ -147,23 +159,34 @@ def train_settings(params: TrainDrafterParams, store: FeatureStore, config: Draf
     )
 
 
-def set_aside_other_run(
-    run: Path, settings: TrainSettings, drafter: Drafter, store: FeatureStore, world: int
-) -> None:
-    """Rename a run of another setup out of the way (`run-1`, `run-2`, ...), so that nothing of it is lost."""
-    from dflash_lab.drafter.state import differences, saved_setup, setup
+def source_of(params: TrainDrafterParams, store: FeatureStore) -> dict[str, Any]:
+    """Where states and first weights come from: the store's identity, and the checkpoint started from."""
+    from dflash_lab.drafter.checkpoint import WEIGHTS
+    from dflash_lab.files import checksum
 
-    saved = saved_setup(run)
-    lengths = store.lengths[~store.heldout]
-    if saved is None or not (
-        changed := differences(saved, setup(settings, drafter, lengths.tolist(), world))
-    ):
+    first = checksum(Path(params.start_from) / WEIGHTS) if params.start_from else f"seed {params.seed}"
+    return {"store": store.manifest, "first_weights": first}
+
+
+def set_aside_other_run(run: Path, setup: dict[str, Any], *, anew: bool) -> None:
+    """Rename a run of another setup, or a finished one when `anew`, to `run-1`, `run-2`, ...: nothing is
+    lost.
+    """
+    from dflash_lab.drafter.state import differences, newest, saved_setup
+
+    saved, last = saved_setup(run), newest(run / "checkpoints")
+    if saved is None or last is None:
+        return
+    changed = differences(saved, setup)
+    finished = last.name == f"step-{setup['settings']['max_steps']:08d}"
+    if not changed and not (anew and finished):
         return
     number = 1
     while (other := run.with_name(f"{run.name}-{number}")).exists():
         number += 1
     run.rename(other)
-    logger.info("the earlier run had another setup (%s) and is kept as %s", "; ".join(changed[:4]), other)
+    why = "; ".join(changed[:4]) or "finished, and force is set"
+    logger.info("the earlier run (%s) is kept as %s", why, other)
 
 
 def tau_probe(params: TrainDrafterParams, store: FeatureStore, head: Any) -> Any:
