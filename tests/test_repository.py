@@ -195,6 +195,13 @@ def test_module_is_short_documented_and_honest(path):
                 assert loaders and ast.unparse(loaders[0].value) == "_Loader", "only the checked SafeLoader"
 
 
+def test_widgets_use_nothing_that_swallows_errors():
+    """An Output context and `interact` keep errors to themselves, so a headless run would end with exit code 0."""
+    for path in [*(PACKAGE / "workbench" / "widgets").glob("*.py"), *NOTEBOOKS]:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"\b(Output\(|interact\(|interactive_output|interact_manual)", text), path.name
+
+
 def project() -> dict:
     return tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 
