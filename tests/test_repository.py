@@ -196,7 +196,7 @@ def test_module_is_short_documented_and_honest(path):
 
 
 def test_widgets_use_nothing_that_swallows_errors():
-    """An Output context and `interact` keep errors to themselves: a headless run would end with exit code 0."""
+    """An Output context and `interact` keep errors to themselves: a headless run would exit with 0."""
     for path in [*(PACKAGE / "workbench" / "widgets").glob("*.py"), *NOTEBOOKS]:
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"\b(Output\(|interact\(|interactive_output|interact_manual)", text), path.name
