@@ -13,6 +13,7 @@ from dflash_lab.acceptance.whatif import Costs, operating_points
 from dflash_lab.workbench.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SEQUENTIAL, SKY, escape
 
 _COLOURS = {"trained": BLUE, "untrained": GREY, "best block": SKY, "tree": GREEN, "other": PURPLE}
+_BELOW = {"orientation": "h", "x": 0, "xanchor": "left", "y": -0.22, "yanchor": "top"}  # many entries
 _ACCEPTED, _TARGET = "rgba(0, 158, 115, 0.30)", "rgba(213, 94, 0, 0.35)"
 
 
@@ -90,7 +91,9 @@ def slots(by_slot: pl.DataFrame, rounds: pl.DataFrame, block_size: int) -> go.Fi
             mode="lines+markers",
             marker_color=BLUE,
         )
-    fig.update_layout(title="Acceptance by slot", xaxis_title="slot of the block", yaxis_title="%")
+    fig.update_layout(
+        title="Acceptance by slot", xaxis_title="slot of the block", yaxis_title="%", legend=_BELOW
+    )
     fig.update_yaxes(range=[0, 101])
     fig.update_xaxes(dtick=1 if block_size <= 20 else None)
     return fig
@@ -107,6 +110,7 @@ def tau_by_budget(budgets: pl.DataFrame, oracle: pl.DataFrame, chosen: int = 0) 
     fig.add_scatter(
         x=[*trees["budget"], *trees["budget"].reverse()],
         y=band,
+        mode="lines",
         fill="toself",
         fillcolor="rgba(0, 158, 115, 0.18)",
         line={"width": 0},
@@ -114,23 +118,30 @@ def tau_by_budget(budgets: pl.DataFrame, oracle: pl.DataFrame, chosen: int = 0) 
         hoverinfo="skip",
     )
     fig.add_scatter(x=trees["budget"], y=trees["tau"], name="tree", mode="lines+markers", marker_color=GREEN)
-    fig.add_hline(y=chain["tau"][0], line={"color": BLUE}, annotation_text="chain")
-    for k, tau in oracle.filter(pl.col("k") > 1).iter_rows():
-        fig.add_hline(
-            y=tau,
-            line={"color": GREY, "dash": "dot", "width": 1},
-            annotation_text=f"best of {k} a slot",
-            annotation_font_size=10,
-        )
+    span = [trees["budget"].min(), trees["budget"].max()]
+    lines = [("chain", chain["tau"][0], {"color": BLUE})]
+    if oracle.height:
+        k, tau = oracle.sort("k").row(-1)
+        lines.append((f"if the best {k} of each slot counted", tau, {"color": GREY, "dash": "dot"}))
+    for name, value, line in lines:
+        fig.add_scatter(x=span, y=[value, value], mode="lines", name=name, line=line)
     if chosen:
-        fig.add_vline(
-            x=chosen, line={"color": ORANGE, "dash": "dash"}, annotation_text="chosen on the dev part"
+        at = trees.filter(pl.col("budget") == chosen)
+        marker = {"symbol": "star", "size": 14, "color": ORANGE}
+        fig.add_scatter(
+            x=at["budget"], y=at["tau"], mode="markers", name="chosen on the dev part", marker=marker
         )
-    fig.update_layout(title="Acceptance length by tree budget", xaxis_title="nodes", yaxis_title="tau")
-    fig.update_xaxes(
-        type="log", tickvals=trees["budget"].to_list(), ticktext=[str(b) for b in trees["budget"]]
+    fig.update_layout(
+        title="Acceptance length by tree budget", xaxis_title="nodes", yaxis_title="tau", legend=_BELOW
     )
+    _sizes_on_log_axis(fig, trees["budget"].to_list())
     return fig
+
+
+def _sizes_on_log_axis(fig: go.Figure, sizes: list[int]) -> None:
+    """Label a logarithmic axis with the sizes that were measured."""
+    ticks = sorted(set(sizes))
+    fig.update_xaxes(type="log", tickvals=ticks, ticktext=[str(size) for size in ticks], minor_showgrid=False)
 
 
 def position_depth(anchors: pl.DataFrame, block_size: int, bins: int = 12) -> go.Figure:
@@ -193,6 +204,7 @@ def breaks(frame: pl.DataFrame) -> go.Figure:
     fig.update_layout(
         title="Where drafts die",
         barmode="stack",
+        legend=_BELOW,
         xaxis_title="the token that was not drafted",
         yaxis_title="% of breaks",
     )
@@ -250,8 +262,9 @@ def speedups(points: pl.DataFrame, figures: dict[str, Any]) -> go.Figure:
         title="Speed-up: expected and decoded",
         xaxis_title="block size, or nodes of the tree",
         yaxis_title="times plain decoding",
+        legend=_BELOW,
     )
-    fig.update_xaxes(type="log")
+    _sizes_on_log_axis(fig, [*points["block_size"], *points.filter(pl.col("budget") > 0)["budget"]])
     fig.update_yaxes(rangemode="tozero")
     return fig
 
