@@ -1,5 +1,4 @@
-"""The draft loss as one function and one module: hard and soft targets, CAP, TV, every row's metrics, one
-sweep.
+"""The draft loss as one function and one module: hard and soft targets, CAP, TV and every slot's metrics.
 
     loss = fused_draft_loss(hidden, head, labels, weights, target_hidden=..., target_rows=..., config=config)
     (loss.total * world_size / denominator).backward()
@@ -52,8 +51,7 @@ def fused_draft_loss(
     shard: VocabShard | None = None,
     scale: Tensor | float | None = None,
 ) -> DraftLoss:
-    """Weighted sum of the draft loss over all live slots, its gradient computed on the way, and every slot's
-    statistics.
+    """Weighted sum of the draft loss over all live slots, with its gradient and every slot's statistics.
 
     Args:
         hidden: [A, B, H] drafter states after its final norm, A blocks of B slots; any strides. bf16, fp32 or
@@ -150,18 +148,16 @@ class FusedDraftLoss(nn.Module):
         """As `fused_draft_loss`."""
         head = plain(head)
         if self.plan is None and hidden.ndim == 3 and head.ndim == 2:
-            self.plan = _measure(hidden, head, target_hidden is not None, self.plan_group)
+            self.plan = _measure(hidden, head, target_hidden is not None, self.shard, self.plan_group)
         return fused_draft_loss(
             hidden, head, labels, weights, target_hidden=target_hidden, target_rows=target_rows,
-            config=self.config,
-            plan=self.plan, backend=self.backend, target_head=target_head, shard=self.shard, scale=scale,
+            config=self.config, plan=self.plan, backend=self.backend, target_head=target_head,
+            shard=self.shard, scale=scale,
         )  # fmt: skip
 
 
 class _Sweep(torch.autograd.Function):
-    """Runs the sweep in forward; backward multiplies the finished gradient by the incoming scalar, out of
-    place.
-    """
+    """Runs the sweep in forward; backward only scales the finished gradient, out of place."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, job: Job, want: bool, holder: list[Terms]) -> Tensor:
@@ -178,8 +174,7 @@ class _Sweep(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:
         (grad,) = ctx.saved_tensors
-        # as a 1-element tensor the scale stays float32; a 0-dimensional one would first be rounded to
-        # bfloat16
+        # with dimensions the scale stays float32; a 0-dimensional one would first be rounded to bfloat16
         return torch.mul(grad, scale.view(1, 1, 1), out=torch.empty_like(grad)), None, None, None
 
 
@@ -211,35 +206,42 @@ def _result(total: Tensor, terms: Terms, job: Job, shape: torch.Size) -> DraftLo
     sums = {name: value for name, (_, value) in _weighted(terms, job.config).items()}
     sums["correct"] = (terms.rank == 0).sum()
     rows = RowStats(
-        live=place(torch.ones_like(terms.rank, dtype=torch.bool)), weight=place(terms.weight),
+        live=place(torch.ones_like(terms.rank, dtype=torch.bool)),
+        weight=place(terms.weight),
         label=place(terms.label, -1),
-        ce=place(terms.ce), entropy=place(terms.entropy), p_max=place(terms.p_max),
+        ce=place(terms.ce),
+        entropy=place(terms.entropy),
+        p_max=place(terms.p_max),
         argmax=place(terms.argmax, -1),
         rank=place(terms.rank, -1),
         kl=None if terms.kl is None else place(terms.kl),
         tv=None if terms.tv is None else place(terms.tv),
         target_argmax=None if terms.target_argmax is None else place(terms.target_argmax, -1),
-    )  # fmt: skip
+    )
     count = torch.tensor(job.selection.rows, device=total.device)
     weight_sum = terms.weight.sum(dtype=torch.float64).to(terms.weight.dtype)
     return DraftLoss(total, weight_sum, count, sums, rows)
 
 
 def _frozen_plan(hidden: Tensor, head: Tensor, soft: bool, shard: VocabShard | None) -> ChunkPlan:
-    """The plan of this shape in this process, measured at its first use."""
-    key = (hidden.device, hidden.dtype, tuple(hidden.shape), head.shape[0], soft, shard)
+    """The plan of this process for such blocks over such a vocabulary, measured at its first use."""
+    key = (hidden.device, hidden.dtype, hidden.shape[1], head.shape[0], soft, shard)
     if key not in _frozen_plans:
-        _frozen_plans[key] = _measure(
-            hidden, head, soft, None if shard is None else shard.group, sharded=shard is not None
-        )
+        _frozen_plans[key] = _measure(hidden, head, soft, shard, None)
     return _frozen_plans[key]
 
 
 def _measure(
-    hidden: Tensor, head: Tensor, soft: bool, group: dist.ProcessGroup | None, *, sharded: bool = False
+    hidden: Tensor, head: Tensor, soft: bool, shard: VocabShard | None, group: dist.ProcessGroup | None
 ) -> ChunkPlan:
+    """Plan from the memory that is free now; ranks of a shard, or of the group given, take the smallest."""
+    if group is None and shard is not None:
+        group = shard.group or dist.group.WORLD
     return plan_chunks(
-        vocab=head.shape[0], block=hidden.shape[1], dtype=hidden.dtype, device=hidden.device, soft=soft,
-        rows=hidden.shape[0] * hidden.shape[1],
-        group=dist.group.WORLD if sharded and group is None else group,
-    )  # fmt: skip
+        vocab=head.shape[0],
+        block=hidden.shape[1],
+        dtype=hidden.dtype,
+        device=hidden.device,
+        soft=soft,
+        group=group,
+    )

@@ -58,7 +58,7 @@ def plan_chunks(
     dtype: torch.dtype,
     device: torch.device,
     soft: bool,
-    rows: int,
+    rows: int | None = None,
     free: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> ChunkPlan:
@@ -69,7 +69,7 @@ def plan_chunks(
         vocab: rows of the head on this device.
         block: slots of a block, the fewest rows a chunk must hold.
         soft: whether target logits are needed too.
-        rows: all rows of the step; a chunk is never larger.
+        rows: all rows of a step where they are known; a chunk is then never larger.
         free: free bytes, measured when None.
         group: ranks that must use the same chunks; the smallest wins.
 
@@ -94,4 +94,4 @@ def plan_chunks(
         )
     if fit > ROW_TILE:
         fit -= fit % ROW_TILE
-    return ChunkPlan(rows=max(block, min(fit, rows)))
+    return ChunkPlan(rows=max(block, fit if rows is None else min(fit, rows)))

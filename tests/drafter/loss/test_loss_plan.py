@@ -76,6 +76,13 @@ def test_memory_is_measured_once_and_then_frozen(monkeypatch: pytest.MonkeyPatch
     assert len(readings) == 1 and plans[0] is plans[1] is plans[2]
 
 
+def test_a_small_first_step_does_not_make_later_chunks_small() -> None:
+    loss = FusedDraftLoss(LossConfig())
+    positional, _ = make_case(anchors=2).arguments(target=False)
+    loss(*positional)
+    assert loss.plan is not None and loss.plan.rows > 1000
+
+
 def test_chunks_hold_whole_anchors_cover_all_live_rows_and_skip_dead_anchors() -> None:
     case = make_case(anchors=40, block=6)
     case.weights[5:9] = 0
