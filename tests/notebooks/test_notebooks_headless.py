@@ -24,7 +24,12 @@ from dflash_lab.workbench.report import write_report
 from dflash_lab.workbench.stage import is_finished
 
 REPO = Path(__file__).resolve().parents[2]
-KINDS = ("llama", "qwen3_5")
+KINDS = (
+    ("llama", "cpu"),
+    ("qwen3_5", "cpu"),
+    pytest.param(("llama", "cuda"), marks=pytest.mark.gpu),
+    pytest.param(("qwen3_5", "cuda"), marks=pytest.mark.gpu),
+)
 TINY: dict[str, dict[str, Any]] = {
     "prepare": {"max_length": 256, "heldout_fraction": 0.3},
     "dataset_stats": {"max_length": 128, "token_budget": 512},
@@ -85,9 +90,10 @@ def conversations(path: Path, count: int = 24) -> Path:
 class Run:
     """One finished chain: its folder, and the parameters each notebook was given."""
 
-    def __init__(self, folder: Path, target: Path) -> None:
+    def __init__(self, folder: Path, target: Path, device: str) -> None:
         self.folder = folder
-        self.common = {"run_dir": str(folder), "target": str(target), "device": "cpu", "dtype": "float32"}
+        dtype = "float32" if device == "cpu" else "bfloat16"
+        self.common = {"run_dir": str(folder), "target": str(target), "device": device, "dtype": dtype}
         self.given: dict[str, dict[str, Any]] = {}
 
     def notebook(self, stage: str, name: str = "", **values: Any) -> None:
@@ -107,10 +113,11 @@ class Run:
         return read_json(self.folder / name / "result.json")
 
 
-@pytest.fixture(scope="session", params=KINDS)
+@pytest.fixture(scope="session", params=KINDS, ids="-".join)
 def run(request, tmp_path_factory, tiny_target) -> Iterator[Run]:
-    """Run the six notebooks once for a kind of target (the extraction in two shards)."""
-    made = Run(tmp_path_factory.mktemp(f"run-{request.param}"), tiny_target(request.param))
+    """Run the six notebooks once for a kind of target and a device (the extraction in two shards)."""
+    kind, device = request.param
+    made = Run(tmp_path_factory.mktemp(f"run-{kind}-{device}"), tiny_target(kind), device)
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     made.notebook("prepare", input=str(conversations(made.folder / "chats.jsonl")))
