@@ -81,9 +81,15 @@ class Account:
         """Return the `count` largest terms, largest first."""
         return sorted(self.terms.items(), key=lambda item: -item[1])[:count]
 
-    def with_terms(self, **changes: object) -> Account:
-        """Return a copy with `kind`, `title`, `terms` and the like replaced."""
-        return replace(self, **changes)  # type: ignore[arg-type]
+    def fragmented(self, share: float) -> Account:
+        """Return the account with fragments worth `share` of what the batch brings."""
+        size = int(share * (self.live - self.static))
+        formula = f"{100 * share:.0f}% of what the batch brings: typical of a replayed allocator"
+        return replace(
+            self,
+            terms={**self.terms, "fragmentation": size},
+            formulas={**self.formulas, "fragmentation": formula},
+        )
 
     def explain(self) -> str:
         """Say in one paragraph what fills the memory and when."""

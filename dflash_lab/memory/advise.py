@@ -21,10 +21,6 @@ from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
 from dflash_lab.memory.shapes import GIB, TargetShape
 from dflash_lab.memory.training_account import training_account, with_chunk
 
-_EXPANDABLE = (
-    "PYTORCH_ALLOC_CONF=expandable_segments:True before CUDA starts: batches of changing shape then share "
-    "one growing segment (not together with max_split_size_mb, with which it grows without bound)"
-)
 _NO_HELP = 1e-3  # GiB
 
 
@@ -152,9 +148,6 @@ def _advice(
     changes = sorted((_tried(option, setup, account, asked, room) for option in options), key=_rank)
     for name, why in useless:
         changes.append(Change(name, {}, 0.0, asked.peak_gib, 0.0, fits, f"no help: {why}"))
-    changes.append(
-        Change("expandable segments", {}, 0.0, asked.peak_gib, 0.0, fits, f"no fragments: {_EXPANDABLE}")
-    )
     plan, after = ((), asked) if fits else _plan(changes, setup, account, cap, room)
     verdict = "fits" if fits else f"is {(asked.peak - room) / GIB:.2f} GiB too much for"
     budget = f"{budget_gib:g} GiB ({100 * (1 - room / (budget_gib * GIB)):.0f}% kept free)"

@@ -17,6 +17,10 @@ from dflash_lab.memory.shapes import TargetShape
 
 _LOSS_MS = {"naive": 389, "concat": 389, "loop": 388, "checkpoint": 644, "fused": 318}
 _LOSS_SHARE = 0.3
+_EXPANDABLE = (
+    "PYTORCH_ALLOC_CONF=expandable_segments:True before CUDA starts: batches of changing shape then share "
+    "one growing segment (not together with max_split_size_mb, with which it grows without bound)"
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ def extraction_options(shape: TargetShape, setup: ExtractionSetup, most: int) ->
         kept = tuple(setup.tap_ids[round(place * (taps - 1) / 2)] for place in range(3))
         why = "drafts get shorter: 5.38 against 5.64 tokens a round with 3 taps against 5 in the DFlash paper"
         options.append(Option("capture 3 layers", {"tap_ids": kept}, 0.0, why, same_goal=False))
+    if not setup.expandable:
+        options.append(Option("expandable segments", {"expandable": True}, 0.0, _EXPANDABLE))
     return options
 
 
@@ -131,4 +137,6 @@ def training_options(setup: TrainingSetup, most: int) -> list[Option]:
         why = "no target logits and no final states, but no KL to the target either"
         option = Option("hard labels only", {"soft_targets": False}, -15.0, why, same_goal=False)
         options.append(option)
+    if not setup.expandable:
+        options.append(Option("expandable segments", {"expandable": True}, 0.0, _EXPANDABLE))
     return options

@@ -64,7 +64,7 @@ def count_extraction(config: Any, setup: ExtractionSetup) -> tuple[Account, Live
             tracker.add([ids], "token ids")
             tracker.start_peak_here()
             _run(model, ids, setup, [kept.index(tap) for tap in taps], tracker)
-    reserved = replay(tracker, static_labels=("target weights",))
+    reserved = replay(tracker, static_labels=("target weights",), expandable=setup.expandable)
     for number, block in enumerate(tracker.blocks):
         if block.dtype == "bool" and len(block.shape) == 4:
             tracker.rename(number, "mask")

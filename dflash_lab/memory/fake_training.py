@@ -52,7 +52,7 @@ def count_training(
             tracker.start_peak_here()
             step.run()
     terms = tracker.by_label()
-    replayed = replay(tracker, static_labels=STATIC, start=start)
+    replayed = replay(tracker, static_labels=STATIC, start=start, expandable=setup.expandable)
     terms["fragmentation"] = max(0, replayed.needed - tracker.peak)
     terms["target weights"] = resident_target_bytes(shape, drafter, setup)
     account = Account(

@@ -16,7 +16,7 @@ import numpy as np
 
 from dflash_lab import files
 from dflash_lab.errors import InputError
-from dflash_lab.memory.account import Account
+from dflash_lab.memory.account import STATIC_TERMS, Account
 from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
 from dflash_lab.memory.shapes import CHUNK
 
@@ -94,13 +94,14 @@ class Calibration:
         """Return `account` as a calibrated one: the difference goes into workspace or scales the moving
         terms.
         """
-        wanted, had = self.predict(setup, account.moving), account.moving
+        had = account.live - account.static
+        wanted = self.predict(setup, had)
         terms = dict(account.terms)
         if wanted >= had:
             terms["workspace"] = terms.get("workspace", 0) + wanted - had
         else:
-            static = {name for name in terms if name in account.terms and name in _static(account)}
-            terms = {n: size if n in static else size * wanted // max(had, 1) for n, size in terms.items()}
+            still = STATIC_TERMS | {"fragmentation"}
+            terms = {n: size if n in still else size * wanted // max(had, 1) for n, size in terms.items()}
         note = (
             f"Calibrated on {self.fitted_points} points of {self.device or 'this device'}; "
             f"{self.heldout_points} held out: median error {self.median_error_pct:.1f}%, "
@@ -122,12 +123,6 @@ class Calibration:
         if not isinstance(values, dict) or values.pop("schema", None) != SCHEMA:
             raise InputError(f"{path}: no calibration of this version; measure again with memory_sweep.")
         return cls(**{**values, "heldout": tuple(values["heldout"])})
-
-
-def _static(account: Account) -> set[str]:
-    from dflash_lab.memory.account import STATIC_TERMS
-
-    return {name for name in account.terms if name in STATIC_TERMS}
 
 
 def fit(points: Sequence[Point], *, every: int = 3, device: str = "", target: str = "") -> Calibration:

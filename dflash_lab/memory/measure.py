@@ -21,9 +21,11 @@ from dflash_lab.extraction.oom import classify, release
 from dflash_lab.memory.account import Account
 from dflash_lab.memory.crash import requested_bytes
 from dflash_lab.memory.fake import layer_labels
-from dflash_lab.memory.setups import ExtractionSetup
-from dflash_lab.memory.shapes import GIB
+from dflash_lab.memory.fake_training import TrainingStep, training_parts
+from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
+from dflash_lab.memory.shapes import GIB, TargetShape, target_shape
 from dflash_lab.memory.tracker import LiveTensors, module_scopes
+from dflash_lab.memory.training_account import with_chunk
 from dflash_lab.target.taps import Taps
 
 
@@ -133,6 +135,23 @@ def measure_extraction(target: Any, setup: ExtractionSetup, *, seed: int = 0) ->
 def _row(peak: int, moving: int, seconds: float) -> dict[str, Any]:
     measured = {"measured_gib": peak / GIB, "measured_moving": moving, "reserved_gib": None}
     return {**measured, "out_of_memory": False, "seconds": seconds}
+
+
+def measure_training(
+    target: Any, drafter: Any, setup: TrainingSetup, device: torch.device | str
+) -> dict[str, Any]:
+    """Measure one training step on a CUDA device, as fields of a table's row (see `measure_extraction`).
+
+    `target` is a `TargetShape` or a config: only embedding and head of that shape are made, without values.
+    """
+    shape = target if isinstance(target, TargetShape) else target_shape(target)
+    setup = with_chunk(setup, shape.vocab)
+    model, head, row = training_parts(shape, drafter, setup, torch.device(device))
+    step = TrainingStep(model, head, row, setup, None)
+    found = measure_cuda(step.run, device)
+    given = sum(tensor.nbytes for tensor in (row.taps, row.final) if tensor is not None)
+    measured = _row(found.allocated, found.moving + given, found.seconds)
+    return {**measured, "reserved_gib": found.reserved / GIB, "out_of_memory": found.out_of_memory}
 
 
 def forward_once(target: Any, setup: ExtractionSetup, seed: int = 0) -> None:

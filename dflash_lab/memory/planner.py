@@ -8,6 +8,7 @@ H200 runs at 96% of its best rate at 8 x 335 tokens and at 99.6% at 32 x 335), s
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -197,14 +198,18 @@ def training_fits(
     return TrainingFit(asked.peak <= room, asked, 8 * eighths, budget_gib)
 
 
+def expandable_segments() -> bool:
+    """Whether this process's CUDA allocator was told to expand its segments."""
+    settings = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return any("expandable_segments:true" in text.replace(" ", "").lower() for text in settings)
+
+
 def device_budget_gib(device: Any) -> float:
     """Return the GiB a run may take on `device` now: free memory plus what this process's allocator holds
     unused.
 
     On a CPU it is the memory available on the machine.
     """
-    import os
-
     import torch
 
     device = torch.device(device)

@@ -38,6 +38,7 @@ class ExtractionSetup:
     stop_early: bool = True  # layers after the last one needed are not even loaded
     packed: bool = True  # taps are concatenated on the device into [T, K*H] before the one copy to the host
     kernels: Kernels = "fla"
+    expandable: bool = False  # the allocator's expandable_segments:True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tap_ids", tuple(sorted(int(tap) for tap in self.tap_ids)))
@@ -80,6 +81,7 @@ class TrainingSetup:
     target_logits_elsewhere: bool = False  # the target side of the loss is made on a second device
     vocabulary_shards: int = 1  # the head's rows are split over this many devices
     data_parallel: int = 1
+    expandable: bool = False  # the allocator's expandable_segments:True
 
     def __post_init__(self) -> None:
         for name in ("anchors", "context", "block_size", "vocabulary_shards", "data_parallel"):

@@ -19,6 +19,10 @@ from dflash_lab.memory.extraction_account import OUTSIDE_TORCH, WORKSPACE, Live
 from dflash_lab.memory.setups import TrainingSetup
 from dflash_lab.memory.shapes import TargetShape, dtype_bytes, target_shape
 
+FRAGMENTS = {
+    False: 0.05,
+    True: 0.03,
+}  # as in extraction: the large tensors of training return in the same sizes
 OPTIMIZER_BYTES = {"adamw": 8.0, "adamw8bit": 2.03, "cpu-offload": 0.0}  # of moments, a parameter
 
 
@@ -75,7 +79,8 @@ def training_account(shape: TargetShape, drafter: Any, setup: TrainingSetup, *, 
     }
     moments.append(Moment("the update", {**inputs, **update}))
     title = f"training {setup.anchors} x {setup.block_size}, {setup.context} context tokens"
-    return account_of("analytic", title, moments, _notes(shape, setup))
+    account = account_of("analytic", title, moments, _notes(shape, setup))
+    return account.fragmented(FRAGMENTS[setup.expandable]) if cuda else account
 
 
 def with_chunk(setup: TrainingSetup, vocab: int, *, cuda: bool = True) -> TrainingSetup:

@@ -3,12 +3,22 @@
 import pytest
 import torch
 
+from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.memory.extraction_account import extraction_account
 from dflash_lab.memory.fake import count_extraction
-from dflash_lab.memory.measure import Measurement, count_forward, measure_cuda, measure_extraction, sweep
-from dflash_lab.memory.setups import ExtractionSetup
+from dflash_lab.memory.fake_training import count_training
+from dflash_lab.memory.measure import (
+    Measurement,
+    count_forward,
+    measure_cuda,
+    measure_extraction,
+    measure_training,
+    sweep,
+)
+from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
 from dflash_lab.memory.shapes import MIB, target_shape
 from dflash_lab.target.loading import load_target
+from dflash_lab.target.shapes import shape_config
 from dflash_lab.target.sources import load_config
 
 
@@ -77,6 +87,16 @@ def test_peaks_on_a_device_are_what_was_allocated():
     found = measure_cuda(run)
     assert found.moving == 64 * MIB and found.reserved >= 64 * MIB and not found.out_of_memory
     assert found.outside > 100 * MIB
+
+
+@pytest.mark.gpu
+def test_a_training_step_takes_what_was_counted():
+    config = shape_config("smollm2-135m")
+    drafter = DrafterConfig.from_target(config, mask_token_id=0, num_layers=2, block_size=16)
+    setup = TrainingSetup(anchors=128, context=1024, block_size=16)
+    row = measure_training(config, drafter, setup, "cuda")
+    counted, _ = count_training(config, drafter, setup)
+    assert counted.live - counted.static == pytest.approx(row["measured_moving"], rel=0.1)
 
 
 @pytest.mark.gpu

@@ -40,6 +40,8 @@ def params_for(tmp_path, target, **options):
         "block_size": 4,
         "context_tokens": 64,
         "chunk": 24,
+        "step_anchors": [8, 16],
+        "step_blocks": [4],
         "device": "cpu",
         "dtype": "float32",
         "interactive": False,
@@ -70,6 +72,9 @@ def test_every_point_is_predicted_and_measured(swept):
     assert result.figures["analytic_worst_error_pct"] < 8.0
     assert result.figures["points_measured"] == 6 and result.figures["out_of_memory"] == 0
     assert points["order"].unique().to_list() == ["falling"]
+    steps = result.steps.sort("anchors")
+    assert steps["anchors"].to_list() == [8, 16] and steps["measured_gib"].null_count() == 2
+    assert result.figures["predicted_step_gib"] == pytest.approx(steps["fake_gib"].max(), abs=1e-4)
 
 
 def test_the_result_is_kept_and_not_made_again(swept, monkeypatch):
@@ -109,6 +114,9 @@ def test_figures_draw_what_the_tables_say(swept):
     height = sum(trace.y[0] for trace in bars.data)
     first = result.terms.filter((pl.col("what") == "extraction") & (pl.col("kind") == "analytic"))
     assert height == pytest.approx(first["gib"].sum())
+    assert [list(t.y) for t in figures.step_bars(result.steps, 0.5).data[:2]] == [
+        result.steps.sort("anchors")[column].to_list() for column in ("analytic_gib", "fake_gib")
+    ]
     scatter = figures.predicted_measured(result.points)
     assert [len(trace.x) for trace in scatter.data] == [2, 6, 6]
     assert len(figures.bucket_bars(result.buckets, 0.5).data) == 2
@@ -151,6 +159,7 @@ def test_a_target_without_weights_is_predicted(tmp_path):
         lengths=[3316],
         anchors=1024,
         context_tokens=4096,
+        step_anchors=[64],
         block_size=24,
         num_taps=5,
     )
@@ -256,6 +265,7 @@ def test_an_error_in_the_thread_is_shown(swept, monkeypatch):
     "options, message",
     [
         ({"anchors": 64}, "anchors"),
+        ({"step_anchors": [64]}, "step_anchors"),
         ({"batches": []}, "batches"),
         ({"orders": ["sideways"]}, "orders"),
         ({"lengths": [0]}, "lengths"),

@@ -120,6 +120,36 @@ def predicted_measured(points: pl.DataFrame) -> go.Figure:
     return figure
 
 
+def step_bars(steps: pl.DataFrame, budget_gib: float) -> go.Figure:
+    """Peaks of training steps over anchors x block size: by formula, by count, and as measured."""
+    table = steps.sort(pl.col("anchors") * pl.col("block_size"), "block_size")
+    labels = [f"{row['anchors']} x {row['block_size']}" for row in table.iter_rows(named=True)]
+    figure = go.Figure()
+    for column, name, colour in (
+        ("analytic_gib", "formulas", ORANGE),
+        ("fake_gib", "counted on fake tensors", BLUE),
+        ("measured_gib", "measured", GREEN),
+    ):
+        figure.add_bar(
+            x=labels,
+            y=table[column].to_list(),
+            name=name,
+            marker_color=colour,
+            hovertemplate=f"%{{x}}: %{{y:.3f}} GiB {name}<extra></extra>",
+        )
+    figure.add_hline(y=budget_gib, line={"color": RED, "dash": "dash"})
+    top = max(
+        [value or 0.0 for column in ("analytic_gib", "fake_gib") for value in table[column]], default=1.0
+    )
+    high = max(top, budget_gib) if budget_gib < 4 * top else top
+    figure.update_layout(
+        title=f"Peak of a training step; the red line is {budget_gib:g} GiB",
+        xaxis={"title": "anchors x block size", "type": "category"},
+        yaxis={"title": "GiB", "range": [0, 1.12 * high]},
+    )
+    return figure
+
+
 def bucket_bars(buckets: pl.DataFrame, budget_gib: float) -> go.Figure:
     """The largest batch of each length bucket, and what the plan takes of it (the rate is flat beyond)."""
     edges = [f"{length:,}" for length in buckets["length"]]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
     from dflash_lab.memory.shapes import TargetShape
 
-FRAMES = ("points", "terms", "advice", "buckets")
+FRAMES = ("points", "steps", "terms", "advice", "buckets")
 PLACEMENTS = ("cached", "same device", "other device")
 POINT_SCHEMA: dict[str, Any] = {
     "batch": pl.Int64,
@@ -41,6 +41,9 @@ POINT_SCHEMA: dict[str, Any] = {
     "out_of_memory": pl.Boolean,
     "seconds": pl.Float64,
 }
+
+
+STEP_SCHEMA = {"anchors": pl.Int64, "block_size": pl.Int64, **dict(list(POINT_SCHEMA.items())[2:])}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,8 @@ class MemorySweepParams(StageParams):
     context_tokens: int = param(4096, "target positions of a training step", unit="tokens", low=2)
     chunk: int = param(0, "rows of logits at a time in the loss; 0: as the loss plans it", low=0)
     soft_targets: bool = param(True, "the loss compares with the target's distribution")
+    step_anchors: list[int] = param([128, 512], "anchors of the grid of training steps", low=1)
+    step_blocks: list[int] = param([8, 16], "block sizes of the grid of training steps", low=2, high=128)
     placement: str = param("cached", "where the target is while the drafter trains", choices=PLACEMENTS)
     allow_slow_kernels: bool = param(False, "run a hybrid target on CUDA without its fast kernels")
 
@@ -73,8 +78,8 @@ class MemorySweepParams(StageParams):
         self.require(bool(self.batches), "batches", "at least one batch")
         self.require(bool(self.lengths), "lengths", "at least one length")
         self.require(
-            self.anchors < self.context_tokens,
-            "anchors",
+            max([self.anchors, *self.step_anchors]) < self.context_tokens,
+            "anchors" if self.anchors >= self.context_tokens else "step_anchors",
             f"anchors stand in the context: at most context_tokens - 1 = {self.context_tokens - 1}",
         )
 
@@ -91,20 +96,26 @@ class Scene:
     extraction: ExtractionSetup
     training: TrainingSetup
     budget_gib: float
-    cuda: bool
+    device: str
+
+    @property
+    def cuda(self) -> bool:
+        return self.device != "cpu"
 
 
 @dataclass(frozen=True)
 class MemorySweepResult:
     """Headline figures and tables.
 
-    `points`: POINT_SCHEMA. `terms`: what (extraction, training), kind, term, gib, formula. `advice`: what,
-    name, saves_gib, peak_gib, time_pct, fits, same_goal, built_in, why. `buckets`: length, batch, tokens,
-    limited_by, gib. `texts`: a paragraph each for extraction and training.
+    `points`: POINT_SCHEMA. `steps`: STEP_SCHEMA, measured on CUDA only. `terms`: what (extraction,
+    training), kind, term, gib, formula. `advice`: what, name, saves_gib, peak_gib, time_pct, fits,
+    same_goal, built_in, why. `buckets`: length, batch, tokens, limited_by, gib. `texts`: a paragraph each
+    for extraction and training.
     """
 
     figures: dict[str, float | int | str]
     points: pl.DataFrame
+    steps: pl.DataFrame
     terms: pl.DataFrame
     advice: pl.DataFrame
     buckets: pl.DataFrame
@@ -128,7 +139,7 @@ class MemorySweepResult:
 def scene(params: MemorySweepParams) -> Scene:
     """Settle shapes, setups and budget from the parameters; no weight is read."""
     from dflash_lab.drafter.config import DrafterConfig
-    from dflash_lab.memory.planner import device_budget_gib
+    from dflash_lab.memory.planner import device_budget_gib, expandable_segments
     from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
     from dflash_lab.memory.shapes import target_shape
     from dflash_lab.target.loading import choose_device, choose_dtype
@@ -154,6 +165,7 @@ def scene(params: MemorySweepParams) -> Scene:
             dtype=dtype,
             store_final=params.store_final,
             kernels="fla" if cuda and not params.allow_slow_kernels else "torch",
+            expandable=expandable_segments(),
         ),
         training=TrainingSetup(
             anchors=params.anchors,
@@ -163,14 +175,16 @@ def scene(params: MemorySweepParams) -> Scene:
             chunk=params.chunk,
             soft_targets=params.soft_targets,
             placement=params.placement,  # type: ignore[arg-type]
+            expandable=expandable_segments(),
         ),
         budget_gib=params.budget_gib or device_budget_gib(device),
-        cuda=cuda,
+        device=str(device),
     )
 
 
 def run_memory_sweep(params: MemorySweepParams, progress: Any = None) -> MemorySweepResult:
     """Predict the grid, measure it, and say what fits."""
+    from dflash_lab.workbench.stages.memory_steps import step_points
     from dflash_lab.workbench.stages.memory_tables import advice_frame, bucket_frame, headline, term_frame
 
     found = scene(params)
@@ -178,10 +192,11 @@ def run_memory_sweep(params: MemorySweepParams, progress: Any = None) -> MemoryS
     if params.measure:
         points = measure_points(params, found, points, progress or _silent)
     frame = pl.DataFrame(points, schema=POINT_SCHEMA)
+    steps = pl.DataFrame(step_points(params, found, progress or _silent), schema=STEP_SCHEMA)
     buckets = bucket_frame(params, found)
     advice, texts = advice_frame(params, found)
-    figures = headline(params, found, frame, buckets)
-    result = MemorySweepResult(figures, frame, term_frame(params, found), advice, buckets, texts)
+    figures = headline(params, found, frame, steps, buckets)
+    result = MemorySweepResult(figures, frame, steps, term_frame(params, found), advice, buckets, texts)
     result.save(params.folder)
     return result
 
@@ -207,10 +222,10 @@ def predict_points(
             {
                 "batch": batch,
                 "length": length,
-                "analytic_gib": analytic.peak_gib,
+                "analytic_gib": analytic.live / 2**30,
                 "fake_gib": fake.live / 2**30,
                 "fake_reserved_gib": fake.reserved / 2**30,
-                "analytic_moving": analytic.moving,
+                "analytic_moving": analytic.live - analytic.static,
                 "fake_moving": fake.live - fake.static,
                 "order": "",
                 "out_of_memory": False,

@@ -98,7 +98,11 @@ def bucket_frame(params: MemorySweepParams, found: Scene) -> pl.DataFrame:
 
 
 def headline(
-    params: MemorySweepParams, found: Scene, points: pl.DataFrame, buckets: pl.DataFrame
+    params: MemorySweepParams,
+    found: Scene,
+    points: pl.DataFrame,
+    steps: pl.DataFrame,
+    buckets: pl.DataFrame,
 ) -> dict[str, float | int | str]:
     """Return the flat figures: the largest measured point, the errors over all, and the largest batch that
     fits.
@@ -119,12 +123,27 @@ def headline(
                 f"{prefix}worst_error_pct": round(worst, 3),
             }
         figures |= _calibrated(found, measured)
+    figures |= _step_figures(steps)
     figures["predicted_peak_gib"] = round(largest["fake_gib"], 4)
     figures["points_measured"] = measured.height
     figures["out_of_memory"] = int(points["out_of_memory"].sum())
     longest = buckets.sort("length").row(-1, named=True)
     figures |= {"largest_batch": longest["batch"], "largest_batch_length": longest["length"]}
     figures["token_budget"] = int((buckets["planned"] * buckets["length"]).max())  # type: ignore[arg-type]
+    return figures
+
+
+def _step_figures(steps: pl.DataFrame) -> dict[str, float | int | str]:
+    """Return the largest step's predicted peak, and the errors where steps were measured."""
+    from dflash_lab.memory.fit import error_figures
+
+    figures: dict[str, float | int | str] = {}
+    if steps.height:
+        figures["predicted_step_gib"] = round(float(steps["fake_gib"].max()), 4)  # type: ignore[arg-type]
+    measured = steps.filter(pl.col("measured_moving").is_not_null() & ~pl.col("out_of_memory"))
+    if measured.height:
+        median, worst = error_figures(_errors(measured, "fake_moving"))
+        figures |= {"step_median_error_pct": round(median, 3), "step_worst_error_pct": round(worst, 3)}
     return figures
 
 

@@ -1,0 +1,53 @@
+"""The grid of training steps in `memory_sweep`: anchors x block size, predicted, and on CUDA measured.
+
+The step that is measured is the training loop's own: real drafter, loss and optimizer, a head and an
+embedding of the target's shape without its values. On a CPU the loop takes other paths (dense attention,
+widened products), so a measurement there would say nothing about a device, and none is made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dflash_lab.workbench.stages.memory_sweep import MemorySweepParams, Scene
+
+
+def step_points(
+    params: MemorySweepParams, found: Scene, progress: Callable[..., None]
+) -> list[dict[str, Any]]:
+    """Return a row (STEP_SCHEMA) a grid point; on CUDA they are measured, largest first, until time is up."""
+    from dataclasses import replace
+
+    from dflash_lab.memory.cached import fake_training
+    from dflash_lab.memory.measure import measure_training
+    from dflash_lab.memory.training_account import training_account
+
+    grid = [(a, b) for a in sorted(set(params.step_anchors)) for b in sorted(set(params.step_blocks))]
+    grid.sort(key=lambda point: -point[0] * point[1])
+    deadline = time.monotonic() + params.measure_s
+    rows = []
+    for number, (anchors, block) in enumerate(grid):
+        progress("training steps", number, len(grid))
+        setup = replace(found.training, anchors=anchors, block_size=block)
+        drafter = replace(found.drafter, block_size=block)
+        analytic = training_account(found.shape, drafter, setup, cuda=found.cuda)
+        fake = fake_training(found.config, drafter, setup)
+        row: dict[str, Any] = {
+            "anchors": anchors,
+            "block_size": block,
+            "analytic_gib": analytic.live / 2**30,
+            "fake_gib": fake.live / 2**30,
+            "fake_reserved_gib": fake.reserved / 2**30,
+            "analytic_moving": analytic.live - analytic.static,
+            "fake_moving": fake.live - fake.static,
+            "order": "",
+            "out_of_memory": False,
+        }
+        if params.measure and found.cuda and time.monotonic() < deadline:
+            row |= {"order": "falling", **measure_training(found.shape, drafter, setup, found.device)}
+        rows.append(row)
+    progress("training steps", len(grid), len(grid))
+    return rows
