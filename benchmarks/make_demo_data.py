@@ -1,14 +1,15 @@
-"""Make data/demo/smollm2_selfprompted.jsonl again: conversations in which the embedded target wrote
-everything.
+"""Make data/demo/smollm2_selfprompted.jsonl again: the embedded target wrote every answer and most questions.
 
 Prompts: the questions of data/demo/seed_questions.txt, then user turns that SmolLM2 samples from its own
 template. Answers: greedy, float32. A conversation is kept only if it can be reproduced exactly: the answer
 ends with its end-of-turn token, the text tokenises back to the generated ids, and a single teacher-forced
-forward chooses the same token everywhere by a clear margin. On what is kept, acceptance measured offline on
-the stored answers equals acceptance measured by decoding.
+forward chooses the same token everywhere by a clear margin. Acceptance measured offline on stored answers can
+equal acceptance measured by decoding only on such data.
 
-    python benchmarks/make_demo_data.py            # about fifteen minutes on one core; the same file every
-    time on one machine
+    python benchmarks/make_demo_data.py
+
+It took 62 minutes with one thread on a machine busy with other work and kept 365 of 1005 conversations (615 did
+not end within 128 tokens, 17 were too close to a tie, 6 tokenised differently, 2 others).
 """
 
 from __future__ import annotations
