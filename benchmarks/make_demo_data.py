@@ -8,8 +8,8 @@ equal acceptance measured by decoding only on such data.
 
     python benchmarks/make_demo_data.py
 
-It took 62 minutes with one thread on a machine busy with other work and kept 365 of 1005 conversations (615 did
-not end within 128 tokens, 17 were too close to a tie, 6 tokenised differently, 2 others).
+It took 62 minutes with one thread on a machine busy with other work and kept 365 of 1005 conversations (615
+did not end within 128 tokens, 17 were too close to a tie, 6 tokenised differently, 2 others).
 """
 
 from __future__ import annotations

@@ -172,6 +172,7 @@ def test_the_demo_data_fits_the_repository_and_has_no_repeats():
     assert len({m[-1]["content"] for m in conversations}) == len(conversations)
 
 
+@pytest.mark.slow
 def test_the_demo_answers_are_the_target_s_own_greedy_tokens(target):
     """Every answer ends as the model ended it; a sample of answers is decoded again, token by token."""
     conversations = demo()
