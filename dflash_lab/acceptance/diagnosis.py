@@ -1,45 +1,24 @@
-"""Why offline and decoded tau disagree, or why tau is far below training accuracy: one check for each known
-cause.
+"""Why offline and decoded tau disagree, or why tau is far below training accuracy: every known cause checked.
 
-Each check computes something on the target, drafter and items at hand and compares it with what would hold if
-its cause were absent; none reads a setting and guesses. People have trained to 70 % accuracy and served a tau
-of 1.02 with each of these faults.
+People have trained to 70 % accuracy and served a tau of 1.02 with each of these faults.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import polars as pl
 import torch
 
-from dflash_lab.acceptance.offline import Context, answer_segments
-from dflash_lab.acceptance.proposals import Proposer
-from dflash_lab.acceptance.target_run import TargetRun
+from dflash_lab.acceptance import causes
+from dflash_lab.acceptance.causes import SUSPECT, Check
+from dflash_lab.acceptance.diagnosis_case import Case
 from dflash_lab.data.items import FeatureItem
-from dflash_lab.data.samples import read_provenance
-from dflash_lab.drafter.config import resolve_mask_token_id
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.target.identity import template_hash, tokenizer_hash
 from dflash_lab.target.model import Target
 
 SCHEMA = {"name": pl.String, "verdict": pl.String, "value": pl.Float64, "detail": pl.String}
-FINE, SUSPECT, SKIPPED = "fine", "suspect", "not checked"
-_MARGIN = 0.05  # by how much a wrong variant must be more accurate at slot 1 to be named the cause
-
-
-@dataclass(frozen=True)
-class Check:
-    """One cause: `verdict` fine, suspect or not checked; `value` is the number looked at, `detail` what it
-    means.
-    """
-
-    name: str
-    verdict: str
-    value: float
-    detail: str
 
 
 @torch.no_grad()
@@ -55,19 +34,19 @@ def diagnose(
     """Run every check on the first `max_items` items; `samples` is the file whose provenance names a
     template.
     """
-    case = _Case(target, drafter, list(items[:max_items]))
+    case = Case(target, drafter, list(items[:max_items]))
     checks = [
-        _greedy_answers,
-        lambda case: _template(case, samples),
-        _tap_states,
-        _tap_layers,
-        _final_norm,
-        _mask_token,
-        _anchor_position,
-        _label_shift,
-        _precision,
-        _target_rollback,
-        _draft_cache,
+        causes.greedy_answers,
+        lambda case: causes.template(case, samples),
+        causes.tap_states,
+        causes.tap_layers,
+        causes.final_norm,
+        causes.mask_token,
+        causes.anchor_position,
+        causes.label_shift,
+        causes.precision,
+        causes.target_rollback,
+        causes.draft_cache,
     ]
     found = []
     for number, check in enumerate(checks, start=1):
@@ -90,270 +69,3 @@ def likely_cause(checks: Sequence[Check], disagree: bool) -> str:
 def checks_frame(checks: Sequence[Check]) -> pl.DataFrame:
     """Return the checks as a table."""
     return pl.DataFrame([vars(check) for check in checks], schema=SCHEMA)
-
-
-class _Case:
-    """What the checks look at: live states of each item from one forward, and drafts of any variant."""
-
-    def __init__(self, target: Target, drafter: Drafter, items: list[FeatureItem]) -> None:
-        self.target, self.drafter, self.items = target, drafter, items
-        self.head = target.head
-        self.ids = [item.input_ids.long().to(target.device) for item in items]
-        self.segments = [answer_segments(item.loss_mask) for item in items]
-        tap_ids = drafter.config.tap_ids
-        self.shifted = {s: tuple(t + s for t in tap_ids) for s in (-1, 1)}
-        self.shifted = {
-            s: ids for s, ids in self.shifted.items() if min(ids) >= 0 and max(ids) < target.num_layers
-        }
-        wanted = sorted({*tap_ids, *(t for ids in self.shifted.values() for t in ids), target.num_layers - 1})
-        self.layers: list[dict[int, torch.Tensor]] = []
-        self.normed: list[torch.Tensor] = []
-        for ids in self.ids:
-            with TargetRun(target, tuple(wanted)) as run:
-                step = run.step(ids, certain=True)
-            assert step.taps is not None
-            self.layers.append(dict(zip(wanted, step.taps.chunk(len(wanted), dim=-1))))
-            self.normed.append(step.normed)
-
-    def live_taps(self, index: int, shift: int = 0) -> torch.Tensor:
-        ids = self.shifted[shift] if shift else self.drafter.config.tap_ids
-        return torch.cat([self.layers[index][t] for t in ids], dim=-1)
-
-    def accuracy(
-        self,
-        *,
-        taps: Callable[[int], torch.Tensor] | None = None,
-        mask: int | None = None,
-        context_shift: int = 0,
-        label_shift: int = 0,
-        anchors: int = 48,
-    ) -> float:
-        """Return how often slot 1's best token is the answer's, in one variant of drafting (the default is
-        ours).
-
-        context_shift: keep that many more (or fewer) context positions than those before the anchor.
-        """
-        config = self.drafter.config
-        hits = total = 0
-        for index, (ids, segments) in enumerate(zip(self.ids, self.segments)):
-            states = self.live_taps(index) if taps is None else taps(index)
-            context = Context(self.drafter, states)
-            places = [a for start, stop in segments for a in range(max(start, 1), stop - 1 - label_shift)][
-                :anchors
-            ]
-            if not places:
-                continue
-            block = torch.full(
-                (len(places), config.block_size), config.mask_token_id if mask is None else mask
-            )
-            block = block.to(ids.device)
-            block[:, 0] = ids[places]
-            hidden = context.blocks(places, self.head.embed(block), visible_shift=context_shift)[:, 1]
-            best = self.drafter.logits(hidden.to(self.head.weight.dtype), self.head.weight).argmax(-1)
-            hits += int((best == ids[[a + 1 + label_shift for a in places]]).sum())
-            total += len(places)
-        return hits / max(1, total)
-
-
-def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Relative L2 error."""
-    ours, theirs = ours.float(), theirs.float().to(ours.device)
-    return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-12))
-
-
-def _greedy_answers(case: _Case) -> Check:
-    hits = total = 0
-    for ids, segments, normed in zip(case.ids, case.segments, case.normed):
-        for start, stop in segments:
-            best = case.head.logits(normed[max(start, 1) - 1 : stop - 1]).argmax(-1)
-            hits += int((best == ids[max(start, 1) : stop]).sum())
-            total += len(best)
-    share = hits / max(1, total)
-    verdict = FINE if share > 0.97 else SUSPECT
-    what = "of the stored answer tokens are this target's first choice"
-    why = (
-        ""
-        if verdict == FINE
-        else ": they were not generated greedily by it, or under another template or thinking mode"
-    )
-    return Check("answers of the target", verdict, share, f"{100 * share:.1f} % {what}{why}")
-
-
-def _template(case: _Case, samples: Path | None) -> Check:
-    name = "chat template"
-    if samples is None:
-        return Check(
-            name, SKIPPED, float("nan"), "the prompts were rendered just now with the target's own template"
-        )
-    made = read_provenance(samples)
-    now = {
-        "tokenizer_hash": tokenizer_hash(case.target.tokenizer),
-        "template_hash": template_hash(case.target.tokenizer),
-    }
-    differs = [key for key, value in now.items() if made.get(key) not in (None, value)]
-    thinking = f"thinking {'on' if made.get('thinking') else 'off'}"
-    if differs:
-        return Check(name, SUSPECT, 1.0, f"the samples were made with another {' and '.join(differs)}")
-    return Check(name, FINE, 0.0, f"the samples' template and tokenizer are the target's; {thinking}")
-
-
-def _tap_states(case: _Case) -> Check:
-    name = "stored states"
-    own = max(
-        _error(item.taps.to(case.target.device), case.live_taps(i)) for i, item in enumerate(case.items)
-    )
-    if own < 0.05:
-        return Check(name, FINE, own, f"stored and live states differ by {own:.1e} (relative L2)")
-    for shift in case.shifted:
-        other = max(
-            _error(item.taps.to(case.target.device), case.live_taps(i, shift))
-            for i, item in enumerate(case.items)
-        )
-        if other < 0.05:
-            return Check(
-                name, SUSPECT, own, f"the stored states are those of tap ids {shift:+d}: a layer off by one"
-            )
-    return Check(
-        name,
-        SUSPECT,
-        own,
-        f"stored and live states differ by {own:.2f} (relative L2): another target or dtype",
-    )
-
-
-def _tap_layers(case: _Case) -> Check:
-    own = case.accuracy()
-    for shift in case.shifted:
-        other = case.accuracy(taps=lambda index, shift=shift: case.live_taps(index, shift))  # type: ignore[misc]
-        if other > own + _MARGIN:
-            detail = (
-                f"slot 1 is right {100 * other:.0f} % with tap ids {shift:+d}, {100 * own:.0f} % with its own"
-            )
-            return Check(
-                "tap layers", SUSPECT, other - own, f"{detail}: the drafter was trained on layers off by one"
-            )
-    return Check(
-        "tap layers", FINE, own, f"slot 1 is right {100 * own:.0f} %, and no better one layer up or down"
-    )
-
-
-def _final_norm(case: _Case) -> Check:
-    name = "final norm"
-    pairs = [(i, item.final) for i, item in enumerate(case.items) if item.final is not None]
-    if not pairs:
-        return Check(
-            name, SKIPPED, float("nan"), "the store has no final states, so no teacher was made of them"
-        )
-    last = case.target.num_layers - 1
-    before = max(_error(final.to(case.target.device), case.layers[i][last]) for i, final in pairs)
-    if before < 0.05:
-        return Check(
-            name, FINE, before, f"stored final states are those before the final norm (error {before:.1e})"
-        )
-    after = max(_error(final.to(case.target.device), case.normed[i]) for i, final in pairs)
-    if after < 0.05:
-        return Check(
-            name,
-            SUSPECT,
-            before,
-            "stored final states were taken after the final norm: the teacher normed twice",
-        )
-    return Check(
-        name, SUSPECT, before, f"stored final states match neither side of the final norm ({before:.2f})"
-    )
-
-
-def _mask_token(case: _Case) -> Check:
-    name, own = "mask token", case.drafter.config.mask_token_id
-    seen = sum(int((ids == own).sum()) for ids in case.ids)
-    tokenizer = None if case.target.name.startswith("random:") else case.target.tokenizer
-    usual, why = resolve_mask_token_id(case.target.vocab_size, tokenizer=tokenizer)
-    base = case.accuracy()
-    if usual != own and (other := case.accuracy(mask=usual)) > base + _MARGIN:
-        detail = (
-            f"slot 1 is right {100 * other:.0f} % with mask token {usual} ({why}), {100 * base:.0f} % with "
-            f"{own}"
-        )
-        return Check(name, SUSPECT, other - base, detail)
-    if seen and usual != own:
-        return Check(
-            name, SUSPECT, seen, f"mask token {own} occurs {seen} times in the text: it is an ordinary token"
-        )
-    known = "is in no sample" if not seen else f"is what is left ({why})"
-    return Check(name, FINE, own, f"token {own} {known}, and no other candidate drafts better")
-
-
-def _anchor_position(case: _Case) -> Check:
-    own = case.accuracy()
-    for shift, what in ((1, "up to and including the anchor"), (-1, "without the token before the anchor")):
-        other = case.accuracy(context_shift=shift)
-        if other > own + _MARGIN:
-            detail = (
-                f"slot 1 is right {100 * other:.0f} % with context {what}, {100 * own:.0f} % with context "
-                f"before it"
-            )
-            return Check(
-                "anchor position", SUSPECT, other - own, f"{detail}: it was trained with another context"
-            )
-    return Check("anchor position", FINE, own, "context strictly before the anchor drafts best")
-
-
-def _label_shift(case: _Case) -> Check:
-    own, other = case.accuracy(), case.accuracy(label_shift=1)
-    if other > own + _MARGIN:
-        detail = f"slot 1 gives the token at a+2 {100 * other:.0f} % of the time, at a+1 {100 * own:.0f} %"
-        return Check(
-            "slot labels", SUSPECT, other - own, f"{detail}: it was trained with labels shifted by one"
-        )
-    return Check("slot labels", FINE, own, "slot k predicts the token at a+k")
-
-
-def _precision(case: _Case) -> Check:
-    stored = case.accuracy(taps=lambda index: case.items[index].taps.to(case.target.device))
-    live = case.accuracy()
-    if abs(stored - live) > _MARGIN:
-        detail = f"slot 1 is right {100 * stored:.0f} % on stored states, {100 * live:.0f} % on live ones"
-        return Check(
-            "precision of states", SUSPECT, stored - live, f"{detail}: storage or dtype changes the drafts"
-        )
-    return Check("precision of states", FINE, stored - live, "stored and live states draft alike")
-
-
-def _target_rollback(case: _Case) -> Check:
-    """A partial acceptance, then one more token: its logits against those of a fresh pass."""
-    ids = case.ids[0][:64]
-    keep = max(1, len(ids) - 4)
-    with TargetRun(case.target) as run:
-        run.step(ids[:keep], certain=True)
-        run.commit(keep)
-        run.step(torch.cat([ids[keep : keep + 1], ids[:4]]))
-        run.commit(1)
-        rolled = run.step(ids[keep + 1 : keep + 2], certain=True).normed
-    error = _error(case.head.logits(rolled), case.head.logits(case.normed[0][keep + 1 : keep + 2]))
-    bound = 1e-3 if case.target.dtype == torch.float32 else 0.05
-    kind = "recurrent states and cache" if case.target.is_hybrid else "cache"
-    verdict = FINE if error < bound else SUSPECT
-    outcome = "are rolled back" if verdict == FINE else "are not what they were"
-    return Check(
-        "rollback of the target", verdict, error, f"{kind} {outcome} after a partial acceptance ({error:.1e})"
-    )
-
-
-def _draft_cache(case: _Case) -> Check:
-    """A block drafted after three extensions of the draft cache against one drafted after a single one."""
-    taps, ids = case.live_taps(0), case.ids[0]
-    place = len(ids) - 1
-    hidden = []
-    for cuts in ([place], [max(1, place // 2), max(2, place - 3), place]):
-        proposer = Proposer(case.drafter, case.head)
-        start = 0
-        for cut in cuts:
-            proposer.extend(taps[start:cut])
-            start = max(start, cut)
-        hidden.append(proposer.draft(ids[place : place + 1], case.drafter.config.block_size).hidden)
-    error = _error(hidden[1], hidden[0])
-    bound = 1e-3 if hidden[0].dtype == torch.float32 else 0.05
-    verdict = FINE if error < bound else SUSPECT
-    return Check(
-        "draft cache", verdict, error, f"incremental and whole context differ by {error:.1e} (relative L2)"
-    )

@@ -25,7 +25,7 @@ from dflash_lab.acceptance.operating import (
     typical_context,
 )
 from dflash_lab.acceptance.prompts import choose, load_prompts
-from dflash_lab.acceptance.protocol import Protocol, template_id
+from dflash_lab.acceptance.protocol import Protocol
 from dflash_lab.acceptance.study import (
     Study,
     answers_frame,
@@ -57,10 +57,17 @@ class Evaluator:
 
     def __init__(self, params: Any, progress: Any = None) -> None:
         self.params, self.progress = params, progress
+        self.store = open_store(params.store_path) if params.prompts == "heldout" else None
         device = choose_device(params.device)
         self.target = load_target(params.target, device=device, dtype=params.dtype, seed=params.seed)
         self.drafter = self._load(params.drafter_path)
         self.size = params.block_size or self.drafter.config.block_size
+        tap_ids = self.drafter.config.tap_ids
+        if self.store is not None and tuple(self.store.tap_ids) != tap_ids:
+            raise InputError(
+                f"{params.store_path} holds taps {list(self.store.tap_ids)}, the drafter was made for "
+                f"{list(tap_ids)}: give the store that it was trained from."
+            )
         available = load_prompts(
             params.prompts, params.samples_path, lambda: self.target.tokenizer, thinking=params.thinking
         )
@@ -71,13 +78,14 @@ class Evaluator:
 
     def evaluate(self) -> Evaluation:
         """Do everything in order."""
+        params = self.params
         self._decode_basics()
         report = self._offline()
         operating = self._operating(report)
         self._decode_best()
         checks = self._checks()
         self._speed()
-        self.facts["protocol"] = self._protocol().as_dict()
+        self.facts["protocol"] = Protocol.of(params, self.target, len(self.prompts), self.size).as_dict()
         self.facts["phases"] = {
             name: study.phase_share() for name, study in self.studies.items() if name != "plain"
         }
@@ -156,8 +164,7 @@ class Evaluator:
                 "other", other, params.max_new_tokens, block_size=other.config.block_size
             )
             self.figures |= second.tau(params.seed).figures("tau_other")
-            taus = [_answer_taus(self.studies[name]) for name in ("trained", "other")]
-            paired = compare(*taus, seed=params.seed)
+            paired = compare(self.studies["trained"].answer_taus, second.answer_taus, seed=params.seed)
             self.figures |= {
                 "other_minus_trained": round(paired.difference, 4),
                 "other_minus_trained_low": round(paired.interval.low, 4),
@@ -169,23 +176,9 @@ class Evaluator:
         numbers.
         """
         params = self.params
-        taps = self.drafter.config.tap_ids
-        if params.prompts == "heldout":
-            store = open_store(params.store_path)
-            if tuple(store.tap_ids) != tuple(taps):
-                raise InputError(
-                    f"{params.store_path} holds taps {store.tap_ids}, the drafter was made for {list(taps)}: "
-                    "give the store that it was trained from."
-                )
-            items: Sequence[FeatureItem] = stored_items(
-                store, [prompt.hash for prompt in self.prompts], extra=params.offline_samples
-            )
-            self.facts["offline_source"] = "stored answers"
-            has_final = store.has_final
-        else:
-            items = live_items(self.target, taps, self.studies["plain"])
-            self.facts["offline_source"] = "answers of plain decoding"
-            has_final = True
+        items = self._items(extra=params.offline_samples)
+        self.facts["offline_source"] = "answers of plain decoding" if self.store is None else "stored answers"
+        has_final = self.store is None or self.store.has_final
         done = 0
 
         def tick(tokens: int) -> None:
@@ -203,13 +196,12 @@ class Evaluator:
             temperatures=params.temperatures if has_final and not self.drafter.config.is_second else (),
             on_item=tick,
         )
-        firsts = report.anchors.group_by("sample", maintain_order=True).agg(pl.col("answer").first())
-        answer_of = dict(firsts.iter_rows())
-        own = [answer_of[item.hash] for item in items[: len(self.prompts)] if item.hash in answer_of]
-        if params.prompts != "heldout":
-            own = list(range(report.num_answers))
-        limit = params.max_new_tokens
-        tau = report.tau(answers=own, limit=limit)
+        own = list(range(report.num_answers))
+        if self.store is not None:
+            firsts = report.anchors.group_by("sample", maintain_order=True).agg(pl.col("answer").first())
+            answer_of = dict(firsts.iter_rows())
+            own = [answer_of[prompt.hash] for prompt in self.prompts if prompt.hash in answer_of]
+        tau = report.tau(answers=own, limit=params.max_new_tokens)
         gap = tau.mean / self.figures["tau_trained"] - 1
         self.figures |= {
             "tau_offline": round(tau.mean, 4),
@@ -221,9 +213,15 @@ class Evaluator:
         }
         return report
 
+    def _items(self, extra: int) -> Sequence[FeatureItem]:
+        """Answers with states: the stored ones of our prompts and `extra` more, or those just decoded."""
+        if self.store is None:
+            return live_items(self.target, self.drafter.config.tap_ids, self.studies["plain"])
+        return stored_items(self.store, [prompt.hash for prompt in self.prompts], extra=extra)
+
     def _breaks(self, report: OfflineReport) -> pl.DataFrame:
         source = {prompt.hash: prompt.source for prompt in self.prompts}
-        if self.params.prompts == "heldout":
+        if self.store is not None:
             known = scan_samples(self.params.samples_path).select("content_hash", "source").collect()
             source = dict(known.iter_rows())
         return breaks_frame(report, self._text, source, self.params.prompts)
@@ -300,45 +298,12 @@ class Evaluator:
         self.facts["agreement"] = f"{taus} on the same prompts ({verdict}"
         if params.diagnose == "never" or (params.diagnose == "auto" and not disagree):
             return pl.DataFrame(schema=diagnosis.SCHEMA)
-        stored = params.prompts == "heldout"
-        store = open_store(params.store_path) if stored else None
-        items = (
-            stored_items(store, [prompt.hash for prompt in self.prompts], extra=0)
-            if store is not None
-            else live_items(self.target, self.drafter.config.tap_ids, self.studies["plain"])
-        )
         checks = diagnosis.diagnose(
             self.target,
             self.drafter,
-            list(items),
-            samples=params.samples_path if stored else None,
+            self._items(extra=0),
+            samples=params.samples_path if self.store is not None else None,
             progress=self.progress,
         )
         self.facts["cause"] = diagnosis.likely_cause(checks, disagree)
         return diagnosis.checks_frame(checks)
-
-    def _protocol(self) -> Protocol:
-        params = self.params
-        has_text = not params.target.startswith("random:")
-        return Protocol(
-            target=self.target.name,
-            dtype=str(self.target.dtype).removeprefix("torch."),
-            device=str(self.target.device),
-            template=template_id(self.target) if has_text else "none",
-            thinking=params.thinking,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            max_new_tokens=params.max_new_tokens,
-            prompts=params.prompts,
-            count=len(self.prompts),
-            seed=params.seed,
-            block_size=self.size,
-        )
-
-
-def _answer_taus(study: Study) -> Any:
-    """Per-answer tau [answers], NaN-free: answers without a round count as 1."""
-    import numpy as np
-
-    return np.asarray([sum(a.produced) / len(a.rounds) if a.rounds else 1.0 for a in study.answers])

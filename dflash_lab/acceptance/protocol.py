@@ -38,6 +38,20 @@ class Protocol:
         "accepted drafts + 1 a round; mean over rounds, then over answers; last round cut at the answer's end"
     )
 
+    @classmethod
+    def of(cls, params: Any, target: Target, count: int, block_size: int) -> Protocol:
+        """Return the rules of an evaluation with the stage's `params` of `count` prompts."""
+        own = ("thinking", "temperature", "top_p", "top_k", "max_new_tokens", "prompts", "seed")
+        return cls(
+            target=target.name,
+            dtype=str(target.dtype).removeprefix("torch."),
+            device=str(target.device),
+            template="none" if target.name.startswith("random:") else template_id(target),
+            count=count,
+            block_size=block_size,
+            **{name: getattr(params, name) for name in own},
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return asdict(self)

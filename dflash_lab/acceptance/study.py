@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import polars as pl
 import torch
 
@@ -40,6 +41,11 @@ class Study:
     def tau(self, seed: int = 0) -> Tau:
         """Summarise the acceptance lengths of all answers."""
         return summarize([a.produced for a in self.answers], [a.lengths for a in self.answers], seed=seed)
+
+    @property
+    def answer_taus(self) -> np.ndarray:
+        """Tau of each answer [answers]; NaN for those without a round, whose first token was their last."""
+        return np.asarray([sum(a.produced) / len(a.rounds) if a.rounds else np.nan for a in self.answers])
 
     @property
     def seconds_per_token(self) -> float:

@@ -112,10 +112,16 @@ class Paired:
 
 
 def compare(first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Paired:
-    """Compare two per-answer taus [n] of the same answers in the same order; pairs are resampled together."""
+    """Compare two per-answer taus [n] of the same answers in the same order; pairs are resampled together.
+
+    Answers without a tau (NaN) under either are left out, as `summarize` leaves them out.
+    """
     if len(first) != len(second):
         raise InputError(f"paired comparison needs the same answers: {len(first)} and {len(second)} given.")
     change = np.asarray(second, float) - np.asarray(first, float)
+    change = change[~np.isnan(change)]
+    if not len(change):
+        raise InputError("paired comparison: no answer has a round of both drafters; decode longer answers.")
     return Paired(
         float(change.mean()),
         bootstrap(change, seed=seed),

@@ -8,9 +8,11 @@ import pytest
 import torch
 from drafters import overfit, random_drafter
 
-from dflash_lab.acceptance import diagnosis, target_run
+from dflash_lab.acceptance import causes, target_run
+from dflash_lab.acceptance.causes import FINE, SKIPPED, SUSPECT
 from dflash_lab.acceptance.decode import plain_decode
-from dflash_lab.acceptance.diagnosis import FINE, SKIPPED, SUSPECT, diagnose, likely_cause
+from dflash_lab.acceptance.diagnosis import diagnose, likely_cause
+from dflash_lab.acceptance.diagnosis_case import Case
 from dflash_lab.acceptance.target_run import TargetRun
 from dflash_lab.data.items import FeatureItem
 
@@ -135,7 +137,7 @@ def test_context_that_reaches_the_anchor_in_training(healthy, monkeypatch):
     for item in items_of(target, (1, 4), answers):
         following = target.head.embed(item.input_ids.long().roll(-1))
         items.append(dataclasses.replace(item, taps=torch.cat([following, following], dim=-1)))
-    monkeypatch.setattr(diagnosis._Case, "live_taps", lambda case, index, shift=0: case.items[index].taps)
+    monkeypatch.setattr(Case, "live_taps", lambda case, index, shift=0: case.items[index].taps)
     drafter = random_drafter(target, block_size=4, initializer_range=0.1)
     overfit(target, drafter, items, steps=40, visible_shift=1)
     checks = diagnose(target, drafter, items)
@@ -173,11 +175,11 @@ def test_recurrent_state_that_is_not_restored(healthy, monkeypatch):
 def test_a_draft_cache_that_forgets(healthy, monkeypatch):
     target, drafter, items = healthy("llama")
 
-    class Forgetful(diagnosis.Proposer):
+    class Forgetful(causes.Proposer):
         def extend(self, taps):
             super().extend(taps if self.cache.length == 0 else torch.zeros_like(taps))
 
-    monkeypatch.setattr(diagnosis, "Proposer", Forgetful)
+    monkeypatch.setattr(causes, "Proposer", Forgetful)
     assert "draft cache" in suspects(diagnose(target, drafter, items))
 
 

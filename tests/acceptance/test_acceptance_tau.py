@@ -41,3 +41,10 @@ def test_paired_comparison_is_sharper_than_two_separate_intervals():
     assert paired.wins > paired.losses
     with pytest.raises(InputError, match="same answers"):
         compare(first, second[:-1])
+
+
+def test_paired_comparison_leaves_out_answers_without_a_round():
+    paired = compare(np.asarray([2.0, np.nan, 3.0]), np.asarray([2.5, 1.0, 3.5]))
+    assert paired.answers == 2 and paired.difference == pytest.approx(0.5)
+    with pytest.raises(InputError, match="longer answers"):
+        compare(np.asarray([np.nan]), np.asarray([2.0]))
