@@ -1,4 +1,4 @@
-"""Figures of the stage `acceptance`: what they draw is what the tables say; text is escaped; the widget moves."""
+"""Figures of the stage `acceptance` draw what the tables say; text is escaped; the widget moves."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from dflash_lab.acceptance.evaluation import Evaluation
 from dflash_lab.acceptance.offline_report import OfflineReport
 from dflash_lab.acceptance.whatif import Costs
 from dflash_lab.workbench.figures import acceptance as figures
+from dflash_lab.workbench.figures import acceptance_speed as speed
+from dflash_lab.workbench.figures import acceptance_text as text
 from dflash_lab.workbench.widgets import acceptance as widgets
 
 
@@ -50,7 +52,8 @@ ROUNDS = pl.DataFrame(
 
 
 def test_the_walk_of_the_report(report):
-    # Answer 0: the first block is accepted whole (4 tokens), one token is left. Answer 1: a miss, then both tokens left.
+    # Answer 0: the first block is accepted whole (4 tokens), one token is left. Answer 1: a miss, then both
+    # tokens left.
     assert report.rounds() == [[4, 1], [1, 2]]
     assert report.rounds(8) == [[4, 1], [2, 1]]
     assert report.rounds(block_size=2) == [[2, 2, 1], [1, 2]]
@@ -80,17 +83,24 @@ def test_budgets_and_taus(report):
     budgets = pl.DataFrame(
         {"part": ["test", "test"], "budget": [0, 8], "tau": [2.0, 2.5], "low": [1.8, 2.2], "high": [2.2, 2.8]}
     )
-    fig = figures.tau_by_budget(budgets, report.oracle(), chosen=8)
+    fig = speed.tau_by_budget(budgets, report.oracle(), chosen=8)
     assert list(fig.data[1].y) == [2.5]
     assert list(fig.data[0].y) == [2.8, 2.2]
-    bars = figures.taus({"tau_trained": 2.0, "tau_trained_low": 1.7, "tau_trained_high": 2.4, "tau_offline": 2.1})
+    bars = figures.taus(
+        {"tau_trained": 2.0, "tau_trained_low": 1.7, "tau_trained_high": 2.4, "tau_offline": 2.1}
+    )
     assert [bar.y[0] for bar in bars.data] == [2.0, 2.1]
     assert bars.data[0].error_y.array == pytest.approx((0.4,))
 
 
 def test_breaks_are_shares_of_all_breaks():
     frame = pl.DataFrame(
-        {"kind": ["number", "number", "space"], "p_top": [0.9, 0.1, 0.5], "entropy": [0.2, 3.0, 1.0], "source": ["<b>"] * 3}
+        {
+            "kind": ["number", "number", "space"],
+            "p_top": [0.9, 0.1, 0.5],
+            "entropy": [0.2, 3.0, 1.0],
+            "source": ["<b>"] * 3,
+        }
     )
     fig = figures.breaks(frame)
     assert list(fig.data[0].x) == ["number", "space"]
@@ -110,7 +120,7 @@ def test_text_is_escaped_and_coloured():
             "method": ["trained"] * 3,
         }
     )
-    html = figures.coloured_text(tokens, 0)
+    html = text.coloured_text(tokens, 0)
     assert "<script>" not in html and "&lt;script&gt;" in html
     assert "<img" not in html and "a&amp;b" in html
     assert html.count("background-color") == 2
@@ -128,9 +138,11 @@ def test_what_if_marks_the_best_point_and_the_widget_follows(report):
     result = Evaluation({}, empty, empty, empty, empty, costs, empty, empty, empty, report, facts)
     known = widgets.known_taus(result)
     assert known.filter(pl.col("budget") == 8)["tau"][0] == pytest.approx(report.tau(8).mean)
-    warm = widgets.known_taus(result, 1.0)  # sampling keeps an expected half token of the mean 1.0 that greedy accepts
+    warm = widgets.known_taus(
+        result, 1.0
+    )  # sampling keeps an expected half token of the mean 1.0 that greedy accepts
     assert warm.filter(pl.col("budget") == 8)["tau"][0] == pytest.approx(1 + (report.tau(8).mean - 1) / 2)
-    fig = figures.what_if(Costs.from_frame(costs), known, block_size=4)
+    fig = speed.what_if(Costs.from_frame(costs), known, block_size=4)
     assert "times plain decoding" in fig.layout.title.text
     box = widgets.what_if(result)
     controls, figure = box.children[0].children, box.children[1]
@@ -154,6 +166,6 @@ def test_other_figures(report):
     )
     fig = figures.two_drafters(answers)
     assert sorted(zip(fig.data[1].x, fig.data[1].y)) == [(1.5, 1.0), (2.0, 2.5)]
-    assert figures.worst_answers(answers) == [1, 0]
-    bars = figures.phases({"trained": {"draft": 0.25, "build": 0, "verify": 0.7, "commit": 0.05}})
+    assert text.worst_answers(answers) == [1, 0]
+    bars = speed.phases({"trained": {"draft": 0.25, "build": 0, "verify": 0.7, "commit": 0.05}})
     assert [bar.x[0] for bar in bars.data] == pytest.approx([25, 0, 70, 5])

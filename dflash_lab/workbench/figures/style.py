@@ -38,6 +38,8 @@ SEQUENTIAL = "Cividis"  # for heat maps: even in lightness, the same for colour-
 DIVERGING = [[0.0, BLUE], [0.5, "#d9d9d9"], [1.0, RED]]
 MAX_BYTES = 1_000_000  # of a figure's JSON
 HEIGHT = 420  # px; the width is that of the page: a figure and its text fit a 1280 x 800 screen
+# A legend with many entries: below the axes, where it meets no title.
+BELOW_LEFT = {"orientation": "h", "x": 0, "xanchor": "left", "y": -0.22, "yanchor": "top"}
 _GRID = "rgba(123, 128, 135, 0.25)"
 
 TEMPLATE = go.layout.Template(

@@ -1,4 +1,4 @@
-"""What-if sliders over `figures.what_if`: costs typed in or measured, a block size and a tree budget to
+"""What-if sliders over `speed.what_if`: costs typed in or measured, a block size and a tree budget to
 look at.
 """
 
@@ -36,7 +36,7 @@ def what_if(result: Evaluation) -> ipywidgets.Widget:
     import plotly.graph_objects as go
 
     from dflash_lab.acceptance.whatif import Costs, at
-    from dflash_lab.workbench.figures import acceptance as figures
+    from dflash_lab.workbench.figures import acceptance_speed as speed
 
     known = known_taus(result)
     costs = result.cost_model
@@ -66,7 +66,7 @@ def what_if(result: Evaluation) -> ipywidgets.Widget:
             value=max(1.0, at(costs.draft, sizes[-1])), min=-1, max=4, description="draft (ms)", **look
         ),
     }
-    figure = go.FigureWidget(figures.what_if(costs, known, block_size=sizes[-1]))
+    figure = go.FigureWidget(speed.what_if(costs, known, block_size=sizes[-1]))
 
     def update(_: Any) -> None:
         chosen = costs
@@ -80,7 +80,7 @@ def what_if(result: Evaluation) -> ipywidgets.Widget:
         budget = controls["budget"].value
         size = result.offline.block_size if budget else controls["block_size"].value
         taus = known_taus(result, controls["temperature"].value)
-        fresh = figures.what_if(chosen, taus, block_size=size, budget=budget)
+        fresh = speed.what_if(chosen, taus, block_size=size, budget=budget)
         with figure.batch_update():
             figure.layout.title.text = fresh.layout.title.text
             for old, new in zip(figure.data, fresh.data):
