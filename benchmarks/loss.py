@@ -4,11 +4,11 @@
 
 On a CUDA device: 1,024 blocks of 24 slots, a vocabulary of 248,320, hidden size 5,120, bf16. The matmul rate
 is measured first, in the same process; the floors are the matmuls that the loss cannot avoid, at that rate,
-for all 24,576 positions (slot 0 of each block carries no loss, and the fused loss leaves it out). The rate is
-the one the card holds over two seconds; under load it falls within a tenth of a second, and
-`*_to_first_floor` takes the first ten matmuls instead. Without a device everything runs at toy
-sizes, and the file says so: those figures test the script, they are no claim. Peers that are not installed
-are named as such. Peak is what a loss and its backward need beyond its inputs.
+for all 24,576 positions (slot 0 of each block carries no loss, and the fused loss leaves it out). `*_to_floor`
+takes the rate of the first ten matmuls of a cool card; under load it falls within a tenth of a second, and
+`*_to_held_floor` takes the rate that the card holds over two seconds. Without a device everything runs at
+toy sizes, and the file says so: those figures test the script, they are no claim. Peers that are not
+installed are named as such. Peak is what a loss and its backward need beyond its inputs.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def figures(result: dict[str, Any]) -> dict[str, float | None]:
         "naive_ratio_to": ("naive full logits, CE + KL", 3),
     }
     out: dict[str, float | None] = {}
-    for suffix, rate in (("floor", "matmul_tflops"), ("first_floor", "matmul_tflops_first")):
+    for suffix, rate in (("floor", "matmul_tflops_first"), ("held_floor", "matmul_tflops")):
         for figure, (name, matmuls) in names.items():
             row = table[name]
             floor = matmuls * result["matmul_flop"] / result["runs"][row["run"]][rate] / 1e9

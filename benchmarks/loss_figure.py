@@ -57,13 +57,13 @@ def figure(result: dict[str, Any]) -> go.Figure:
         )  # fmt: skip
     shape, rate = result["shape"], result["runs"][0]["matmul_tflops"]
     one = 2 * shape["positions"] * shape["vocab"] * shape["hidden"] / rate / 1e9
-    for count, label in ((3, "3 matmuls: CE + KL"), (2, "2 matmuls: CE")):
+    for count, label in ((3, "3 matmuls (CE + KL)"), (2, "2 matmuls (CE)")):
         level = count * one
         fig.add_shape(
             type="line", xref="paper", x0=0, x1=1, y0=level, y1=level, line={"dash": "dot", "color": "grey"}
         )
         fig.add_annotation(  # annotations take the logarithm on a logarithmic axis, shapes the value
-            text=f"floor, {label}", xref="paper", x=1, y=math.log10(level), xanchor="right", yanchor="bottom",
+            text=f"{label}, at the held rate", xref="paper", x=1, y=math.log10(level), xanchor="right", yanchor="bottom",
             showarrow=False, font={"color": "grey"},
         )  # fmt: skip
     device = result["runs"][0]["provenance"]["device"]["device"]
