@@ -63,8 +63,8 @@ def figure(result: dict[str, Any]) -> go.Figure:
             type="line", xref="paper", x0=0, x1=1, y0=level, y1=level, line={"dash": "dot", "color": "grey"}
         )
         fig.add_annotation(  # annotations take the logarithm on a logarithmic axis, shapes the value
-            text=f"{label}, at the held rate", xref="paper", x=1, y=math.log10(level), xanchor="right", yanchor="bottom",
-            showarrow=False, font={"color": "grey"},
+            text=f"{label}, at the held rate", xref="paper", x=1, xanchor="right",
+            y=math.log10(level), yanchor="bottom", showarrow=False, font={"color": "grey"},
         )  # fmt: skip
     device = result["runs"][0]["provenance"]["device"]["device"]
     fig.update_layout(
