@@ -6,8 +6,8 @@ On a CUDA device: 1,024 blocks of 24 slots, a vocabulary of 248,320, hidden size
 is measured first, in the same process; the floors are the matmuls that the loss cannot avoid, at that rate,
 for all 24,576 positions (slot 0 of each block carries no loss, and the fused loss leaves it out).
 `*_to_floor` takes the rate of the first ten matmuls of a cool card; under load it falls within a tenth of a
-second, and `*_to_held_floor` takes the rate that the card holds over two seconds. Without a device everything runs at
-toy sizes, and the file says so: those figures test the script, they are no claim. Peers that are not
+second, and `*_to_held_floor` takes the rate that the card holds over two seconds. Without a device everything
+runs at toy sizes, and the file says so: those figures test the script, they are no claim. Peers that are not
 installed are named as such. Peak is what a loss and its backward need beyond its inputs.
 """
 
