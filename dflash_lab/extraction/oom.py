@@ -8,11 +8,8 @@ keep only the strings, and retry *after* the block.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import gc
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -98,21 +95,6 @@ def _first_line(error: BaseException) -> str:
     return text.splitlines()[0][:400] if text else "(no message)"
 
 
-def release(device: torch.device | str = "cpu") -> None:
-    """Free what a failed attempt left: the interpreter's and notebook's last error, garbage cycles, cached
-    blocks.
-
-    Call it after the `except` block. Slow (tens of ms): once a failure, never once a batch.
-    """
-    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
-        if hasattr(sys, name):
-            setattr(sys, name, None)
-    _forget_notebook_error()
-    gc.collect()
-    if torch.device(device).type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def alive(device: torch.device | str) -> Failure | None:
     """Return None when `device` still answers, else why it does not."""
     if torch.device(device).type != "cuda":
@@ -122,15 +104,3 @@ def alive(device: torch.device | str) -> Failure | None:
     except RuntimeError as error:
         return Failure("dead", classify(error).message)
     return None
-
-
-def _forget_notebook_error() -> None:
-    """IPython keeps the last traceback in two more places; both hold every frame's tensors."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
-    if shell is None:
-        return
-    with contextlib.suppress(AttributeError):  # other front ends than IPython's have no such attributes
-        shell.InteractiveTB.tb = None
-    if result := getattr(shell, "last_execution_result", None):
-        result.error_in_exec = result.error_before_exec = None

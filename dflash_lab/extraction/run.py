@@ -22,11 +22,12 @@ from dflash_lab.extraction import manifest as manifests
 from dflash_lab.extraction.budget import BucketBudgets
 from dflash_lab.extraction.capture import Capture, busy
 from dflash_lab.extraction.layout import Layout
-from dflash_lab.extraction.oom import DeviceLost, Failure, alive, classify, release
+from dflash_lab.extraction.oom import DeviceLost, Failure, alive, classify
 from dflash_lab.extraction.report import BatchRecord
 from dflash_lab.extraction.selftest import AROUND_A_CHUNK, self_test
 from dflash_lab.extraction.shard import SampleIndex, Tokens
 from dflash_lab.extraction.writer import BackgroundWriter, HostBuffers, PartWriter, Records, Written
+from dflash_lab.release import release
 from dflash_lab.target.model import Target
 
 GIB = 1 << 30
@@ -118,7 +119,7 @@ class Run:
 
     def _try_alone(self, capture: Capture, writer: BackgroundWriter, row: int) -> None:
         for _ in range(LAST_CHANCES):
-            release(self.target.device)
+            release()
             failure = self._attempt(capture, writer, np.asarray([row]))
             if failure is None:
                 return
@@ -159,7 +160,7 @@ class Run:
         self.failures.append(failure.message)
         lost = failure if failure.kind == "dead" else None
         if lost is None:
-            release(self.target.device)
+            release()
             lost = alive(self.target.device)
         if lost is not None:
             raise DeviceLost(

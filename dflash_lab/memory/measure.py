@@ -9,7 +9,6 @@ differently from one that started large.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dflash_lab.extraction.oom import classify, release
+from dflash_lab.extraction.oom import classify
 from dflash_lab.memory.account import Account
 from dflash_lab.memory.crash import requested_bytes
 from dflash_lab.memory.fake import layer_labels
@@ -26,6 +25,7 @@ from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
 from dflash_lab.memory.shapes import GIB, TargetShape, target_shape
 from dflash_lab.memory.tracker import LiveTensors, module_scopes
 from dflash_lab.memory.training_account import with_chunk
+from dflash_lab.release import release
 from dflash_lab.target.taps import Taps
 
 
@@ -89,11 +89,9 @@ def measure_cuda(
 
 def clean(device: torch.device) -> None:
     """Drop garbage and cached blocks."""
-    release(device)
-    gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
+    release()
 
 
 def sweep(

@@ -22,6 +22,7 @@ from typing import Any
 from dflash_lab.errors import StoreError
 from dflash_lab.files import read_json, write_json
 from dflash_lab.provenance import provenance
+from dflash_lab.release import collect, forget_locals, release
 from dflash_lab.workbench import peak
 from dflash_lab.workbench.advice import advice_for, details_of
 from dflash_lab.workbench.fingerprint import fingerprints
@@ -29,7 +30,6 @@ from dflash_lab.workbench.lock import stage_lock
 from dflash_lab.workbench.params import StageParams
 from dflash_lab.workbench.progress import Progress, ProgressCallback, StopFlag, Stopped, duration
 from dflash_lab.workbench.registry import result_class, run_function
-from dflash_lab.workbench.release import collect, forget_locals, release
 from dflash_lab.workbench.secrets import RedactingFormatter, redact_tree
 
 SCHEMA_VERSION = 1
@@ -176,7 +176,7 @@ def _significant(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _target_folder(params: StageParams) -> list[Path]:
-    return [Path(params.target)] if Path(params.target).is_dir() else []
+    return [Path(params.target)] if os.path.isdir(params.target) else []
 
 
 def _stoppable(progress: ProgressCallback, stop: StopFlag) -> ProgressCallback:

@@ -12,7 +12,8 @@ import torch
 from extraction.faults import MEMORY_ERRORS, memory_error
 
 from dflash_lab.extraction.budget import PATIENCE, BucketBudgets
-from dflash_lab.extraction.oom import classify, release
+from dflash_lab.extraction.oom import classify
+from dflash_lab.release import release
 
 DEAD = [
     "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be "

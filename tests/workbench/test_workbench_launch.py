@@ -207,7 +207,8 @@ class Held:
 def run(params, progress):
     tensor = Held()
     raise RuntimeError("no room")
-from dflash_lab.workbench import stage, release
+from dflash_lab import release
+from dflash_lab.workbench import stage
 from dflash_lab.workbench.params import StageParams
 stage.run_function = lambda name: run
 import tempfile

@@ -169,8 +169,8 @@ class SweepRun:
         self.stopping.set()
 
     def _work(self) -> None:
+        from dflash_lab.release import release
         from dflash_lab.workbench.progress import Stopped
-        from dflash_lab.workbench.release import release
         from dflash_lab.workbench.stages.memory_sweep import measure_points, scene
 
         def report(description: str, done: int, total: int, **_fields: Any) -> None:
