@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers.utils.hub import cached_file
 
 from dflash_lab.errors import InputError, UnsupportedTarget
@@ -30,6 +31,28 @@ def local_file(source: str, file: str) -> Path | None:
     return None if found is None else Path(found)
 
 
+def open_weights(path: Path, device: str = "cpu") -> Any:
+    """Open a weight file; `InputError` names it when it is cut short or no safetensors file at all."""
+    try:
+        return safe_open(path, framework="pt", device=device)
+    except SafetensorError as error:
+        raise InputError(
+            f"{path}: not a whole safetensors file ({error}). Copy or download it again."
+        ) from error
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Read which file holds each tensor; `InputError` when the index says no such thing."""
+    try:
+        found = json.loads(index.read_bytes())
+    except ValueError as error:
+        raise InputError(f"{index}: not valid JSON ({error}). Copy or download it again.") from error
+    names = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise InputError(f"{index}: has no weight_map of tensor and file names. Copy or download it again.")
+    return names
+
+
 class Checkpoint:
     """The tensors of a folder or hub id by name. `file_of`: tensor name -> file name."""
 
@@ -37,7 +60,7 @@ class Checkpoint:
         self.source = source
         index = local_file(source, _INDEX)
         if index is not None:
-            self.file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            self.file_of: dict[str, str] = _weight_map(index)
             return
         single = local_file(source, _SINGLE)
         if single is None:
@@ -45,7 +68,7 @@ class Checkpoint:
                 f"{source}: neither {_SINGLE} nor {_INDEX} is there. Only safetensors checkpoints are read "
                 "(pickled ones can run code); save the model again with save_pretrained."
             )
-        with safe_open(single, framework="pt") as tensors:
+        with open_weights(single) as tensors:
             self.file_of = dict.fromkeys(tensors.keys(), _SINGLE)
 
     def files(self) -> list[Path]:
@@ -62,12 +85,12 @@ class Checkpoint:
 
     def read(self, name: str, *, device: str | torch.device, dtype: torch.dtype) -> torch.Tensor:
         """Read one tensor onto `device` in `dtype`."""
-        with safe_open(self._path(self.file_of[name]), framework="pt", device=str(device)) as tensors:
+        with open_weights(self._path(self.file_of[name]), str(device)) as tensors:
             return tensors.get_tensor(name).to(dtype)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype in which one tensor is stored."""
-        with safe_open(self._path(self.file_of[name]), framework="pt") as tensors:
+        with open_weights(self._path(self.file_of[name])) as tensors:
             return tensors.get_slice(name)[:0].dtype
 
     def text_prefix(self, embedding_name: str, norm_name: str) -> str:

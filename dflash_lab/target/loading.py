@@ -176,6 +176,7 @@ def _read_body(
             use_safetensors=True,
             trust_remote_code=order.source.trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # to refuse them below, by name
         )
     absent = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
     if absent:

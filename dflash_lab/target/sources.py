@@ -7,14 +7,17 @@ second.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from dflash_lab.errors import InputError, near
+from dflash_lab.errors import InputError, LabError, near
 from dflash_lab.target import shapes, smollm2, structure
 from dflash_lab.target.checkpoint import local_file
 
@@ -31,21 +34,42 @@ class Source:
     trust_remote_code: bool = False
 
 
+def is_folder(target: str) -> bool:
+    """Say whether a name means a local folder; one too long for the file system means none."""
+    return os.path.isdir(os.path.expanduser(target))
+
+
 def resolve(target: str, *, trust_remote_code: bool = False) -> Source:
     """Tell which kind of target a name means; `InputError` with the near match when it means none."""
     if target == "smollm2":
         return Source(target, str(smollm2.cached_folder()), None)
     if target.startswith("random:"):
         return Source(target, None, target.removeprefix("random:"))
-    if Path(target).expanduser().is_dir():
+    if is_folder(target):
         return Source(target, str(Path(target).expanduser()), None, trust_remote_code)
-    if _HUB_ID.fullmatch(target) and not Path(target).exists():
+    if _HUB_ID.fullmatch(target) and not os.path.exists(target):
         return Source(target, target, None, trust_remote_code)
     known = ["smollm2", *(f"random:{name}" for name in shapes.shape_names())]
     raise InputError(
         f"target {target!r} is no folder, no Hugging Face id (owner/name) and no known name"
         f"{near(target, known)}. Known names: {', '.join(known)}, random:<path of a config.json>."
     )
+
+
+@contextlib.contextmanager
+def _foreign_file(source: Source, what: str) -> Iterator[None]:
+    """Turn whatever reading a checkpoint's own files raises into an `InputError` that names the target.
+
+    Broken JSON, a value of the wrong type and a class that does not fit each raise another kind of error in
+    transformers, tokenizers (bare `Exception`) and huggingface_hub, so every one of them is meant.
+    """
+    try:
+        yield
+    except LabError:
+        raise
+    except Exception as error:
+        reason = str(error).strip() or type(error).__name__
+        raise InputError(f"target {source.name!r}: its {what} cannot be read. {reason}") from error
 
 
 def whole_config(source: Source) -> PretrainedConfig:
@@ -55,10 +79,8 @@ def whole_config(source: Source) -> PretrainedConfig:
     if source.checkpoint is None:
         config = shapes.shape_config(source.shape or "")
     else:
-        try:
+        with _foreign_file(source, "config"):
             config = AutoConfig.from_pretrained(source.checkpoint, trust_remote_code=source.trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise InputError(f"target {source.name!r}: its config cannot be read. {error}") from error
     structure.check_causal(config, source.name)
     return config
 
@@ -89,7 +111,8 @@ def source_tokenizer(source: Source) -> Tokenizer:
         raise InputError(
             f"{source.name}: no tokenizer beside the weights. Save the model's tokenizer there too."
         )
-    return AutoTokenizer.from_pretrained(source.checkpoint, trust_remote_code=source.trust_remote_code)
+    with _foreign_file(source, "tokenizer"):
+        return AutoTokenizer.from_pretrained(source.checkpoint, trust_remote_code=source.trust_remote_code)
 
 
 def source_stop_ids(source: Source, config: PretrainedConfig) -> list[int]:
@@ -100,7 +123,8 @@ def source_stop_ids(source: Source, config: PretrainedConfig) -> list[int]:
         if has_tokenizer(source):
             holders.append(source_tokenizer(source))
         if local_file(source.checkpoint, "generation_config.json") is not None:
-            holders.append(GenerationConfig.from_pretrained(source.checkpoint))
+            with _foreign_file(source, "generation config"):
+                holders.append(GenerationConfig.from_pretrained(source.checkpoint))
     for holder in holders:
         ids = getattr(holder, "eos_token_id", None)
         found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])

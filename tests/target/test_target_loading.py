@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.tiny_targets import CHATML, KINDS, build_tiny, tiny_config, tiny_tokenizer
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMultimodalLM
 
@@ -234,3 +235,57 @@ def test_head_and_body_of_wrapped_tokenizer_agree(tiny_target):
     ids = target.tokenizer("hello")["input_ids"]
     assert target.tokenizer.decode(ids) == "hello"
     assert tiny_tokenizer().decode(tiny_tokenizer()("hé!")["input_ids"]) == "hé!"
+
+
+@pytest.fixture
+def damaged(tiny_target, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(tiny_target("llama"), folder)
+    return folder
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "{", '{"model_type": "llama", "hidden_size": "a"}',
+                                  '{"model_type": "llama", "hidden_size": -1}'])  # fmt: skip
+def test_a_config_of_any_nonsense_is_refused_by_name(damaged, text):
+    (damaged / "config.json").write_text(text)
+    with pytest.raises(InputError, match=r"damaged.*config cannot be read"):
+        load_config(str(damaged))
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"model": 3}'])
+def test_a_tokenizer_of_any_nonsense_is_refused_by_name(damaged, text):
+    path = damaged / "tokenizer.json"
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(InputError, match=r"damaged.*tokenizer cannot be read"):
+        load_tokenizer(str(damaged))
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, 0.5])
+@pytest.mark.parametrize("load", [load_head, load_target])
+def test_cut_weights_are_refused_by_file(damaged, kept, load):
+    path = damaged / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[: int(kept * len(data)) if isinstance(kept, float) else kept])
+    with pytest.raises(InputError, match=r"model\.safetensors: not a whole safetensors file.*again"):
+        load(str(damaged))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {"a": 1}}'])
+def test_an_index_of_any_nonsense_is_refused_by_file(damaged, text):
+    (damaged / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(InputError, match=r"model\.safetensors\.index\.json: "):
+        load_target(str(damaged))
+
+
+def test_a_tensor_of_another_shape_is_refused_by_name(damaged):
+    tensors = load_file(damaged / "model.safetensors")
+    name = "model.layers.2.input_layernorm.weight"
+    tensors[name] = tensors[name][:3].contiguous()
+    save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedTarget, match=r"another shape.*layers\.2\.input_layernorm"):
+        load_target(str(damaged))
+
+
+def test_a_name_too_long_for_a_file_is_no_folder():
+    with pytest.raises(InputError, match="no folder"):
+        load_config("a" * 5000)
