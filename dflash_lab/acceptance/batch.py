@@ -126,9 +126,7 @@ class _Batch:
         saved = save_states(self.cache)
         before = self.cache
         if saved:
-            before = copy.copy(
-                self.cache
-            )  # the attention layers as they are now, for the rows that run again
+            before = copy.copy(self.cache)  # attention layers as they are now, for rows that run again
             before.layers = [copy.copy(layer) for layer in self.cache.layers]
         normed, taps = self._forward(self.cache, tokens, self.lengths)
         logits = self.target.head.logits(normed)

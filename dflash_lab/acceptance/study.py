@@ -22,11 +22,8 @@ from dflash_lab.acceptance.prompts import Prompt
 from dflash_lab.acceptance.tau import Tau, summarize
 from dflash_lab.target.model import Target
 
-TIE_MARGIN = {
-    torch.float32: 1e-3,
-    torch.bfloat16: 0.25,
-    torch.float16: 0.05,
-}  # in logits; a few units in the last place
+# In logits; a few units in the last place.
+TIE_MARGIN = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 
 
 @dataclass

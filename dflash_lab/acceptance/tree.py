@@ -93,9 +93,7 @@ def marginal_edges(log_probs: torch.Tensor, width: int) -> Edges:
     """Return edges that do not look at the token before: the `width` best of each row of `log_probs` [L,
     V]."""
     values, tokens = log_probs.float().topk(min(width, log_probs.shape[-1]), dim=-1)
-    both = torch.cat(
-        [values.double(), tokens.double()]
-    ).cpu()  # one copy to the host; ids are exact in float64
+    both = torch.cat([values.double(), tokens.double()]).cpu()  # one copy; ids are exact in float64
     depth = len(log_probs)
     rows = list(zip(both[depth:].long().tolist(), both[:depth].tolist()))
     return lambda level, _: rows[level - 1]

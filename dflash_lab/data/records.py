@@ -130,13 +130,18 @@ def _check_text(file: BinaryIO) -> None:
 @container(".jsonl", ".ndjson")
 def read_jsonl(path: Path, limit: int) -> Iterator[Row]:
     """Yield one record a line."""
+    return _text(path, lambda file: _lines(file, limit))
+
+
+def _text(path: Path, rows: Callable[[BinaryIO], Iterator[Row]]) -> Iterator[Row]:
+    """Yield the `rows` of a file of text, or a bad record alone when it is no UTF-8."""
     with open(path, "rb") as file:
         try:
             _check_text(file)
         except BadRecord as error:
             yield 0, error
             return
-        yield from _lines(file, limit)
+        yield from rows(file)
 
 
 def _lines(file: BinaryIO, limit: int) -> Iterator[Row]:
@@ -164,23 +169,21 @@ def _parsed(data: bytes) -> Any:
 @container(".json")
 def read_json_values(path: Path, limit: int) -> Iterator[Row]:
     """Yield the elements of a list, one object, or (common under this name) JSON Lines."""
-    with open(path, "rb") as file:
-        try:
-            _check_text(file)
-        except BadRecord as error:
-            yield 0, error
-            return
-        start = file.tell()
-        lines = False
-        if file.read(1) == b"{":
-            file.seek(start)
-            lines = not isinstance(_parsed(file.readline(limit + 1)), BadRecord)
+    return _text(path, lambda file: _values(file, limit))
+
+
+def _values(file: BinaryIO, limit: int) -> Iterator[Row]:
+    start = file.tell()
+    lines = False
+    if file.read(1) == b"{":
         file.seek(start)
-        if lines:
-            yield from _lines(file, limit)
-            return
-        for line, value in split_values(iter(lambda: file.read(_CHUNK), b""), limit):
-            yield line, value if isinstance(value, BadRecord) else _parsed(value)
+        lines = not isinstance(_parsed(file.readline(limit + 1)), BadRecord)
+    file.seek(start)
+    if lines:
+        yield from _lines(file, limit)
+        return
+    for line, value in split_values(iter(lambda: file.read(_CHUNK), b""), limit):
+        yield line, value if isinstance(value, BadRecord) else _parsed(value)
 
 
 @container(".parquet")

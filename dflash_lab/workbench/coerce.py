@@ -101,10 +101,11 @@ def _split(text: str) -> list:
             return json.loads(text)
         except (json.JSONDecodeError, RecursionError):
             raise ValueError(f"expected a list such as [1, 2] or 1,2, got the text {text[:60]!r}") from None
-    return [_plain(item.strip()) for item in text.split(",")] if text else []
+    return [number_or_text(item.strip()) for item in text.split(",")] if text else []
 
 
-def _plain(text: str) -> Any:
+def number_or_text(text: str) -> Any:
+    """Return the int or float that `text` is, else the text."""
     for read in (int, float):
         try:
             return read(text)

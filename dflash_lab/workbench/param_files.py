@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from dflash_lab.errors import InputError
+from dflash_lab.workbench.coerce import number_or_text
 from dflash_lab.workbench.params import P, check_names
 
 LARGEST_BYTES = 1 << 20
@@ -153,9 +154,4 @@ def _typed(text: str) -> Any:
     """Read a `-p` value as papermill does: True, False, None, a number, else the text."""
     if text in ("True", "False", "None"):
         return {"True": True, "False": False, "None": None}[text]
-    for read in (int, float):
-        try:
-            return read(text)
-        except ValueError:
-            continue
-    return text
+    return number_or_text(text)

@@ -134,6 +134,10 @@ class StageParams(Params):
         """Where the stage leaves its result."""
         return self.run / self.stage
 
+    def path_or(self, given: str, name: str) -> Path:
+        """Return the path `given`, or if it is empty `name` in the run folder."""
+        return Path(given) if given else self.run / name
+
     def inputs(self) -> list[Path]:
         """Files or folders this stage reads; when one of them changes, a finished result no longer counts."""
         return []

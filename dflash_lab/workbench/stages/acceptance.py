@@ -59,17 +59,17 @@ class AcceptanceParams(StageParams):
     @property
     def drafter_path(self) -> Path:
         """The drafter to measure."""
-        return Path(self.drafter) if self.drafter else self.run / "drafter"
+        return self.path_or(self.drafter, "drafter")
 
     @property
     def samples_path(self) -> Path:
         """The samples whose held-out part gives prompts."""
-        return Path(self.samples) if self.samples else self.run / "samples.parquet"
+        return self.path_or(self.samples, "samples.parquet")
 
     @property
     def store_path(self) -> Path:
         """The feature store of the offline metrics."""
-        return Path(self.store) if self.store else self.run / "store"
+        return self.path_or(self.store, "store")
 
     def inputs(self) -> list[Path]:
         """Drafters, prompts and store."""

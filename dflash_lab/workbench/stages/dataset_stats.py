@@ -44,7 +44,7 @@ class DatasetStatsParams(StageParams):
     @property
     def samples_path(self) -> Path:
         """The file that is measured."""
-        return Path(self.samples) if self.samples else self.run / "samples.parquet"
+        return self.path_or(self.samples, "samples.parquet")
 
     def inputs(self) -> list[Path]:
         return [self.samples_path]

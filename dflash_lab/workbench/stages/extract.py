@@ -79,12 +79,12 @@ class ExtractParams(StageParams):
     @property
     def samples_path(self) -> Path:
         """The samples file to read."""
-        return Path(self.samples) if self.samples else self.run / "samples.parquet"
+        return self.path_or(self.samples, "samples.parquet")
 
     @property
     def store_path(self) -> Path:
         """The feature store to write."""
-        return Path(self.store) if self.store else self.run / "store"
+        return self.path_or(self.store, "store")
 
     @property
     def folder(self) -> Path:

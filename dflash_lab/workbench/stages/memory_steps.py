@@ -24,6 +24,7 @@ def step_points(
     from dflash_lab.memory.cached import fake_training
     from dflash_lab.memory.measure import measure_training
     from dflash_lab.memory.training_account import training_account
+    from dflash_lab.workbench.stages.memory_tables import predicted_columns
 
     grid = [(a, b) for a in sorted(set(params.step_anchors)) for b in sorted(set(params.step_blocks))]
     grid.sort(key=lambda point: -point[0] * point[1])
@@ -38,13 +39,7 @@ def step_points(
         row: dict[str, Any] = {
             "anchors": anchors,
             "block_size": block,
-            "analytic_gib": analytic.live / 2**30,
-            "fake_gib": fake.live / 2**30,
-            "fake_reserved_gib": fake.reserved / 2**30,
-            "analytic_moving": analytic.live - analytic.static,
-            "fake_moving": fake.live - fake.static,
-            "order": "",
-            "out_of_memory": False,
+            **predicted_columns(analytic, fake),
         }
         if params.measure and found.cuda and time.monotonic() < deadline:
             row |= {"order": "falling", **measure_training(found.shape, drafter, setup, found.device)}

@@ -195,7 +195,7 @@ def run_memory_sweep(params: MemorySweepParams, progress: Any = None) -> MemoryS
     steps = pl.DataFrame(step_points(params, found, progress or _silent), schema=STEP_SCHEMA)
     buckets = bucket_frame(params, found)
     advice, texts = advice_frame(params, found)
-    figures = headline(params, found, frame, steps, buckets)
+    figures = headline(found, frame, steps, buckets)
     result = MemorySweepResult(figures, frame, steps, term_frame(params, found), advice, buckets, texts)
     result.save(params.folder)
     return result
@@ -209,6 +209,7 @@ def predict_points(
 
     from dflash_lab.memory.cached import fake_extraction
     from dflash_lab.memory.extraction_account import extraction_account
+    from dflash_lab.workbench.stages.memory_tables import predicted_columns
 
     lengths = sorted(set(params.lengths))
     grid = [(batch, length) for batch in sorted(set(params.batches)) for length in lengths]
@@ -218,19 +219,7 @@ def predict_points(
         setup = replace(found.extraction, batch=batch, length=length)
         analytic = extraction_account(found.shape, setup, cuda=found.cuda)
         fake = fake_extraction(found.config, setup)
-        rows.append(
-            {
-                "batch": batch,
-                "length": length,
-                "analytic_gib": analytic.live / 2**30,
-                "fake_gib": fake.live / 2**30,
-                "fake_reserved_gib": fake.reserved / 2**30,
-                "analytic_moving": analytic.live - analytic.static,
-                "fake_moving": fake.live - fake.static,
-                "order": "",
-                "out_of_memory": False,
-            }
-        )
+        rows.append({"batch": batch, "length": length, **predicted_columns(analytic, fake)})
     progress("predicting", len(grid), len(grid))
     return rows
 

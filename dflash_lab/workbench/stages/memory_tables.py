@@ -7,10 +7,24 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 if TYPE_CHECKING:
+    from dflash_lab.memory.account import Account
     from dflash_lab.workbench.stages.memory_sweep import MemorySweepParams, Scene
 
 GIB = 2**30
 ADVICE_FIELDS = ("name", "saves_gib", "peak_gib", "time_pct", "fits", "same_goal", "built_in", "why")
+
+
+def predicted_columns(analytic: Account, fake: Account) -> dict[str, Any]:
+    """Return the columns of a point that both predictions fill, before anything is measured there."""
+    return {
+        "analytic_gib": analytic.live / 2**30,
+        "fake_gib": fake.live / 2**30,
+        "fake_reserved_gib": fake.reserved / 2**30,
+        "analytic_moving": analytic.live - analytic.static,
+        "fake_moving": fake.live - fake.static,
+        "order": "",
+        "out_of_memory": False,
+    }
 
 
 def term_frame(params: MemorySweepParams, found: Scene) -> pl.DataFrame:
@@ -98,7 +112,6 @@ def bucket_frame(params: MemorySweepParams, found: Scene) -> pl.DataFrame:
 
 
 def headline(
-    params: MemorySweepParams,
     found: Scene,
     points: pl.DataFrame,
     steps: pl.DataFrame,

@@ -115,12 +115,12 @@ class TrainDrafterParams(StageParams):
     @property
     def store_path(self) -> Path:
         """The feature store to read."""
-        return Path(self.store) if self.store else self.run / "store"
+        return self.path_or(self.store, "store")
 
     @property
     def drafter_path(self) -> Path:
         """The folder of the finished drafter."""
-        return Path(self.drafter) if self.drafter else self.run / "drafter"
+        return self.path_or(self.drafter, "drafter")
 
     def inputs(self) -> list[Path]:
         """The store, and the drafter to start from."""
@@ -197,7 +197,8 @@ def collect(params: TrainDrafterParams, report: TrainReport, config: DrafterConf
     records = read_journal(params.folder / "run")
     steps, metrics = step_frame(records), metric_frame(records)
     losses = steps.filter(pl.col("loss").is_not_null())["loss"]
-    best = files.read_json(report.best / "metrics.json") if report.last else {}
+    measured = report.best / "metrics.json"  # absent when no held-out row could be measured
+    best = files.read_json(measured) if measured.exists() else {}
     seconds = max(report.seconds, 1e-9)
     figures = {
         "steps": report.steps,
