@@ -176,11 +176,3 @@ def tree_from_logits(
     scaled = logits.float() / temperature if temperature > 0 else logits.float()
     edges = marginal_edges(torch.log_softmax(scaled, dim=-1), max(budget, 1))
     return build_tree(edges, root=root, depth=len(logits), budget=budget)
-
-
-def chain_tree(tokens: Sequence[int]) -> DraftTree:
-    """Return a draft without branches as a tree."""
-    count = len(tokens)
-    return DraftTree(
-        np.asarray(tokens, np.int64), np.arange(count), np.arange(1, count + 1), np.zeros(count, np.float64)
-    )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 
 from dflash_lab.acceptance.offline import Context
 from dflash_lab.acceptance.proposals import Draft
+from dflash_lab.acceptance.tree import DraftTree
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.model import Drafter
 
@@ -107,3 +111,11 @@ def overfit(
             loss.backward()
             optimizer.step()
     return drafter.eval().requires_grad_(False)
+
+
+def chain_tree(tokens: Sequence[int]) -> DraftTree:
+    """Return a draft without branches as a tree."""
+    count = len(tokens)
+    return DraftTree(
+        np.asarray(tokens, np.int64), np.arange(count), np.arange(1, count + 1), np.zeros(count, np.float64)
+    )

@@ -9,10 +9,11 @@ import time
 import numpy as np
 import pytest
 import torch
+from drafters import chain_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_lab.acceptance.tree import build_tree, chain_tree, marginal_edges, tree_from_logits, with_chain
+from dflash_lab.acceptance.tree import build_tree, marginal_edges, tree_from_logits, with_chain
 from dflash_lab.acceptance.tree_rank import NEVER, accepted_by_budget, path_ranks
 from dflash_lab.errors import InputError
 
