@@ -42,7 +42,10 @@ def read_config(folder: Path | str) -> DrafterConfig:
         raise InputError(
             f"no drafter at {folder}: {path} is missing. Give a folder with config.json and {WEIGHTS}."
         )
-    return DrafterConfig.from_json(files.read_json(path))
+    values = files.read_json(path)
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: not a JSON object; is this a DFlash checkpoint?")
+    return DrafterConfig.from_json(values)
 
 
 def load_checkpoint(
@@ -83,7 +86,7 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, to
 
 
 def check_tensors(path: Path, drafter: Drafter, tensors: dict[str, torch.Tensor]) -> None:
-    """Hold names and shapes in a file against what the configuration calls for."""
+    """Hold names and shapes in a file against what the configuration calls for; no value may be NaN."""
     wanted = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     wrong = [f"{name} is missing{near(name, tensors)}" for name in wanted if name not in tensors]
     wrong += [f"{name} is not part of this drafter" for name in tensors if name not in wanted]
@@ -91,6 +94,11 @@ def check_tensors(path: Path, drafter: Drafter, tensors: dict[str, torch.Tensor]
         f"{name} is {tuple(tensor.shape)}, config.json calls for {wanted[name]}"
         for name, tensor in tensors.items()
         if name in wanted and tuple(tensor.shape) != wanted[name]
+    ]
+    wrong += [
+        f"{name} holds values that are not finite"
+        for name, tensor in tensors.items()
+        if not tensor.isfinite().all()
     ]
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""

@@ -149,7 +149,11 @@ class PackedRows:
         items = [self.items[self.indices[i]] for i in self._plan(epoch)[index]]
         generator = seeded("anchors", self.seed, epoch, index)
         row = pack(items, self.config, self.context_tokens, self.anchors, generator)
-        return padded(row, self.context_tokens, self.anchors, self.config) if self.pad else row
+        if self.pad:
+            return padded(row, self.context_tokens, self.anchors, self.config)
+        # A row may hold no place to start a block (all its samples cut within their prompts): one that never
+        # counts keeps every shape the model and the loss know.
+        return row if row.blocks else padded(row, row.tokens, 1, self.config)
 
 
 def pack(

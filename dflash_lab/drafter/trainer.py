@@ -59,7 +59,7 @@ class TrainReport:
     first: dict[str, Any]
     last: dict[str, Any]
     best_step: int
-    best: Path  # drafter with the best held-out streak
+    best: Path  # drafter with the best held-out streak; the last one if none could be measured
     last_checkpoint: Path
 
 
@@ -131,6 +131,7 @@ class Trainer:
             with contextlib.closing(prefetch(self.stream())) as stream:
                 while self.step < settings.max_steps and self.progress < 1.0:
                     self.train_step(stream)
+                    self.require_blocks()
                     done = self.step >= settings.max_steps or self.progress >= 1.0
                     if self.step % settings.log_every == 0 or done:
                         self.log()
@@ -193,6 +194,16 @@ class Trainer:
         place["waited"] += waited
         place["seconds"] += self.group.longest(time.perf_counter() - started)
 
+    def require_blocks(self) -> None:
+        """Refuse to go on when an epoch, or the whole run, had no place to start a block in."""
+        place, settings = self.place, self.settings
+        if not place["blocks"] and (place["epoch"] or self.step >= settings.max_steps):
+            raise InputError(
+                "no training sample has two answer tokens in a row within its first "
+                f"{settings.context_tokens} tokens, so there is no place to start a block. Look at the loss "
+                "masks that prepare shows, or raise context_tokens."
+            )
+
     def apply(self, sums: torch.Tensor, nominal: int, rows: list[Row]) -> bool:
         """Judge the gradients and move the weights; whether it did. Drops the gradients, counts the step."""
         settings = self.settings
@@ -209,7 +220,8 @@ class Trainer:
         self.optimizer.zero_grad()
         if self.journal:
             lr = settings.optimizer.lr * factor
-            self.journal.write("step", self.step, loss=loss, grad_norm=norm, lr=lr, skipped=fault or None)
+            seen = dict(loss=loss, grad_norm=norm) if below else dict(loss=None, grad_norm=None)
+            self.journal.write("step", self.step, **seen, lr=lr, skipped=fault or None)
         if fault and below:
             logger.warning("step %d skipped: %s", self.step, fault)
             self.guard.skip(self.step, fault, rows, self.group.rank)
@@ -299,8 +311,8 @@ class Trainer:
             loader_share=place["waited"] / max(place["seconds"], 1e-9),
             first=place["first"],
             last=place["last"],
-            best_step=place["best_step"] if self.heldout else self.step,
-            best=self.folder / "best" if self.heldout else last,
+            best_step=self.step if place["best"] is None else place["best_step"],
+            best=last if place["best"] is None else self.folder / "best",
             last_checkpoint=last,
         )
 

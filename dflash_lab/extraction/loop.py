@@ -145,12 +145,12 @@ def _trusted(store: Path, folder: Path, recheck: bool) -> np.ndarray:
 
 def _tokens(index: SampleIndex, rows: np.ndarray, target: Target) -> Tokens:
     tokens = Tokens(index, rows)
-    if tokens.largest_id() >= target.vocab_size:
-        raise InputError(
-            f"{index.path} holds token id {tokens.largest_id()}, but {target.name} has "
-            f"{target.vocab_size}. It was prepared "
-            "for another tokenizer: run prepare with this target."
-        )
+    for token in tokens.id_range():
+        if not 0 <= token < target.vocab_size:
+            raise InputError(
+                f"{index.path} holds token id {token}, but {target.name} has {target.vocab_size}. It was "
+                "prepared for another tokenizer: run prepare with this target."
+            )
     return tokens
 
 

@@ -20,6 +20,11 @@ from dflash_lab.errors import InputError, StoreError
 SCHEMA = 1
 STORE_FILE = "store.json"
 MANIFEST_FILE = "manifest.jsonl"
+_IDENTITY = {"target": dict, "tap_ids": list, "hidden": int, "has_final": bool, "storage": str}
+_FIELDS = {
+    "part": {"file": str, "bytes": int, "checksum": str, "samples": int, "tokens": int},
+    "discard": {"file": str},
+}
 _SHARD = re.compile(r"shard-(\d{5})-of-(\d{5})$")
 _PART = re.compile(r"part-(\d{6})\.safetensors$")
 
@@ -72,6 +77,9 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
             value = json.loads(line)
             if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
                 raise ValueError("no object with a kind")
+            for field, kind in _FIELDS.get(value["kind"], {}).items():
+                if not isinstance(value.get(field), kind):
+                    raise ValueError(f"{field} of a {value['kind']} is {value.get(field)!r}")
         except ValueError as error:
             raise StoreError(
                 f"{path}:{number}: not a manifest line ({error}). The parts beside it cannot be "
@@ -184,8 +192,13 @@ def read_identity(store: Path) -> dict[str, Any]:
             f"give its store folder."
         )
     identity = files.read_json(path)
-    if identity.get("schema") != SCHEMA:
-        raise StoreError(
-            f"{path}: schema {identity.get('schema')!r}, but this version reads {SCHEMA}. Extract again."
-        )
+    schema = identity.get("schema") if isinstance(identity, dict) else None
+    if schema != SCHEMA:
+        raise StoreError(f"{path}: schema {schema!r}, but this version reads {SCHEMA}. Extract again.")
+    for name, kind in _IDENTITY.items():
+        if not isinstance(identity.get(name), kind):
+            raise StoreError(
+                f"{path}: {name} is {identity.get(name)!r}, not a {kind.__name__}: nobody can tell what the "
+                "store holds. Put the file back, or extract into another store."
+            )
     return identity

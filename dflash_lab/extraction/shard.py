@@ -93,14 +93,17 @@ class Tokens:
         self._offsets = np.concatenate([[0], np.cumsum(index.lengths[rows])])
         self._ids = frame["input_ids"].explode().to_numpy().astype(np.int32)
         self._mask = frame["loss_mask"].explode().to_numpy().astype(np.uint8)
-        if len(rows) and len(self._ids) != self._offsets[-1]:
-            raise InputError(
-                f"{index.path}: the `length` column does not match the tokens. Run prepare again."
-            )
+        for column in ("input_ids", "loss_mask"):
+            wrong = np.flatnonzero(frame[column].list.len().to_numpy() != index.lengths[rows])
+            if len(wrong):
+                raise InputError(
+                    f"{index.path}: sample {index.ids[rows[wrong[0]]]!r} has a {column} of another length "
+                    "than its `length` says. Run prepare again."
+                )
 
-    def largest_id(self) -> int:
-        """The largest token id in use, -1 without samples."""
-        return int(self._ids.max()) if len(self._ids) else -1
+    def id_range(self) -> tuple[int, int]:
+        """The smallest and the largest token id in use, (0, 0) without samples."""
+        return (int(self._ids.min()), int(self._ids.max())) if len(self._ids) else (0, 0)
 
     def of(self, rows: Sequence[int] | np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Return input_ids (int32) and loss_mask (uint8) of sample numbers `rows`, as views."""

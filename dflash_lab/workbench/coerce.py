@@ -41,7 +41,10 @@ def _to_int(value: Any, kind: Any) -> int:
 def _to_float(value: Any, kind: Any) -> float:
     if isinstance(value, bool):
         raise ValueError("expected a number, got a boolean")
-    return float(_number(value, "a number"))
+    try:
+        return float(_number(value, "a number"))
+    except OverflowError:
+        raise ValueError("expected a number that a float can hold") from None
 
 
 def _number(value: Any, what: str) -> int | float:

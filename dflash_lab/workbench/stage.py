@@ -51,8 +51,19 @@ def execute(params: StageParams, progress: ProgressCallback | None = None) -> An
         inputs = fingerprints([*_target_folder(params), *params.inputs()], params.run)
         if not params.force and is_finished(params, inputs):
             logger.info("%s: finished before with the same parameters and inputs", params.stage)
-            return result_class(params.stage).load(params.folder)
+            return _load(params)
         return _run(params, inputs, progress)
+
+
+def _load(params: StageParams) -> Any:
+    """Read a finished stage's files; `StoreError` when something took or broke them since."""
+    try:
+        return result_class(params.stage).load(params.folder)
+    except Exception as error:  # polars, OSError, StoreError: the remedy is the same
+        raise StoreError(
+            f"{params.folder}: finished before, but what it left cannot be read ({error}). Remove "
+            f"{params.folder / RESULT} to run the stage again; it goes on from what is still there."
+        ) from error
 
 
 def is_finished(params: StageParams, inputs: dict[str, str] | None = None) -> bool:
@@ -76,6 +87,9 @@ def read_result(path: Path) -> dict[str, Any]:
             f"{path}: schema version {version!r}, this program writes {SCHEMA_VERSION}. "
             "Move the run folder away, or give another run_dir."
         )
+    for name in ("figures",) if "run" in result else ("figures", "parameters", "inputs"):
+        if not isinstance(result.get(name), dict):
+            raise StoreError(f"{path}: has no {name}. Remove the file to make it again.")
     return result
 
 

@@ -217,3 +217,19 @@ def test_serving_notes_hold_the_commands():
     notes = serving_notes(DrafterConfig.from_json(RELEASED), "runs/x/drafter", "Qwen/Qwen3.6-27B")
     assert '{"method": "dflash", "model": "runs/x/drafter", "num_speculative_tokens": 15}' in notes
     assert "--speculative-num-draft-tokens 16" in notes and "[2, 17, 32, 47, 62]" in notes and "V2" in notes
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
+    drafter = tiny_drafter()
+    with torch.no_grad():
+        drafter.fc.weight[0, 0] = float("nan")
+    save_checkpoint(tmp_path, drafter)
+    with pytest.raises(InputError, match=r"fc\.weight holds values that are not finite"):
+        load_checkpoint(tmp_path)
+
+
+def test_a_config_that_is_no_object_is_refused(tmp_path):
+    save_checkpoint(tmp_path, tiny_drafter())
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(InputError, match="not a JSON object"):
+        load_checkpoint(tmp_path)

@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 from extraction.conftest import TAP_IDS, make_samples
@@ -287,3 +288,59 @@ def test_a_buffer_is_waited_for_only_while_one_can_come() -> None:
         buffers.acquire(writer_died)
     buffers.give_back(buffer)
     assert buffers.acquire(writer_died) is buffer and asked == [1]
+
+
+@pytest.mark.parametrize(
+    ("column", "change", "words"),
+    [
+        ("loss_mask", lambda values: values[:-1], "loss_mask of another length"),
+        ("loss_mask", lambda values: [], "loss_mask of another length"),
+        ("input_ids", lambda values: values * 2, "input_ids of another length"),
+        ("input_ids", lambda values: [-1, *values[1:]], "token id -1"),
+        ("input_ids", lambda values: [9999, *values[1:]], "token id 9999"),
+    ],
+)
+def test_samples_that_contradict_themselves_are_refused_by_name(tiny, tmp_path, column, change, words):
+    path = make_samples(tmp_path / "samples.parquet", [9, 12, 7])
+    frame = pl.read_parquet(path)
+    values = frame[column].to_list()
+    values[1] = change(values[1])
+    frame.with_columns(pl.Series(column, values, dtype=frame.schema[column])).write_parquet(path)
+    with pytest.raises(InputError, match=words):
+        extract(tiny("llama"), path, tmp_path / "store", tap_ids=[1], token_budget=64, max_batch=4)
+
+
+def test_lengths_that_add_up_by_chance_do_not_shift_the_masks(tiny, tmp_path):
+    path = make_samples(tmp_path / "samples.parquet", [9, 12, 7])
+    frame = pl.read_parquet(path)
+    masks = frame["loss_mask"].to_list()
+    masks[0], masks[1] = [*masks[0], 1], masks[1][:-1]
+    frame.with_columns(pl.Series("loss_mask", masks, dtype=frame.schema["loss_mask"])).write_parquet(path)
+    with pytest.raises(InputError, match="loss_mask of another length"):
+        extract(tiny("llama"), path, tmp_path / "store", tap_ids=[1], token_budget=64, max_batch=4)
+
+
+@pytest.mark.parametrize(("kind", "field", "value"), [("part", "file", 3), ("part", "bytes", "many"),
+                         ("part", "samples", None), ("discard", "file", None)])  # fmt: skip
+def test_a_manifest_line_of_nonsense_is_refused_by_number(tiny, tmp_path, kind, field, value):
+    store = tmp_path / "store"
+    extract(tiny("llama"), make_samples(tmp_path / "s.parquet", [9, 12]), store, tap_ids=[1],
+            token_budget=64, max_batch=4)  # fmt: skip
+    manifest = next(store.glob("shard-*/manifest.jsonl"))
+    lines = [json.loads(line) for line in manifest.read_text().splitlines()]
+    lines.append({"kind": kind, **next(line for line in lines if line["kind"] == "part"), field: value})
+    lines[-1]["kind"] = kind
+    manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(StoreError, match=rf"manifest\.jsonl:{len(lines)}: .*{field} of a {kind}"):
+        open_store(store)
+
+
+@pytest.mark.parametrize("change", [[], {"tap_ids": None}, {"hidden": "x"}, {"has_final": 1}, {"target": 1}])
+def test_a_store_file_of_nonsense_is_refused_by_name(tiny, tmp_path, change):
+    store = tmp_path / "store"
+    extract(tiny("llama"), make_samples(tmp_path / "s.parquet", [9, 12]), store, tap_ids=[1],
+            token_budget=64, max_batch=4)  # fmt: skip
+    identity = files.read_json(store / "store.json")
+    files.write_json(store / "store.json", {**identity, **change} if change else [])
+    with pytest.raises(StoreError, match=r"store\.json: "):
+        open_store(store)

@@ -244,3 +244,51 @@ def test_a_dead_process_ends_the_stage_with_its_traceback(result, run_dir, tiny_
     )
     with pytest.raises(WorkerFailed, match="not a whole safetensors file"):
         execute(chosen)
+
+
+def test_a_store_of_other_weights_is_refused(run_dir, tiny_target, tmp_path):
+    from support.tiny_targets import build_tiny
+
+    other = build_tiny("llama", tmp_path / "fine_tune", seed=5)  # same config, tokenizer, names and shapes
+    with pytest.raises(InputError, match=r"other weights than those of target.*fine_tune"):
+        execute(params(tmp_path, tiny_target, store=str(run_dir / "store"), target=str(other)))
+
+
+def store_of(run: Path, target: str, samples: list[tuple[int, int, bool]]) -> None:
+    """Extract samples of (length, first answer token, held out)."""
+    import polars as pl
+
+    from dflash_lab.extraction.loop import extract
+    from dflash_lab.target.loading import load_target
+
+    path, generator = run / "samples.parquet", np.random.default_rng(1)
+    rows = [
+        Sample(f"s{i}", generator.integers(0, 256, n), (np.arange(n) >= first).astype(np.uint8), "test")
+        for i, (n, first, _) in enumerate(samples)
+    ]
+    write_samples(path, rows, heldout_fraction=0.3, provenance={"test": True})
+    split = pl.Series("split", ["heldout" if heldout else "train" for *_, heldout in samples])
+    pl.read_parquet(path).with_columns(split).write_parquet(path)
+    extract(load_target(target), path, run / "store", tap_ids=[1, 3, 5], token_budget=256, max_batch=8,
+            store_final=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("samples", [[(1, 0, False)] * 2, [(2, 0, False)] * 2, [(30, 30, False)] * 3,
+                                     [(200, 120, False)] * 2])  # fmt: skip
+def test_samples_without_a_place_for_a_block_are_refused(tiny_target, tmp_path, samples):
+    store_of(tmp_path, str(tiny_target("llama")), samples)
+    with pytest.raises(InputError, match="no place to start a block"):
+        execute(params(tmp_path, tiny_target))
+
+
+def test_some_rows_without_a_place_for_a_block_are_passed_over(tiny_target, tmp_path):
+    """Samples cut within their prompt fill rows of their own; held-out ones leave nothing to measure."""
+    samples = [(200, 120, False), (30, 10, False), (201, 120, False), (31, 10, False), (202, 130, True)]
+    store_of(tmp_path, str(tiny_target("llama")), samples)
+    result = execute(params(tmp_path, tiny_target))
+    blank = result.steps.filter(result.steps["skipped"].is_not_null())
+    assert result.figures["steps"] == 12 and 0 < len(blank) < 12
+    assert blank["loss"].null_count() == len(blank), "a step that saw no slot has no loss, least of all 0"
+    assert 0 < result.figures["loss_last"] < result.figures["loss_first"]
+    assert result.figures["streak_best"] is None
+    assert load_checkpoint(tmp_path / "drafter", "cpu", "auto").config.block_size == 4

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from dflash_lab.errors import InputError, LabError
 from dflash_lab.workbench import params as params_module
+from dflash_lab.workbench.coerce import coerce
 from dflash_lab.workbench.params import StageParams, fields_table, from_mapping, from_notebook, param
 
 
@@ -147,3 +148,9 @@ def test_any_value_is_either_taken_with_the_declared_type_or_refused_as_input(na
         assert name in str(error)
     else:
         assert type(getattr(made, name)) is type(getattr(ToyParams(), name))
+
+
+@pytest.mark.parametrize("value", [10**400, str(10**400), -(10**400)])
+def test_a_whole_number_beyond_floats_is_refused(value):
+    with pytest.raises(ValueError, match="number"):
+        coerce(value, float)

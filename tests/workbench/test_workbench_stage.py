@@ -282,3 +282,27 @@ def test_log_lines_reach_stderr_without_secrets(toy, params, monkeypatch, capsys
     stage.execute(params)
     lines = capsys.readouterr().err
     assert "key [hidden] used" in lines and "toy: done in" in lines
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"schema_version": 1}', '{"schema_version": 1, "figures": {}}']
+)
+def test_a_result_of_nonsense_is_refused_by_name(toy, params, text):
+    stage.execute(params)
+    (params.folder / "result.json").write_text(text)
+    with pytest.raises(StoreError, match=r"result\.json: .*[Rr]emove the file|result\.json: schema"):
+        stage.execute(params)
+
+
+def test_a_finished_stage_whose_files_are_gone_says_how_to_run_it_again(toy, params, monkeypatch):
+    stage.execute(params)
+
+    def load(folder: Path) -> ToyResult:
+        raise FileNotFoundError(2, "No such file", str(folder / "rows.parquet"))
+
+    monkeypatch.setattr(ToyResult, "load", load)
+    with pytest.raises(StoreError, match=r"rows\.parquet.*Remove .*result\.json to run the stage again"):
+        stage.execute(params)
+    (params.folder / "result.json").unlink()
+    stage.execute(params)
+    assert toy.calls == 2

@@ -86,13 +86,11 @@ def drafter_config(params: TrainDrafterParams, store: FeatureStore) -> DrafterCo
             f"{params.store_path} has states of width {store.hidden_size}, target {params.target} has "
             f"{target.hidden_size}: the store was made by another target."
         )
+    _check_made_by(params, store)
+    # As DFlash 2 was released: bidirectional in every layer, the convolutions being causal.
     second: dict[str, Any] = dict(
-        conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16
+        conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16, is_causal=False
     )
-    if params.second:
-        second["is_causal"] = (
-            False  # as released: bidirectional in every layer, the convolutions being causal
-        )
     shape = {
         n: getattr(params, n) or None for n in ("num_heads", "num_kv_heads", "head_dim", "intermediate_size")
     }
@@ -107,6 +105,22 @@ def drafter_config(params: TrainDrafterParams, store: FeatureStore) -> DrafterCo
         **shape,
         **(second if params.second else {}),
     )
+
+
+def _check_made_by(params: TrainDrafterParams, store: FeatureStore) -> None:
+    """Refuse a store of other weights: width alone cannot tell a model from its fine-tune."""
+    from dflash_lab.target.identity import identify
+    from dflash_lab.target.sources import resolve
+
+    made = store.manifest.get("target", {})
+    now = identify(resolve(params.target), seed=params.seed)
+    if made.get("weights") != now["weights"]:
+        random = " (a random target's weights follow the seed)" if params.target.startswith("random:") else ""
+        raise InputError(
+            f"{params.store_path} was made by {made.get('name')!r} with other weights than those of target "
+            f"{params.target!r}{random}: give the target it was made by, or extract with this one into "
+            "another store."
+        )
 
 
 def train_settings(params: TrainDrafterParams, store: FeatureStore, config: DrafterConfig) -> TrainSettings:
