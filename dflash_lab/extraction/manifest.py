@@ -21,7 +21,7 @@ SCHEMA = 1
 STORE_FILE = "store.json"
 MANIFEST_FILE = "manifest.jsonl"
 _IDENTITY = {"target": dict, "tap_ids": list, "hidden": int, "has_final": bool, "storage": str}
-_FIELDS = {
+_FIELDS: dict[str, dict[str, type]] = {
     "part": {"file": str, "bytes": int, "checksum": str, "samples": int, "tokens": int},
     "discard": {"file": str},
 }
