@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class LabError(Exception):
@@ -20,6 +20,16 @@ class StoreError(LabError, RuntimeError):
 
 class UnsupportedTarget(InputError):
     """A model whose structure is not understood; the message names it and says what would be needed."""
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error, its cause, the cause's cause, and so on; contexts where there is no cause."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
 def near(name: str, known: Iterable[str]) -> str:

@@ -240,8 +240,7 @@ def _stack(caches: list[Any]) -> Any:
                 setattr(layer, name, torch.cat(padded))
         else:
             raise UnsupportedTarget(
-                f"rows of a batch accept different counts, which cache layers of type "
-                f"{type(layer).__name__} cannot follow. "
-                "Decode one prompt at a time (acceptance.decode)."
+                "rows of a batch accept different counts, which cache layers of type "
+                f"{type(layer).__name__} cannot follow. Decode one prompt at a time (acceptance.decode)."
             )
     return whole

@@ -165,7 +165,7 @@ def anchor_position(case: Case) -> Check:
         if other > own + MARGIN:
             detail = (
                 f"slot 1 is right {100 * other:.0f} % with context {what}, {100 * own:.0f} % with context "
-                f"before it"
+                "before it"
             )
             return Check(
                 "anchor position", SUSPECT, other - own, f"{detail}: it was trained with another context"

@@ -45,8 +45,7 @@ def stored_items(store: FeatureStore, hashes: Sequence[str], *, extra: int = 0) 
     if missing:
         raise InputError(
             f"{store.path} lacks {len(missing)} of {len(hashes)} samples (first: {missing[0]}): it was made "
-            f"from "
-            "other samples, or extraction is not finished. Run extract for every shard."
+            "from other samples, or extraction is not finished. Run extract for every shard."
         )
     taken = set(indices)
     others = [i for i in np.flatnonzero(store.heldout).tolist() if i not in taken]

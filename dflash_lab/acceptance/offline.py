@@ -159,9 +159,7 @@ def _answer(
     padded = torch.cat([ids[:stop], ids.new_full((size,), -1)])
     for low in range(start, stop - 1, plan.chunk):
         anchors = torch.arange(low, min(low + plan.chunk, stop - 1), device=ids.device)
-        labels = padded[
-            anchors[:, None] + torch.arange(1, size, device=ids.device)
-        ]  # [A, L], -1 past the end
+        labels = padded[anchors[:, None] + torch.arange(1, size, device=ids.device)]  # [A, L], -1: past end
         block = torch.full((len(anchors), size), drafter.config.mask_token_id, device=ids.device)
         block[:, 0] = ids[anchors]
         hidden = context.blocks(anchors.tolist(), head.embed(block))[:, 1:].to(head.weight.dtype)

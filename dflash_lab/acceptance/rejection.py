@@ -64,9 +64,8 @@ def verify_sampled(
     accepted = (uniform * q < p).int().cumprod(-1).sum(-1).long()
     every = torch.arange(rows, device=drafts.device)
     wanted = target_chances[every, accepted]
-    padded = torch.cat(
-        [draft_chances, torch.zeros_like(draft_chances[:, :1])], dim=1
-    )  # full acceptance: q = 0
+    # After full acceptance q = 0.
+    padded = torch.cat([draft_chances, torch.zeros_like(draft_chances[:, :1])], dim=1)
     residual = (wanted - padded[every, accepted]).clamp_min(0)
     mass = residual.sum(-1, keepdim=True)
     # Zero mass means p == q up to rounding, where a rejection has probability ~0; p itself is then the right

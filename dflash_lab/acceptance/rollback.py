@@ -49,9 +49,8 @@ def new_cache(target: Target) -> DynamicCache:
 def crop_keys(layer: Any, count: int) -> None:
     """Drop the last `count` keys and values of a layer; recurrent states are not touched."""
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
-        layer.crop(
-            -count
-        )  # positive counts meant "keep" once and raise now; 0 trims a sliding layer to its window
+        # Positive counts meant "keep" once and raise now; 0 trims a sliding layer to its window.
+        layer.crop(-count)
     elif isinstance(layer, DynamicLayer):
         DynamicLayer.crop(layer, -count)
 

@@ -126,9 +126,8 @@ class TargetRun:
         """
         paths = tree.leaf_paths() or [[]]
         width = 1 + max(len(path) for path in paths)
-        table = torch.zeros(
-            len(paths), width, dtype=torch.long
-        )  # node of each cell; rows end in repeats of the root
+        # Node of each cell; rows end in repeats of the root.
+        table = torch.zeros(len(paths), width, dtype=torch.long)
         for row, path in enumerate(paths):
             table[row, 1 : 1 + len(path)] = torch.tensor(path)
         nodes = torch.cat([root.cpu(), torch.from_numpy(tree.tokens)])
@@ -142,9 +141,8 @@ class TargetRun:
                 taps += [step.taps] if step.taps is not None else []
         finally:
             self.cache = own
-        cell = torch.zeros(
-            1 + len(tree), dtype=torch.long
-        )  # any cell that holds the node: their prefixes are equal
+        # Any cell that holds the node: their prefixes are equal.
+        cell = torch.zeros(1 + len(tree), dtype=torch.long)
         cell[table.flatten().flip(0)] = torch.arange(table.numel()).flip(0)
         cell = cell.to(root.device)
         self._pending, self._untouched = nodes.to(root.device), True
@@ -176,9 +174,8 @@ class TargetRun:
             return
         for layer in self.cache.layers:
             for name in ("keys", "values"):
-                tensor = getattr(
-                    layer, name
-                )  # [1, heads, length + appended, d]; keys are already rotated to their place
+                # [1, heads, length + appended, d]; keys are already rotated to their place
+                tensor = getattr(layer, name)
                 if path != list(range(len(path))):
                     tensor[:, :, self.length : self.length + len(path)] = tensor[:, :, self.length + kept]
                 setattr(layer, name, tensor[:, :, : self.length + len(path)])

@@ -104,9 +104,8 @@ def plan_batches(
     order, bounds = _sorted_windows(lengths, window, longest_first)
     descending = lengths[order]
     cost = round_up(descending, chunk)
-    capacity = np.minimum(
-        max_batch, np.maximum(token_budget // np.maximum(cost, 1), 1)
-    )  # rows, were it the longest
+    # Rows of a batch in which it is the longest.
+    capacity = np.minimum(max_batch, np.maximum(token_budget // np.maximum(cost, 1), 1))
     starts: list[int] = []
     for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         position, rows = begin, capacity[begin:end].tolist()

@@ -221,9 +221,7 @@ def read_samples(path: Path | str, rows: Iterable[int] | None = None) -> pl.Data
     if wanted.size and not (wanted.min() >= 0 and wanted.max() < count):
         raise InputError(f"{path}: rows {wanted.min()} to {wanted.max()} asked for, the file has {count}.")
     found, positions = [frame.head(0).collect()], [wanted[:0]]
-    for group in np.unique(
-        wanted // _ROW_GROUP
-    ).tolist():  # reads the row groups touched, holds the rows asked for
+    for group in np.unique(wanted // _ROW_GROUP).tolist():  # reads groups touched, holds rows asked for
         inside = np.flatnonzero(wanted // _ROW_GROUP == group)
         part = frame.slice(group * _ROW_GROUP, _ROW_GROUP).collect(engine="in-memory")
         found.append(part[(wanted[inside] - group * _ROW_GROUP).tolist()])

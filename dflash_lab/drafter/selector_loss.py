@@ -61,7 +61,6 @@ def _choose(
     where = (taught == wanted[:, None]).long().argmax(-1)
     losses = F.cross_entropy(scores, where, reduction="none")
     with torch.no_grad():
-        free = torch.where(
-            missing, scores[:, :-1].argmax(-1), scores.argmax(-1)
-        )  # the label is no true candidate
+        # Where the label was put among the candidates, it is no choice of the drafter's.
+        free = torch.where(missing, scores[:, :-1].argmax(-1), scores.argmax(-1))
     return losses, taught.gather(-1, free[:, None])[:, 0]

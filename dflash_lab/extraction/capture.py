@@ -74,9 +74,8 @@ class Capture:
         self._stack = contextlib.ExitStack()
         self._cuda = target.device.type == "cuda"
         self._stream = torch.cuda.Stream(target.device) if self._cuda else None
-        self.spans: list[
-            tuple[torch.cuda.Event, torch.cuda.Event]
-        ] = []  # begin and end of each forward, CUDA only
+        # Begin and end of each forward, CUDA only.
+        self.spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def __enter__(self) -> Capture:
         self._stack.enter_context(without_final_norm(self._target))

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from dflash_lab.errors import LabError
+from dflash_lab.errors import LabError, chain
 
 # Anchored at the start of a line of the library's own message: text of a user that quotes such words is no
 # lack of memory.
@@ -65,12 +64,12 @@ def classify(error: BaseException) -> Failure:
     handled.
     """
     message = f"{type(error).__name__}: {_first_line(error)}"
-    chain = list(_chain(error))
-    if any(isinstance(link, RuntimeError) and _DEAD.search(str(link)) for link in chain):
+    links = list(chain(error))
+    if any(isinstance(link, RuntimeError) and _DEAD.search(str(link)) for link in links):
         return Failure("dead", message)
     if isinstance(error, _UNRELATED) and getattr(error, "errno", None) != errno.ENOMEM:
         return Failure("other", message)
-    return Failure("memory" if any(_is_memory(link) for link in chain) else "other", message)
+    return Failure("memory" if any(_is_memory(link) for link in links) else "other", message)
 
 
 def _is_memory(error: BaseException) -> bool:
@@ -79,15 +78,6 @@ def _is_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and _MEMORY.search(str(error)) is not None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
 def _first_line(error: BaseException) -> str:

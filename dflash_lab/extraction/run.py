@@ -165,6 +165,5 @@ class Run:
         if lost is not None:
             raise DeviceLost(
                 f"{self.target.device} is lost ({lost.message}). What was finished is sealed; start "
-                f"this shard again in a new "
-                "process and it goes on from there."
+                "this shard again in a new process and it goes on from there."
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from typing import Any
 
+from dflash_lab.errors import chain
 from dflash_lab.workbench.params import StageParams
 
 _SIZES = ("batch", "block", "tokens", "anchors", "length", "layers", "taps", "budget", "size", "samples")
@@ -45,13 +46,3 @@ def _memory(error: BaseException, params: StageParams) -> str:
     values = {name: value for name, value in params.as_dict().items() if any(word in name for word in _SIZES)}
     sizes = {name: value for name, value in values.items() if isinstance(value, int) and value > 1}
     return f"{explain_crash(error, dimensions=sizes).explain()} {general}"
-
-
-def chain(error: BaseException) -> list[BaseException]:
-    """Return the error, its cause, the cause's cause, and so on; contexts where there is no cause."""
-    found: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in found:
-        found.append(link)
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    return found

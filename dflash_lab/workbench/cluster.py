@@ -74,9 +74,7 @@ def run_shards(
     parameter is wrong, and `ShardsFailed` at the end when a shard failed.
     """
     given = shard_given(run, num_shards, parameters)
-    first = read_given(
-        params_class(stage), given(0)
-    )  # a mistyped parameter stops here, not on forty machines
+    first = read_given(params_class(stage), given(0))  # a mistyped parameter stops here, not on 40 machines
     slots = client.scheduler_info()["workers"]
     if not any(worker.get("resources", {}).get(SLOT, 0) >= 1 for worker in slots.values()):
         raise InputError(
@@ -164,8 +162,7 @@ def _collect(stage: str, futures: list[Any]) -> list[ShardOutcome]:
         )
         raise ShardsFailed(
             f"{len(failed)} of {len(outcomes)} shards of {stage} failed; the others are finished.\n  "
-            f"{listed}\n"
-            "The same call runs exactly these again."
+            f"{listed}\nThe same call runs exactly these again."
         )
     return outcomes
 

@@ -24,9 +24,8 @@ class Preparation:
         self.params = params
         self.report = report
         self.unread: list[Problem] = []  # records that never became a conversation
-        self.unfit: list[
-            Problem
-        ] = []  # conversations that never became a sample, and notes on those that did
+        # Conversations that never became a sample, and notes on those that did.
+        self.unfit: list[Problem] = []
         self.conversations = self.cut = self.truncated = self.generated = self.reused = 0
 
     def rendered(self, tokenizer: Any) -> Iterator[Sample]:

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 import pytest
 
-from dflash_lab.workbench.advice import advice_for, chain, details_of
+from dflash_lab.errors import chain
+from dflash_lab.workbench.advice import advice_for, details_of
 from dflash_lab.workbench.params import StageParams, param
 
 
@@ -63,4 +64,4 @@ def test_others_get_no_advice():
 def test_chain_ends_on_a_loop():
     first, second = ValueError(), KeyError()
     first.__context__, second.__context__ = second, first
-    assert chain(first) == [first, second]
+    assert list(chain(first)) == [first, second]
