@@ -144,13 +144,15 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
     from dflash_lab.target.loading import choose_device, load_target
     from dflash_lab.target.sources import load_config
     from dflash_lab.target.taps import default_tap_ids
+    from dflash_lab.workbench.stages.clearance import ask_extraction, memory_figures
 
     config = load_config(params.target)
     tap_ids = params.tap_ids or default_tap_ids(config.num_hidden_layers, params.num_taps)
     device = choose_device(params.device)
+    lengths = read_index(params.samples_path).lengths
     checked = preflight(
         config,
-        read_index(params.samples_path).lengths,
+        lengths,
         params.store_path,
         tap_ids=tap_ids,
         store_final=params.store_final,
@@ -158,6 +160,7 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
         device_type=device.type,
         tflops=params.assumed_tflops,
     )
+    cleared = ask_extraction(params, config, device, tap_ids=tap_ids, longest=int(lengths.max(initial=1)))
     target = load_target(
         params.target,
         device=device,
@@ -189,6 +192,7 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
         figures={
             **report.figures(),
             **checked.figures(),
+            **memory_figures(cleared, device),
             "taps": str(tap_ids),
             "fused_layers": len(fast.errors),
         },

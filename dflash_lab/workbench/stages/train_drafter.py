@@ -192,6 +192,7 @@ def collect(params: TrainDrafterParams, report: TrainReport, config: DrafterConf
     from dflash_lab.drafter.journal import read_journal
     from dflash_lab.extraction.store import open_store
     from dflash_lab.workbench.stages.train_frames import metric_frame, position_frame, step_frame
+    from dflash_lab.workbench.stages.train_setup import MEMORY
 
     store = open_store(params.store_path)
     records = read_journal(params.folder / "run")
@@ -221,6 +222,7 @@ def collect(params: TrainDrafterParams, report: TrainReport, config: DrafterConf
         "anchors_per_s": report.blocks / seconds,
         "loader_share_pct": 100 * report.loader_share,
         "drafter_parameters": config.parameter_count,
+        **files.read_json(params.folder / MEMORY),
     }
     row = inspect_row(store, config, params.context_tokens, params.anchors, params.seed, _decoder(params))
     return TrainDrafterResult(figures, steps, metrics, position_frame(records), row)

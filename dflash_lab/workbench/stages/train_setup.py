@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dflash_lab import files
 from dflash_lab.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from dflash_lab.extraction.store import FeatureStore
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
+MEMORY = "memory.json"  # predicted and measured peak of the first process
 logger = logging.getLogger(__name__)
 
 
@@ -34,6 +36,8 @@ def train_here(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
     from dflash_lab.drafter.train import train
     from dflash_lab.extraction.store import open_store
     from dflash_lab.target.loading import choose_device, load_head
+    from dflash_lab.target.sources import load_config
+    from dflash_lab.workbench.stages.clearance import ask_training, memory_figures
 
     group, device = join(params.parallel, choose_device(params.device))
     name = params.drafter_dtype
@@ -41,6 +45,7 @@ def train_here(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
     store = open_store(params.store_path)
     config = drafter_config(params, store)
     settings = train_settings(params, store, config)
+    cleared = ask_training(params, load_config(params.target), config, device, dtype)
     head = load_head(params.target, device=device, dtype=dtype, seed=params.seed)
     if params.start_from:
         drafter = load_checkpoint(params.start_from, device, dtype)
@@ -59,7 +64,7 @@ def train_here(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
         set_aside_other_run(run, now, anew=params.force)
     group.barrier()
     probe = tau_probe(params, store, head) if params.tau_samples else None
-    return train(
+    report = train(
         store,
         head,
         drafter,
@@ -70,6 +75,9 @@ def train_here(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
         group=group,
         source=source,
     )
+    if group.rank == 0:
+        files.write_json(params.folder / MEMORY, memory_figures(cleared, device))
+    return report
 
 
 def drafter_config(params: TrainDrafterParams, store: FeatureStore) -> DrafterConfig:
