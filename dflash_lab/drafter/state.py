@@ -38,13 +38,14 @@ def save_state(
     """Write one checkpoint folder below `root`, whole or not at all."""
     final = root / f"step-{step:08d}"
     temporary = root / f".step-{step:08d}.tmp"
-    for stale in (temporary, final):
-        if stale.exists():
-            shutil.rmtree(stale)
+    if temporary.exists():
+        shutil.rmtree(temporary)
     save_checkpoint(temporary, drafter, weights)
     with files.atomic_path(temporary / _TENSORS) as path:
         save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
     files.write_json(temporary / _STATE, state)
+    if final.exists():  # saved at this step before: replaced only now that the new one is whole
+        shutil.rmtree(final)
     os.replace(temporary, final)
     files.sync_folder(root)
     return final

@@ -24,12 +24,13 @@ from dflash_lab.drafter import state as states
 from dflash_lab.drafter.anchors import stream_seed
 from dflash_lab.drafter.guard import Guard
 from dflash_lab.drafter.journal import Journal
+from dflash_lab.drafter.measure import evaluate, log
 from dflash_lab.drafter.metrics import Tally
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.objective import Objective, add_noise
 from dflash_lab.drafter.optimizer import Optimizer
 from dflash_lab.drafter.parallel import Single
-from dflash_lab.drafter.resume import keep_best, resume, save
+from dflash_lab.drafter.resume import resume, save
 from dflash_lab.drafter.rows import Items, PackedRows, Row, prefetch
 from dflash_lab.drafter.schedule import learning_rate_factor
 from dflash_lab.drafter.settings import TrainSettings
@@ -127,16 +128,16 @@ class Trainer:
         self.journal = Journal(self.folder, self.step) if self.group.rank == 0 else None
         try:
             if self.step == 0:
-                self.evaluate()
+                evaluate(self)
             with contextlib.closing(prefetch(self.stream())) as stream:
                 while self.step < settings.max_steps and self.progress < 1.0:
                     self.train_step(stream)
                     self.require_blocks()
                     done = self.step >= settings.max_steps or self.progress >= 1.0
                     if self.step % settings.log_every == 0 or done:
-                        self.log()
+                        log(self)
                     if self.step % settings.eval_every == 0 or done:
-                        self.evaluate()
+                        evaluate(self)
                     if self.step % settings.checkpoint_every == 0 or done:
                         save(self)
                     self.tell()
@@ -235,54 +236,6 @@ class Trainer:
             place["index"] -= count
             place["epoch"] += 1
 
-    def log(self) -> None:
-        """Write the means over the steps since the last log."""
-        sums = self.window.reduced(self.group.total)
-        self.window = Tally(self.drafter.config.block_size, self.head.weight.device)
-        if self.journal:
-            place = self.place
-            self.journal.write(
-                "train",
-                self.step,
-                **sums.report(),
-                epoch=place["epoch"],
-                seconds=round(place["seconds"], 3),
-                context_tokens=place["tokens"],
-                blocks_seen=place["blocks"],
-                loader_share=place["waited"] / max(place["seconds"], 1e-9),
-                memory_gib=_memory_gib(self.device),
-            )
-            self.journal.flush()
-
-    def evaluate(self) -> None:
-        """Measure the fixed held-out rows; keep the best drafter."""
-        if not self.heldout:
-            return
-        self.drafter.eval()
-        tally = Tally(self.drafter.config.block_size, self.head.weight.device)
-        world = self.group.world
-        with torch.no_grad():
-            for first in range(0, len(self.heldout), world):  # all processes take part in every forward
-                number = first + self.group.rank
-                row = self.heldout[min(number, len(self.heldout) - 1)].to(self.device)
-                taps = row.taps.to(self.drafter.fc.weight.dtype)
-                loss = self.objective(self.model, self.drafter, row, taps, teacher=True)
-                if number < len(self.heldout):
-                    tally.add(loss)
-        report = tally.reduced(self.group.total).report()
-        if self.probe:
-            whole = self.group.replica(self.drafter)
-            report |= self.probe(whole) if self.group.rank == 0 else {}
-        place = self.place
-        place["last"] = {"step": self.step, **report}
-        place["first"] = place["first"] or place["last"]
-        if self.journal:
-            self.journal.write("heldout", self.step, **report)
-            self.journal.flush()
-        if report["streak"] is not None and (place["best"] is None or report["streak"] > place["best"]):
-            place["best"], place["best_step"] = report["streak"], self.step
-            keep_best(self, report)
-
     def tell(self) -> None:
         """Report progress; a stop asked for there is obeyed after saving."""
         if self.on_progress is None:
@@ -315,7 +268,3 @@ class Trainer:
             best=last if place["best"] is None else self.folder / "best",
             last_checkpoint=last,
         )
-
-
-def _memory_gib(device: torch.device) -> float | None:
-    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None

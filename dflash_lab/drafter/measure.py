@@ -1,0 +1,67 @@
+"""What a run measures of itself: means over the last training steps, and the fixed held-out rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dflash_lab.drafter.metrics import Tally
+from dflash_lab.drafter.resume import keep_best
+
+if TYPE_CHECKING:
+    from dflash_lab.drafter.trainer import Trainer
+
+
+def log(run: Trainer) -> None:
+    """Write the means over the steps since the last log."""
+    sums = run.window.reduced(run.group.total)
+    run.window = Tally(run.drafter.config.block_size, run.head.weight.device)
+    if run.journal:
+        place = run.place
+        run.journal.write(
+            "train",
+            run.step,
+            **sums.report(),
+            epoch=place["epoch"],
+            seconds=round(place["seconds"], 3),
+            context_tokens=place["tokens"],
+            blocks_seen=place["blocks"],
+            loader_share=place["waited"] / max(place["seconds"], 1e-9),
+            memory_gib=_memory_gib(run.device),
+        )
+        run.journal.flush()
+
+
+def evaluate(run: Trainer) -> None:
+    """Measure the fixed held-out rows; keep the best drafter."""
+    if not run.heldout:
+        return
+    run.drafter.eval()
+    tally = Tally(run.drafter.config.block_size, run.head.weight.device)
+    world = run.group.world
+    with torch.no_grad():
+        for first in range(0, len(run.heldout), world):  # all processes take part in every forward
+            number = first + run.group.rank
+            row = run.heldout[min(number, len(run.heldout) - 1)].to(run.device)
+            taps = row.taps.to(run.drafter.fc.weight.dtype)
+            loss = run.objective(run.model, run.drafter, row, taps, teacher=True)
+            if number < len(run.heldout):
+                tally.add(loss)
+    report = tally.reduced(run.group.total).report()
+    if run.probe:
+        whole = run.group.replica(run.drafter)
+        report |= run.probe(whole) if run.group.rank == 0 else {}
+    place = run.place
+    place["last"] = {"step": run.step, **report}
+    place["first"] = place["first"] or place["last"]
+    if run.journal:
+        run.journal.write("heldout", run.step, **report)
+        run.journal.flush()
+    if report["streak"] is not None and (place["best"] is None or report["streak"] > place["best"]):
+        place["best"], place["best_step"] = report["streak"], run.step
+        keep_best(run, report)
+
+
+def _memory_gib(device: torch.device) -> float | None:
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
