@@ -50,6 +50,8 @@ TINY: dict[str, dict[str, Any]] = {
         "num_layers": 2,
         "anchors": 8,
         "block_size": 4,
+        "step_anchors": [4, 8],
+        "step_blocks": [4],
         "context_tokens": 256,
     },
     "train_drafter": {
