@@ -88,11 +88,6 @@ class Checkpoint:
         with open_weights(self._path(self.file_of[name]), str(device)) as tensors:
             return tensors.get_tensor(name).to(dtype)
 
-    def dtype_of(self, name: str) -> torch.dtype:
-        """Return the dtype in which one tensor is stored."""
-        with open_weights(self._path(self.file_of[name])) as tensors:
-            return tensors.get_slice(name)[:0].dtype
-
     def text_prefix(self, embedding_name: str, norm_name: str) -> str:
         """Return the prefix below which both the embedding's and the final norm's weight lie.
 

@@ -117,9 +117,7 @@ class StageParams(Params):
     dtype: str = param("auto", "of the target's weights", choices=("auto", "float32", "bfloat16", "float16"))
     seed: int = param(0, "seed of everything random in this stage", low=0, high=2**31 - 1)
     interactive: bool = param(True, "widgets and live bars; false for headless runs")
-    force: bool = param(
-        False, "run again although finished; start although memory is predicted to be short"
-    )
+    force: bool = param(False, "run again although finished; start although memory is predicted to be short")
 
     def __post_init__(self) -> None:
         super().__post_init__()
