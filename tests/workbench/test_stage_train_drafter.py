@@ -292,3 +292,11 @@ def test_some_rows_without_a_place_for_a_block_are_passed_over(tiny_target, tmp_
     assert 0 < result.figures["loss_last"] < result.figures["loss_first"]
     assert result.figures["streak_best"] is None
     assert load_checkpoint(tmp_path / "drafter", "cpu", "auto").config.block_size == 4
+
+
+@pytest.mark.parametrize(
+    "change", [{"lr": 1e30}, {"hard_weight": 1e300}, {"epochs": 1e300}, {"anchors": 10**49}]
+)
+def test_a_number_that_can_only_be_a_slip_is_refused(change):
+    with pytest.raises(InputError, match=f"{next(iter(change))}=.* must be between"):
+        TrainDrafterParams(**change)
