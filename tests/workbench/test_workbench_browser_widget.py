@@ -21,6 +21,7 @@ def root(tmp_path):
             "schema_version": 1,
             "stage": "train_drafter",
             "parameters": {"lr": lr},
+            "inputs": {},
             "figures": {},
             "seconds": 1.0,
         }
