@@ -1,10 +1,12 @@
-"""From finished batches to sealed parts, on a thread of its own.
+"""From finished batches to sealed parts, on two threads of their own: one collects, one seals.
 
 The bytes in flight are bounded by construction: a batch lies in one of a fixed number of host buffers
-(`HostBuffers`), pinned on CUDA, and the loop waits for a free one. The thread waits for the copy's event,
-copies the rows of each sound sample into the part under way, and seals the part (temporary name, fsync,
-rename, manifest line) when it is full or old. An error in the thread stops the run: the loop sees it at its
-next batch, and nothing unsealed is ever named.
+(`HostBuffers`), pinned on CUDA, and the loop waits for a free one. The collecting thread waits for the copy's
+event and copies the rows of each sound sample into the part under way. A part that is full or old goes to the
+sealing thread (temporary name, hash and write, fsync, rename, manifest line) while the next one is filled: a
+disk that takes a second for a part must not hold the buffers that the device waits for. Parts are sealed one
+after another, in order. An error in either thread stops the run: the loop sees it at its next batch, and
+nothing unsealed is ever named.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -89,24 +92,42 @@ class Written:
     quarantined: dict[int, str] = field(default_factory=dict)  # sample number -> reason
 
 
+class _Rows:
+    """Memory for the rows of one part: `capacity` tokens of every region, their ids and masks."""
+
+    def __init__(self, layout: Layout, capacity: int) -> None:
+        self.states = {
+            region.name: torch.empty(capacity, region.width, dtype=region.dtype) for region in layout.regions
+        }
+        self.ids = torch.empty(capacity, dtype=torch.int32)
+        self.mask = torch.empty(capacity, dtype=torch.uint8)
+
+    def tensors(self, tokens: int) -> dict[str, Tensor]:
+        """Views of the first `tokens` rows, by their names in a part."""
+        found = {name: rows[:tokens] for name, rows in self.states.items()}
+        return found | {"input_ids": self.ids[:tokens], "loss_mask": self.mask[:tokens]}
+
+
 class PartWriter:
-    """Collects samples into row buffers of fixed size and seals them as parts. Used by one thread."""
+    """Collects samples into one of two sets of rows and seals the other. `add`, `seal` and `finish` are
+    called by one thread.
+
+    part_bytes: bound of what is collected or being sealed, so each of the two parts may take half of it.
+    """
 
     def __init__(
         self, folder: Path, layout: Layout, records: Records, *, part_bytes: int, seal_seconds: float
     ) -> None:
         self._folder, self._layout, self._records = folder, layout, records
         longest = int(records.lengths.max(initial=1))
-        self._capacity = max(part_bytes // (layout.token_bytes + 5), longest)
+        self._capacity = max(part_bytes // 2 // (layout.token_bytes + 5), longest)
         self._capacity = min(self._capacity, max(int(records.lengths.sum()), 1))
         self._seal_seconds = seal_seconds
-        self._rows = {
-            region.name: torch.empty(self._capacity, region.width, dtype=region.dtype)
-            for region in layout.regions
-        }
-        self._ids = torch.empty(self._capacity, dtype=torch.int32)
-        self._mask = torch.empty(self._capacity, dtype=torch.uint8)
+        self._rows, self._other = _Rows(layout, self._capacity), _Rows(layout, self._capacity)
         self._next = manifests.next_part_index(folder)
+        self._manifest = threading.Lock()  # both threads append lines
+        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="extraction-sealer")
+        self._sealing: Future[None] | None = None
         self._start_part()
         self.written = Written()
 
@@ -114,6 +135,11 @@ class PartWriter:
         self._samples: list[int] = []
         self._offsets = [0]
         self._began = time.monotonic()
+
+    def check(self) -> None:
+        """Raise what went wrong in sealing, if anything did; never waits."""
+        if self._sealing is not None and self._sealing.done():
+            self._sealing.result()
 
     def add(self, batch: HostBatch) -> None:
         """Take a batch whose bytes have arrived; samples with a bad flag go to quarantine."""
@@ -132,13 +158,13 @@ class PartWriter:
         length = len(batch.input_ids[number])
         if self._offsets[-1] + length > self._capacity:
             self.seal()
-        start = self._offsets[-1]
-        for name, rows in self._rows.items():
-            rows[start : start + length].copy_(views[name][at : at + length])
-        self._ids[start : start + length] = torch.from_numpy(batch.input_ids[number])
-        self._mask[start : start + length] = torch.from_numpy(batch.loss_mask[number])
+        place = slice(self._offsets[-1], self._offsets[-1] + length)
+        for name, rows in self._rows.states.items():
+            rows[place].copy_(views[name][at : at + length])
+        self._rows.ids[place] = torch.from_numpy(batch.input_ids[number])
+        self._rows.mask[place] = torch.from_numpy(batch.loss_mask[number])
         self._samples.append(row)
-        self._offsets.append(start + length)
+        self._offsets.append(place.stop)
 
     def seal_if_old(self) -> None:
         """Seal a part that has been open too long, so that a slow run loses little to a crash."""
@@ -146,61 +172,66 @@ class PartWriter:
             self.seal()
 
     def seal(self) -> None:
-        """Write the part under way and name it in the manifest; nothing happens without samples."""
+        """Hand the part under way to the sealing thread once that has done the one before; nothing happens
+        without samples. Raises what went wrong with the one before.
+        """
         if not self._samples:
             return
-        began, tokens, name = time.perf_counter(), self._offsets[-1], manifests.part_name(self._next)
-        tensors = {region: rows[:tokens] for region, rows in self._rows.items()}
-        tensors |= {
-            "input_ids": self._ids[:tokens],
-            "loss_mask": self._mask[:tokens],
+        self._wait()
+        name, self._next = manifests.part_name(self._next), self._next + 1
+        tensors = self._rows.tensors(self._offsets[-1]) | {
             "offsets": torch.tensor(self._offsets, dtype=torch.int64),
             "hashes": hex_to_hashes([self._records.content_hashes[row] for row in self._samples]),
             "heldout": torch.from_numpy(self._records.heldout[self._samples].astype(np.uint8)),
         }
+        self._sealing = self._sealer.submit(self._seal, name, tensors)
+        self._rows, self._other = self._other, self._rows
+        self._start_part()
+
+    def finish(self) -> None:
+        """Seal what is left and wait until all is sealed."""
+        self.seal()
+        self._wait()
+
+    def close(self) -> None:
+        """Let a part that is being sealed finish; what is merely collected is given up."""
+        self._sealer.shutdown()
+
+    def _wait(self) -> None:
+        if self._sealing is not None:
+            self._sealing.result()
+
+    def _seal(self, name: str, tensors: dict[str, Tensor]) -> None:
+        began = time.perf_counter()
         size, digest = write_part(self._folder / name, tensors)
-        manifests.append(
-            self._folder,
-            "part",
-            file=name,
-            bytes=size,
-            checksum=digest,
-            samples=len(self._samples),
-            tokens=tokens,
-        )
+        samples, tokens = len(tensors["heldout"]), len(tensors["input_ids"])
+        self._line("part", file=name, bytes=size, checksum=digest, samples=samples, tokens=tokens)
         done = self.written
-        done.samples += len(self._samples)
+        done.samples += samples
         done.tokens += tokens
         done.bytes += size
         done.parts += 1
         done.write_seconds += time.perf_counter() - began
-        self._next += 1
-        self._start_part()
 
     def quarantine(self, row: int, reason: str) -> None:
         """Record that a sample is not stored, and why; it is tried again by the next run."""
         records = self._records
-        manifests.append(
-            self._folder,
-            "quarantine",
-            id=records.ids[row],
-            hash=records.content_hashes[row],
-            length=int(records.lengths[row]),
-            reason=reason,
-        )
+        digest, length = records.content_hashes[row], int(records.lengths[row])
+        self._line("quarantine", id=records.ids[row], hash=digest, length=length, reason=reason)
         self.written.quarantined[row] = reason
+
+    def _line(self, kind: str, **fields: object) -> None:
+        with self._manifest:
+            manifests.append(self._folder, kind, **fields)
 
 
 class BackgroundWriter:
-    """Runs a `PartWriter` on a thread. `close` seals what is left; leaving with an error seals it too, then
-    raises.
-    """
+    """Runs a `PartWriter` on a thread. Leaving seals what is left, after an error too, then raises it."""
 
     def __init__(self, writer: PartWriter, buffers: HostBuffers) -> None:
         self._writer, self._buffers = writer, buffers
         self._queue: queue.SimpleQueue[HostBatch | tuple[int, str] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
-        self.busy_seconds = 0.0
         self._thread = threading.Thread(target=self._work, name="extraction-writer", daemon=True)
         self._thread.start()
 
@@ -208,6 +239,7 @@ class BackgroundWriter:
         """Raise what went wrong in the thread, if anything did."""
         if self._error is not None:
             raise self._error
+        self._writer.check()
         if not self._thread.is_alive():
             raise RuntimeError("the writer thread has ended early")
 
@@ -245,15 +277,15 @@ class BackgroundWriter:
                     self._writer.seal_if_old()
                     continue
                 if message is None:
-                    self._writer.seal()
+                    self._writer.finish()
                     return
-                began = time.perf_counter()
                 self._take(message)
-                self.busy_seconds += time.perf_counter() - began
         except BaseException as error:
             self._error = error
             if classify(error).kind == "dead":
-                self._writer.seal()  # what is on the host is sound; only the device is lost
+                self._writer.finish()  # what is on the host is sound; only the device is lost
+        finally:
+            self._writer.close()
 
     def _take(self, message: HostBatch | tuple[int, str]) -> None:
         if isinstance(message, tuple):

@@ -26,7 +26,7 @@ from dflash_lab.extraction import loop as loop_module  # noqa: E402
 from dflash_lab.extraction.capture import Capture  # noqa: E402
 from dflash_lab.target.loading import load_target  # noqa: E402
 
-PART_GIB = 0.00006
+PART_GIB = 0.0001  # 559 tokens: three buffers of a batch and two parts of up to 100 each
 
 
 def main() -> None:
