@@ -1,11 +1,12 @@
 """Plain generation in batches, without padding and without attention masks.
 
-All rows of a batch start together with the first tokens of their prompts, as many as the shortest has, and
-then take one token a step: the next one of their own prompt while it lasts, a generated one after that. Every
-row is therefore at the same position in every step. That is exact for attention and for recurrent layers
-alike, where left padding changes a recurrent state and gives NaN in fully masked rows on CUDA. Prompts are
-sorted by length first, and a batch ends where feeding the rest of longer prompts one by one would cost more
-than a batch of its own.
+Attention-only targets on CUDA go through `slots`, which is faster by far. For all others, rows of a batch
+start together with the first tokens of their prompts, as many as the shortest has, and then take one token a
+step: the next one of their own prompt while it lasts, a generated one after that. Every row is therefore at
+the same position in every step. That is exact for attention and for recurrent layers alike, where left
+padding changes a recurrent state and gives NaN in fully masked rows on CUDA. Prompts are sorted by length
+first, and a batch ends where feeding the rest of longer prompts one by one would cost more than a batch of
+its own.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ import torch
 from transformers import DynamicCache
 
 from dflash_lab.errors import InputError
+from dflash_lab.target.choice import choose
 from dflash_lab.target.model import Target
+from dflash_lab.target.slots import MOST_SLOTS, generate_in_slots, slot_bytes, takes_slots
 
 log = logging.getLogger(__name__)
+PLAIN_BATCH = 32
 _SLACK_TOKENS = (
     16  # prompt tokens that a row may take one by one, plus a quarter of the batch's shortest prompt
 )
@@ -35,7 +39,7 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
     stop_ids: Sequence[int] | None = None,
-    batch: int = 32,
+    batch: int = 0,
     progress: Callable[..., None] | None = None,
 ) -> list[list[int]]:
     """Continue every prompt; return the new tokens in the order of the prompts.
@@ -43,15 +47,26 @@ def generate(
     A continuation ends with its stop token, which is included, or after `max_new_tokens` without one.
     temperature 0 takes the most probable token; above 0 samples from softmax(logits / temperature) with a
     generator seeded by `seed` (the draws depend on how prompts fall into batches). stop_ids: default
-    `target.stop_ids`.
+    `target.stop_ids`. batch: rows at a time; 0 takes 32, or what a CUDA device has room for.
     """
     _check(target, prompts, max_new_tokens, temperature, batch)
     stop = torch.tensor(sorted(set(target.stop_ids if stop_ids is None else stop_ids)), device=target.device)
     generator = torch.Generator(target.device).manual_seed(seed)
+    if slots := _slots(target, prompts, max_new_tokens, batch):
+        return generate_in_slots(
+            target,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            generator=generator,
+            stop=stop,
+            slots=slots,
+            progress=progress,
+        )
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     answers: list[list[int]] = [[] for _ in prompts]
     done = 0
-    for rows in _batches([len(prompts[i]) for i in order], batch):
+    for rows in _batches([len(prompts[i]) for i in order], batch or PLAIN_BATCH):
         chosen = [order[row] for row in rows]
         new = _generate_batch(
             target, [prompts[i] for i in chosen], max_new_tokens, temperature, generator, stop
@@ -67,8 +82,8 @@ def generate(
 def _check(
     target: Target, prompts: Sequence[Sequence[int]], max_new: int, temperature: float, batch: int
 ) -> None:
-    if max_new < 1 or batch < 1:
-        raise InputError(f"max_new_tokens={max_new}, batch={batch}: both must be at least 1.")
+    if max_new < 1 or batch < 0:
+        raise InputError(f"max_new_tokens={max_new} must be at least 1, batch={batch} at least 0.")
     if not 0 <= temperature < float("inf"):
         raise InputError(f"temperature={temperature}: expected 0 (greedy) or a positive number.")
     for i, prompt in enumerate(prompts):
@@ -76,6 +91,20 @@ def _check(
             raise InputError(f"Prompt {i} is empty: a model needs at least one token to continue.")
         if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
             raise InputError(f"Prompt {i} has token ids outside 0..{target.vocab_size - 1}.")
+
+
+def _slots(target: Target, prompts: Sequence[Sequence[int]], max_new: int, batch: int) -> int:
+    """Slots to generate in on this device; 0: the plain way. Prompts enter slots a token a step, so they must
+    not be much longer than answers.
+    """
+    if target.device.type != "cuda" or not prompts or not takes_slots(target):
+        return 0
+    if sum(map(len, prompts)) > 2 * max_new * len(prompts):
+        return 0
+    free, _ = torch.cuda.mem_get_info(target.device)
+    free += torch.cuda.memory_reserved(target.device) - torch.cuda.memory_allocated(target.device)
+    room = int(0.7 * free) // slot_bytes(target, max(map(len, prompts)) + max_new)
+    return min(batch or MOST_SLOTS, room)
 
 
 def _batches(lengths: list[int], batch: int) -> list[range]:
@@ -114,7 +143,7 @@ def _generate_batch(
     tokens = text[:, :shortest]
     for position in range(shortest, width):
         out = target.body(input_ids=tokens, use_cache=True, **{keyword: cache})
-        chosen = _choose(target.head.logits(out.last_hidden_state[:, -1]), temperature, generator)  # [R]
+        chosen = choose(target.head.logits(out.last_hidden_state[:, -1]), temperature, generator)  # [R]
         in_prompt = position < lengths[alive]
         chosen = torch.where(in_prompt, text[alive, position], chosen)
         text[alive, position] = chosen
@@ -131,11 +160,3 @@ def _generate_batch(
         tokens = chosen.unsqueeze(1)
     rows = text.tolist()
     return [rows[i][len(prompts[i]) : int(end)] for i, end in enumerate(ends.tolist())]
-
-
-def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> torch.Tensor:
-    """Take a token a row: logits [R, V] -> [R]."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    probabilities = torch.softmax(logits.float() / temperature, -1)
-    return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)

@@ -1,0 +1,173 @@
+"""Generation at the rate of the device: fixed slots, a static cache, one recorded step, no waiting for the
+host.
+
+Each of R slots holds one prompt at its own position and takes one token a step: the next of its own prompt
+while that lasts, a generated one after it. A slot whose answer ends takes the next prompt of the queue in the
+same step, on the device, so all slots stay busy until the queue is empty. Shapes never change, so on CUDA the
+step is recorded once as a graph and replayed; the host looks at a counter every few steps. On a CPU the same
+step runs unrecorded, which is how it is tested.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash_lab.target.choice import choose
+from dflash_lab.target.model import Target
+from dflash_lab.target.slot_attention import NAME, SlotCache
+
+STEPS_A_LOOK = 32  # steps between two looks of the host at the counter
+MOST_SLOTS = 4096
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def takes_slots(target: Target) -> bool:
+    """Whether a target's layers can be run this way: attention over everything, and nothing whose shapes
+    depend on data (experts).
+    """
+    config = target.config
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    experts = any(getattr(config, name, 0) for name in _EXPERTS)
+    capped = getattr(config, "attn_logit_softcapping", None)
+    plain = kinds == {"full_attention"} and not windowed and not experts and not capped
+    return plain and not target.is_hybrid and bool(target.body._supports_attention_backend)
+
+
+def slot_bytes(target: Target, width: int) -> int:
+    """Bytes a slot takes: keys and values of `width` positions, and its logits while a token is chosen."""
+    config = target.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    cache = 2 * target.num_layers * heads * size * width * target.dtype.itemsize
+    return cache + target.vocab_size * 4 * 4 + 24 * max(config.hidden_size, config.intermediate_size)
+
+
+@dataclass
+class _Slots:
+    """Where every slot stands. N prompts, R slots; job N is nobody's, for slots without work."""
+
+    text: Tensor  # [N + 1, W] int32: prompts, and what is generated after them
+    lengths: Tensor  # [N + 1] tokens of each prompt
+    limits: Tensor  # [N + 1] one past the last token allowed
+    ends: Tensor  # [N + 1] one past the last token, 0 while unfinished
+    job: Tensor  # [R]
+    position: Tensor  # [R] of the token that is fed next
+    queue: Tensor  # [] next job that no slot has taken
+    finished: Tensor  # [] jobs done
+
+    @classmethod
+    def fill(cls, prompts: Sequence[Sequence[int]], max_new: int, rows: int, device: torch.device) -> _Slots:
+        lengths = torch.tensor([*map(len, prompts), 1], dtype=torch.long)
+        text = torch.zeros(len(prompts) + 1, int(lengths.max()) + max_new, dtype=torch.int32)
+        flat = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int32)
+        text[:-1][torch.arange(text.shape[1]) < lengths[:-1, None]] = flat
+        lengths = lengths.to(device)
+        return cls(
+            text=text.to(device),
+            lengths=lengths,
+            limits=lengths + max_new,
+            ends=torch.zeros_like(lengths),
+            job=torch.arange(rows, device=device),
+            position=torch.zeros(rows, dtype=torch.long, device=device),
+            queue=torch.tensor(rows, device=device),
+            finished=torch.tensor(0, device=device),
+        )
+
+    def start(self) -> None:
+        """Put every slot at the beginning of its first prompt."""
+        torch.arange(len(self.job), out=self.job)
+        self.queue.fill_(len(self.job))
+        for tensor in (self.ends, self.position, self.finished):
+            tensor.zero_()
+
+    def take(self, chosen: Tensor, stop: Tensor) -> None:
+        """Write each slot's next token and move on; who is done takes the next job."""
+        nobody = len(self.lengths) - 1
+        new = self.position + 1
+        own = self.text[self.job, new].long()
+        in_prompt = new < self.lengths[self.job]
+        token = torch.where(in_prompt, own, chosen)
+        self.text[self.job, new] = token.int()
+        full = new + 1 >= self.limits[self.job]
+        done = ~in_prompt & (torch.isin(token, stop) | full) & (self.job < nobody)
+        self.ends[self.job] = torch.where(done, new + 1, self.ends[self.job])
+        following = (self.queue + done.cumsum(0) - 1).clamp(max=nobody)
+        self.job.copy_(torch.where(done, following, self.job))
+        self.position.copy_(torch.where(done | (self.job == nobody), 0, new))
+        self.queue += done.sum()
+        self.finished += done.sum()
+
+
+@torch.inference_mode()
+def generate_in_slots(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    generator: torch.Generator,
+    stop: Tensor,
+    slots: int,
+    progress: Callable[..., None] | None = None,
+) -> list[list[int]]:
+    """Continue every prompt with `slots` of them at a time; arguments as in `generation.generate`."""
+    if not prompts:
+        return []
+    rows = min(slots, len(prompts))
+    state = _Slots.fill(prompts, max_new_tokens, rows, target.device)
+    cache = SlotCache(rows, state.text.shape[1], state.position)
+    keyword = "cache" if "cache" in inspect.signature(target.body.forward).parameters else "past_key_values"
+
+    def step() -> None:
+        tokens = state.text[state.job, state.position].long()[:, None]
+        places = state.position[:, None]
+        out = target.body(input_ids=tokens, position_ids=places, use_cache=True, **{keyword: cache})
+        logits = target.head.logits(out.last_hidden_state[:, -1])
+        state.take(choose(logits, temperature, generator), stop)
+
+    with _attention(target):
+        run = _recorded(step, generator) if target.device.type == "cuda" else step
+        state.start()
+        while (done := int(state.finished)) < len(prompts):
+            if progress is not None:
+                progress("generate", done, len(prompts))
+            for _ in range(STEPS_A_LOOK):
+                run()
+    if progress is not None:
+        progress("generate", len(prompts), len(prompts))
+    texts, ends = state.text.cpu().numpy(), state.ends.tolist()
+    return [texts[i, len(prompt) : ends[i]].tolist() for i, prompt in enumerate(prompts)]
+
+
+@contextlib.contextmanager
+def _attention(target: Target) -> Iterator[None]:
+    """Let the target's layers attend through the slot cache meanwhile."""
+    config = target.body.config
+    before = config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def _recorded(step: Callable[[], None], generator: torch.Generator) -> Callable[[], None]:
+    """Run `step` twice to build kernels and buffers, then record it; what it did so far is for nothing."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay

@@ -1,0 +1,119 @@
+"""Generation in slots gives what plain generation gives, whatever the number of slots."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dflash_lab.target.generation import generate
+from dflash_lab.target.loading import load_target
+from dflash_lab.target.slots import generate_in_slots, takes_slots
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+LENGTHS = (5, 30, 9, 66, 5, 33, 1, 24, 25)
+
+
+def prompts(lengths=LENGTHS):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 256, (n,), generator=generator).tolist() for n in lengths]
+
+
+def in_slots(target, asked, count, slots, stop=(), temperature=0.0, seed=0, **options):
+    return generate_in_slots(
+        target,
+        asked,
+        max_new_tokens=count,
+        temperature=temperature,
+        generator=torch.Generator(target.device).manual_seed(seed),
+        stop=torch.tensor(list(stop), dtype=torch.long, device=target.device),
+        slots=slots,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_slots_equal_plain_generation(tiny_target, kind):
+    target = load_target(str(tiny_target(kind)))
+    free = generate(target, prompts(), max_new_tokens=14, stop_ids=[])
+    stop = sorted({new[i] for i, new in zip((3, 7, 0, 13), free)})
+    expected = generate(target, prompts(), max_new_tokens=14, stop_ids=stop)
+    assert len({len(new) for new in expected}) > 2  # some stop early, some at once, some never
+    for slots in (1, 4, 50):
+        assert in_slots(target, prompts(), 14, slots, stop) == expected
+    assert in_slots(target, prompts(), 14, 3) == free
+    assert in_slots(target, prompts(), 1, 3) == [new[:1] for new in free]
+
+
+def test_a_slot_forgets_who_had_it_before(tiny_target):
+    target = load_target(str(tiny_target("llama")))
+    long, short = prompts((60,))[0], prompts((4,))[0]
+    alone = in_slots(target, [short], 20, 1)
+    assert in_slots(target, [long, short, short], 20, 1)[1:] == alone * 2
+    assert target.body.config._attn_implementation == "sdpa"
+
+
+def test_draws_in_slots_are_seeded_and_follow_the_distribution(tiny_target):
+    target = load_target(str(tiny_target("qwen3")))
+    asked = [prompts((8,))[0]] * 600
+    drawn = in_slots(target, asked, 1, 200, temperature=1.5, seed=1)
+    assert drawn == in_slots(target, asked, 1, 200, temperature=1.5, seed=1)
+    assert drawn != in_slots(target, asked, 1, 200, temperature=1.5, seed=2)
+    with torch.no_grad():
+        states = target.body(input_ids=torch.tensor(asked[:1]), use_cache=False).last_hidden_state
+        p = torch.softmax(target.head.logits(states[0, -1]) / 1.5, -1)
+    counts = torch.bincount(torch.tensor(drawn).flatten(), minlength=p.numel())
+    likely = p > 0.02
+    spread = (600 * p * (1 - p)).sqrt()
+    assert int(likely.sum()) > 3
+    assert ((counts - 600 * p).abs() < 4.5 * spread)[likely].all()
+
+
+def test_progress_ends_with_all_prompts(tiny_target):
+    target, seen = load_target(str(tiny_target("llama"))), []
+    in_slots(target, prompts((4,) * 5), 40, 2, progress=lambda *a: seen.append(a))
+    assert seen[0] == ("generate", 0, 5) and seen[-1] == ("generate", 5, 5)
+    assert [a[1] for a in seen] == sorted(a[1] for a in seen)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_5", "qwen3_moe"])
+def test_targets_with_state_or_experts_are_left_to_the_plain_way(tiny_target, kind):
+    assert takes_slots(load_target(str(tiny_target(kind)))) == (kind in ("llama", "qwen3"))
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param(
+            "cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton, TRITON_INTERPRET=1")
+        ),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("heads, key_heads", [(9, 3), (4, 4), (32, 1)])
+def test_the_kernel_reads_what_each_row_has(device, heads, key_heads):
+    from dflash_lab.target.slot_kernels import attend_slots
+
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(5, heads, 32, generator=generator).to(device)
+    keys, values = torch.randn(2, 5, key_heads, 150, 32, generator=generator).to(device)
+    positions = torch.tensor([0, 1, 63, 64, 149], device=device)
+    out = attend_slots(query, keys, values, positions, 0.3)
+    for row, position in enumerate(positions.tolist()):
+        k, v = (t[row, :, : position + 1].repeat_interleave(heads // key_heads, 0) for t in (keys, values))
+        expected = F.scaled_dot_product_attention(query[row, :, None], k, v, scale=0.3)[:, 0]
+        assert (out[row] - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.gpu
+def test_recorded_slots_equal_plain_generation(tiny_target):
+    target = load_target(str(tiny_target("llama")), device="cuda", dtype="float32")
+    cpu = load_target(str(tiny_target("llama")))
+    expected = generate(cpu, prompts(), max_new_tokens=14, stop_ids=[65, 66])
+    assert generate(target, prompts(), max_new_tokens=40, stop_ids=[65, 66], batch=4) == generate(
+        cpu, prompts(), max_new_tokens=40, stop_ids=[65, 66]
+    )
+    assert in_slots(target, prompts(), 14, 50, [65, 66]) == expected
