@@ -113,10 +113,10 @@ class Context:
         angles = self.drafter.angles(layout.slot_positions, self.drafter.fc.weight.dtype)
         if visible_shift:
             layout = replace(layout, anchors=layout.anchors + visible_shift)
-        attend = dense_attend(layout)
+        attends = dense_attend(layout)
         h = self.drafter.scaled(embeddings).to(self.drafter.fc.weight.dtype)
-        for layer, context in zip(self.drafter.layers, self._contexts):
-            h = layer(h, angles, context, attend)
+        for layer, context in zip(self.drafter.blocks(), self._contexts):
+            h = layer(h, angles, context, attends(layer.mask))
         return self.drafter.norm(h)
 
 

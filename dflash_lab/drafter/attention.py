@@ -8,15 +8,15 @@ slot is one interval of row indices; every mask below is that interval plus the 
 - `dense`: scaled_dot_product_attention, a document at a time. Anchors are sorted, so a document's blocks and
   its context are both slices, and nothing is computed across documents. Exact everywhere; the path of CPUs
   and decoding.
-- `flex`: flex_attention over the whole row with a block mask that skips empty tiles. The path of CUDA
-  training.
+- `flex`: flex_attention over the whole row with a block mask that skips empty tiles and masks nothing in full
+  ones (`attention_tiles`). The path of CUDA training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ from torch import Tensor
 from dflash_lab.drafter.config import LayerMask
 from dflash_lab.errors import InputError
 
-# attend(q [A,B,nq,d], k_block [A,B,nkv,d], v_block, k_context [S,nkv,d], v_context, mask) -> [A,B,nq,d]
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, LayerMask], Tensor]
+# attend(q [A,B,nq,d], k_block [A,B,nkv,d], v_block, k_context [S,nkv,d], v_context) -> [A,B,nq,d]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+Attends = Callable[[LayerMask], Attend]  # of a row: one for each kind of layer
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def dense_mask(layout: BlockLayout, mask: LayerMask, segment: Segment) -> Tensor
     return torch.cat([context, own], dim=-1).flatten(0, 1)
 
 
-def dense_attend(layout: BlockLayout) -> Attend:
+def dense_attend(layout: BlockLayout) -> Attends:
     """Attention a document at a time with a boolean mask; masks are built once a layer kind and shared by
     layers.
     """
@@ -153,7 +154,8 @@ def dense_attend(layout: BlockLayout) -> Attend:
             masks[key] = None if bool(layout.anchors.device.type == "cpu" and found.all()) else found
         return masks[key]
 
-    def attend(q: Tensor, kb: Tensor, vb: Tensor, kc: Tensor, vc: Tensor, mask: LayerMask) -> Tensor:
+    @torch.compiler.disable
+    def attend(mask: LayerMask, q: Tensor, kb: Tensor, vb: Tensor, kc: Tensor, vc: Tensor) -> Tensor:
         outputs = []
         for segment in layout.segments:
             here = slice(segment.block_start, segment.block_stop)
@@ -173,73 +175,55 @@ def dense_attend(layout: BlockLayout) -> Attend:
             outputs.append(out[0].transpose(0, 1).unflatten(0, (-1, layout.block_size)))
         return torch.cat(outputs)
 
-    return attend
+    return lambda mask: partial(attend, mask)
 
 
-def mask_mod(layout: BlockLayout, mask: LayerMask) -> Callable[..., Tensor]:
-    """The same rule as `dense_mask` for the whole row, as flex_attention's mask_mod over [A*B] x [S +
-    A*B].
+def flex_attend(layout: BlockLayout) -> Attends:
+    """Attention over the whole row with block masks (one a layer kind). Rows of one shape compile once.
+
+    What it returns may be called inside a compiled layer, whose graph then holds the attention too; outside
+    one, on CUDA, the kernel is compiled on its own.
     """
-    size, context = layout.block_size, layout.positions.shape[0]
-    low, high = layout.visible(mask.window)
-    low = low.contiguous().view(-1)
-    causal, window = mask.causal, mask.window
+    from dflash_lab.drafter.attention_tiles import tile_mask
 
-    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        own = key - context  # index among block tokens; negative for context
-        seen = (own >= 0) & (
-            torch.div(own, size, rounding_mode="floor") == torch.div(query, size, rounding_mode="floor")
-        )
-        if causal:
-            seen = seen & (own <= query)
-        if window is not None:
-            seen = seen & (query - own < window) & (own - query < window)
-        return seen | (
-            (key < context)
-            & (key >= low[query])
-            & (key < high[torch.div(query, size, rounding_mode="floor")])
-        )
+    masks: dict[LayerMask, Any] = {}
 
-    return visible
+    def attends(mask: LayerMask) -> Attend:
+        if mask not in masks:
+            masks[mask] = tile_mask(layout, mask)
+        return partial(_flex, block_mask=masks[mask])
+
+    return attends
+
+
+def _flex(q: Tensor, kb: Tensor, vb: Tensor, kc: Tensor, vc: Tensor, *, block_mask: Any) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    apart = q.is_cuda and not torch.compiler.is_compiling()
+    flex = _compiled_flex() if apart else flex_attention
+    k = torch.cat([kc, kb.flatten(0, 1)]).transpose(0, 1)[None]  # [1, nkv, S + A*B, d]
+    v = torch.cat([vc, vb.flatten(0, 1)]).transpose(0, 1)[None]
+    query = q.flatten(0, 1).transpose(0, 1)[None]
+    out = flex(query, k, v, block_mask=block_mask, enable_gqa=q.shape[2] != kb.shape[2])
+    return out[0].transpose(0, 1).unflatten(0, q.shape[:2])
 
 
 @cache
-def _compiled_flex() -> tuple[Any, Any]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask, dynamic=False)
-
-
-def flex_attend(layout: BlockLayout, compiled: bool = True) -> Attend:
-    """Attention over the whole row with block masks (one a layer kind). Rows of one shape compile once."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    flex, build = _compiled_flex() if compiled else (flex_attention, create_block_mask)
-    masks: dict[LayerMask, Any] = {}
-
-    def attend(q: Tensor, kb: Tensor, vb: Tensor, kc: Tensor, vc: Tensor, mask: LayerMask) -> Tensor:
-        blocks, size = q.shape[:2]
-        if mask not in masks:
-            keys = kc.shape[0] + blocks * size
-            masks[mask] = build(mask_mod(layout, mask), None, None, blocks * size, keys, device=str(q.device))
-        k = torch.cat([kc, kb.flatten(0, 1)]).transpose(0, 1)[None]  # [1, nkv, S + A*B, d]
-        v = torch.cat([vc, vb.flatten(0, 1)]).transpose(0, 1)[None]
-        query = q.flatten(0, 1).transpose(0, 1)[None]
-        out = flex(query, k, v, block_mask=masks[mask], enable_gqa=q.shape[2] != kb.shape[2])
-        return out[0].transpose(0, 1).unflatten(0, (blocks, size))
-
-    return attend
+    return torch.compile(flex_attention, dynamic=False)
 
 
-def make_attend(layout: BlockLayout, path: str = "auto") -> Attend:
+def make_attends(layout: BlockLayout, path: str = "auto") -> Attends:
     """Pick `dense` or `flex`; `auto` is flex for training rows on CUDA, dense otherwise.
 
-    Inside a compiled layer it is one graph break: its masks are data, and flex is compiled on its own.
+    Inside a compiled layer dense attention is one graph break: it walks over the row's documents.
     """
     if path == "auto":
         path = "flex" if layout.anchors.is_cuda and layout.anchors.shape[0] > 1 else "dense"
     if path == "dense":
-        return torch.compiler.disable(dense_attend(layout))
+        return dense_attend(layout)
     if path == "flex":
-        return torch.compiler.disable(flex_attend(layout))
+        return flex_attend(layout)
     raise InputError(f"attention = {path!r}: choose 'auto', 'dense' or 'flex'.")

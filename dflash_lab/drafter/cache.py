@@ -52,12 +52,12 @@ class DraftCache:
         rows.
         """
         layout = next_block(self.length, embeddings.shape[0], embeddings.device)
-        attend = dense_attend(layout)
+        attends = dense_attend(layout)
         h = self.drafter.scaled(embeddings).to(self._store.dtype)[None]
         angles = self.drafter.angles(layout.slot_positions, h.dtype)
         for index, layer in enumerate(self.drafter.blocks()):
             context = ContextKeys(self._store[0, index, : self.length], self._store[1, index, : self.length])
-            h = layer(h, angles, context, attend)
+            h = layer(h, angles, context, attends(layer.mask))
         return self.drafter.norm(h)[0]
 
     def _reserve(self, length: int) -> None:

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dflash_lab.drafter.attention import Attend, BlockLayout, make_attend
-from dflash_lab.drafter.config import DrafterConfig, LayerMask
+from dflash_lab.drafter.attention import Attend, BlockLayout, make_attends
+from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.second import CandidateSelector, GroupedDynamicCausalConv
 
 Rope = tuple[Tensor, Tensor]  # cos, sin [..., d]
@@ -94,13 +94,13 @@ class Attention(nn.Module):
         return rotate(k, angles), self.v_proj(x).unflatten(-1, (-1, self.head_dim))
 
     def forward(
-        self, x: Tensor, angles: Rope, context: ContextStates | ContextKeys, attend: Attend, mask: LayerMask
+        self, x: Tensor, angles: Rope, context: ContextStates | ContextKeys, attend: Attend
     ) -> Tensor:
         """x [A, B, H] -> [A, B, H]."""
         q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), angles)
         k, v = self.keys_values(x, angles)
         kc, vc = self.keys_values(*context) if isinstance(context, ContextStates) else context
-        return self.o_proj(attend(q, k, v, kc, vc, mask).flatten(-2))
+        return self.o_proj(attend(q, k, v, kc, vc).flatten(-2))
 
 
 class MLP(nn.Module):
@@ -137,10 +137,10 @@ class Layer(nn.Module):
         """h [A, B, H] -> [A, B, H]."""
         x = self.input_layernorm(h)
         if self.attention_conv is None or self.mlp_conv is None:
-            h = h + self.self_attn(x, angles, context, attend, self.mask)
+            h = h + self.self_attn(x, angles, context, attend)
             return h + self.mlp(self.post_attention_layernorm(h))
         y, kernel = self.attention_conv.enter(x)
-        h = h + self.attention_conv.leave(self.self_attn(y, angles, context, attend, self.mask), kernel)
+        h = h + self.attention_conv.leave(self.self_attn(y, angles, context, attend), kernel)
         y, kernel = self.mlp_conv.enter(self.post_attention_layernorm(h))
         return h + self.mlp_conv.leave(self.mlp(y), kernel)
 
@@ -157,6 +157,7 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.candidate_selector = CandidateSelector(config) if config.is_second else None
         self.gradient_checkpointing = False  # recompute each layer in the backward pass
+        self._compiled = False
 
     def initialize(self, generator: torch.Generator) -> Drafter:
         """Draw matrices from N(0, initializer_range), norms to one, DFlash 2's convolutions to the
@@ -186,13 +187,14 @@ class Drafter(nn.Module):
         return self
 
     def compile_layers(self, backend: str = "inductor") -> None:
-        """Fuse what stands before and after attention in every layer; attention itself is left to its own
-        kernel.
+        """Compile every layer, attention included, and the two norms outside them, each kind once.
 
-        For rows of one shape (`PackedRows(pad=True)`); parameter names stay as they are.
+        For rows of one shape (`PackedRows(pad=True)`); parameter names stay as they are. Only `forward` is
+        compiled, not the call around it, so hooks (FSDP's gathers) stay outside of the graph.
         """
-        for layer in self.layers:
-            layer.compile(backend=backend, dynamic=False)
+        for module in (*self.layers, self.norm, self.hidden_norm):
+            module.forward = torch.compile(module.forward, backend=backend, dynamic=False)
+        self._compiled = True
 
     def blocks(self) -> list[Layer]:
         """The layers, typed."""
@@ -217,16 +219,18 @@ class Drafter(nn.Module):
         returns [A, B, H], the input of the target's head (see `logits`). Slot 0, the anchor, predicts
         nothing.
         """
-        attend = make_attend(layout, attention)
+        attends = make_attends(layout, attention)
         ctx = self.context(taps)
         context = ContextStates(ctx, self.angles(layout.positions, ctx.dtype))
         h = self.scaled(embeddings).to(ctx.dtype)
         angles = self.angles(layout.slot_positions, ctx.dtype)
-        for layer in self.layers:
+        if self._compiled and torch.is_grad_enabled():
+            h = h.detach().requires_grad_()  # like what later layers get, so that all share one graph
+        for layer in self.blocks():
             if self.gradient_checkpointing and self.training:
-                h = checkpoint(layer, h, angles, context, attend, use_reentrant=False)
+                h = checkpoint(layer, h, angles, context, attends(layer.mask), use_reentrant=False)
             else:
-                h = layer(h, angles, context, attend)
+                h = layer(h, angles, context, attends(layer.mask))
         return self.norm(h)
 
     def scaled(self, embeddings: Tensor) -> Tensor:

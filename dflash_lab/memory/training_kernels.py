@@ -43,16 +43,16 @@ class _Flex(torch.autograd.Function):
         return grads
 
 
-def flex_attend(layout: Any, compiled: bool = True) -> Any:
+def flex_attend(layout: Any) -> Any:
     """Stand in for the drafter's `flex_attend`: the same concatenations and views around `_Flex`."""
 
-    def attend(q: Tensor, kb: Tensor, vb: Tensor, kc: Tensor, vc: Tensor, mask: Any) -> Tensor:
+    def attend(q: Tensor, kb: Tensor, vb: Tensor, kc: Tensor, vc: Tensor) -> Tensor:
         k = torch.cat([kc, kb.flatten(0, 1)]).transpose(0, 1)[None]
         v = torch.cat([vc, vb.flatten(0, 1)]).transpose(0, 1)[None]
         out = _Flex.apply(q.flatten(0, 1).transpose(0, 1)[None], k, v)
         return out[0].transpose(0, 1).unflatten(0, q.shape[:2])
 
-    return attend
+    return lambda mask: attend
 
 
 def _project(states: Tensor, head: Tensor, out: Tensor, **_options: Any) -> Tensor:

@@ -14,10 +14,10 @@ from dflash_lab.drafter.attention import (
     dense_attend,
     dense_mask,
     flex_attend,
-    make_attend,
-    mask_mod,
+    make_attends,
     row_layout,
 )
+from dflash_lab.drafter.attention_tiles import key_bounds, mask_mod, touched_tiles
 from dflash_lab.drafter.config import LayerMask
 from dflash_lab.errors import InputError
 
@@ -64,7 +64,7 @@ def test_masks_follow_the_definition(shape, mask):
     if rows == 0:
         return
     q, k = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    assert torch.equal(mask_mod(layout, mask)(torch.tensor(0), torch.tensor(0), q, k), wanted)
+    assert torch.equal(mask_mod(key_bounds(layout, mask))(torch.tensor(0), torch.tensor(0), q, k), wanted)
     context = sum(lengths)
     for segment in layout.segments:
         blocks = slice(segment.block_start * size, segment.block_stop * size)
@@ -76,6 +76,37 @@ def test_masks_follow_the_definition(shape, mask):
             1,
         )
         assert torch.equal(dense_mask(layout, mask, segment), part)
+
+
+@settings(max_examples=40, deadline=None)
+@given(layouts(), st.sampled_from(MASKS), st.sampled_from([2, 3, 8]))
+def test_tiles_are_seen_or_full_as_their_pairs_are(shape, mask, tile):
+    lengths, anchors, size = shape
+    pairs = brute_force(lengths, anchors, size, mask)
+    if not len(pairs):
+        return
+    seen, full = touched_tiles(key_bounds(row_layout(anchors, lengths, size), mask), pairs.shape[1], tile)
+    for query in range(seen.shape[0]):
+        for key in range(seen.shape[1]):
+            columns = slice(key * tile, (key + 1) * tile)
+            part = pairs[query * tile : (query + 1) * tile, columns]
+            assert bool(seen[query, key]) == bool(part.any())
+            context = columns.stop <= sum(lengths)
+            assert bool(full[query, key]) == bool(context and part.all())
+
+
+def test_most_tiles_of_a_training_row_are_full_or_left_out():
+    """1,024 blocks of 24 over 8,192 tokens: work is what is visible and a tenth more."""
+    generator = torch.Generator().manual_seed(0)
+    anchors = (torch.randperm(8190, generator=generator)[:1024] + 1).sort().values
+    layout = row_layout([anchors.tolist()], [8192], 24)
+    for mask in (LayerMask(False, None), LayerMask(True, 2048)):
+        bounds = key_bounds(layout, mask)
+        seen, full = touched_tiles(bounds, 8192 + 1024 * 24)
+        low, high, first, last = bounds
+        visible = int((high - low).sum() + (last - first).sum())
+        assert int(seen.sum()) * 128 * 128 < (1.15 if mask.window is None else 1.35) * visible
+        assert (seen & ~full).sum(1).max() <= 6
 
 
 def tensors(blocks, size, context, seed=0, dtype=torch.float32, device="cpu"):
@@ -95,8 +126,8 @@ def test_flex_equals_dense_on_cpu(mask):
     layout = row_layout([[1, 4], [], [0, 7, 8]], [6, 5, 9], 4)
     inputs = tensors(5, 4, 20)
     with torch.no_grad():
-        dense = dense_attend(layout)(*inputs, mask)
-        flex = flex_attend(layout, compiled=False)(*inputs, mask)
+        dense = dense_attend(layout)(mask)(*inputs)
+        flex = flex_attend(layout)(mask)(*inputs)
     assert relative_error(flex, dense) < 1e-6
 
 
@@ -110,12 +141,12 @@ def test_dense_equals_attention_written_out():
     scores = torch.einsum("qhd,khd->hqk", q.flatten(0, 1), k) / 16**0.5
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     wanted = torch.einsum("hqk,khd->qhd", weights, v).unflatten(0, (2, 3))
-    assert relative_error(dense_attend(layout)(q, kb, vb, kc, vc, mask), wanted) < 1e-6
+    assert relative_error(dense_attend(layout)(mask)(q, kb, vb, kc, vc), wanted) < 1e-6
 
 
 def test_unknown_path_is_refused():
     with pytest.raises(InputError, match="'flex'"):
-        make_attend(row_layout([[1]], [3], 2), "flash")
+        make_attends(row_layout([[1]], [3], 2), "flash")
 
 
 @pytest.mark.gpu
@@ -124,9 +155,9 @@ def test_unknown_path_is_refused():
 def test_flex_equals_dense_on_cuda_with_gradients(mask, dtype):
     layout = row_layout([[1, 40, 90], [2, 150]], [128, 256], 16).map(lambda t: t.cuda())
     results = []
-    for attend in (dense_attend(layout), flex_attend(layout)):
+    for attends in (dense_attend(layout), flex_attend(layout)):
         inputs = [t.requires_grad_() for t in tensors(5, 16, 384, dtype=dtype, device="cuda")]
-        out = attend(*inputs, mask)
+        out = attends(mask)(*inputs)
         out.float().square().sum().backward()
         results.append([out, *(t.grad for t in inputs)])
     for dense, flex in zip(*results, strict=True):
