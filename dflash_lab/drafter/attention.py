@@ -30,6 +30,9 @@ from dflash_lab.errors import InputError
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 Attends = Callable[[LayerMask], Attend]  # of a row: one for each kind of layer
 
+# Rows of fewer than 128 slots would get the decoding kernel, which has no configuration for some group sizes.
+_KERNEL = {"FORCE_USE_FLEX_ATTENTION": True}
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -204,7 +207,8 @@ def _flex(q: Tensor, kb: Tensor, vb: Tensor, kc: Tensor, vc: Tensor, *, block_ma
     k = torch.cat([kc, kb.flatten(0, 1)]).transpose(0, 1)[None]  # [1, nkv, S + A*B, d]
     v = torch.cat([vc, vb.flatten(0, 1)]).transpose(0, 1)[None]
     query = q.flatten(0, 1).transpose(0, 1)[None]
-    out = flex(query, k, v, block_mask=block_mask, enable_gqa=q.shape[2] != kb.shape[2])
+    grouped = q.shape[2] != kb.shape[2]
+    out = flex(query, k, v, block_mask=block_mask, enable_gqa=grouped, kernel_options=_KERNEL)
     return out[0].transpose(0, 1).unflatten(0, q.shape[:2])
 
 

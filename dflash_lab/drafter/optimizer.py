@@ -1,19 +1,24 @@
-"""AdamW and Muon with fp32 master weights, one parameter at a time.
+"""AdamW and Muon with fp32 master weights.
 
 A bf16 parameter cannot take a step of 1e-4 of itself (it has 8 bits), so each keeps an fp32 master that the
 update moves and the parameter is rounded from. Gradients stay in the parameter's type: 2 (weight) + 2
 (gradient) + 4 (master) + 8 (moments) = 16 bytes a parameter; moments in int8 make it 10, offloading leaves
-4 of them on the device. Walking parameter by parameter bounds temporaries by the largest one.
+4 of them on the device. On CUDA a parameter's AdamW update is one kernel without temporaries; elsewhere,
+walking parameter by parameter bounds them by the largest one. A step may be called off by a flag on the
+device (`go`), so that the host need not wait for the gradient's norm.
 
 Muon orthogonalises the momentum of matrices inside layers (Newton-Schulz) and gives it the size of an AdamW
-step; `fc`, norms and DFlash 2's codebooks and base kernels always take AdamW.
+step, matrices of one shape together; `fc`, norms and DFlash 2's codebooks and base kernels always take AdamW.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +27,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from dflash_lab.drafter.anchors import stream_seed
 from dflash_lab.drafter.moments import decode, encode
 from dflash_lab.errors import InputError
+
+MUON_ELEMENTS = 1 << 26  # of the matrices that are orthogonalised at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +59,8 @@ class Optimizer:
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
         self.config = config
         self.parameters = dict(named)
-        self.steps = 0
+        self.device = next(iter(self.parameters.values())).device
+        self._steps = torch.zeros((), dtype=torch.float64, device=self.device)
         self.state: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self.parameters.items():
             if config.moments == "int8" and isinstance(parameter, DTensor):
@@ -63,34 +71,83 @@ class Optimizer:
                 state["master"] = parameter.detach().float().clone()
             self._keep(name, state)
 
+    @property
+    def steps(self) -> int:
+        """Steps made; waits for the device."""
+        return int(self._steps)
+
     def takes_muon(self, name: str) -> bool:
         """Whether parameter `name` is a matrix that Muon updates."""
         inside = name.startswith("layers.") and not name.endswith("base_kernel")
         return self.config.kind == "muon" and inside and self.parameters[name].ndim == 2
 
     @torch.no_grad()
-    def step(self, factor: float, grad_scale: Tensor | float = 1.0) -> None:
-        """Move every parameter; `factor` multiplies the peak rates, `grad_scale` the gradients (clipping,
-        1/D).
+    def step(self, factor: float, grad_scale: Tensor | float = 1.0, go: Tensor | bool = True) -> None:
+        """Move every parameter that has a gradient; `factor` multiplies the peak rates, `grad_scale` the
+        gradients (clipping, 1/D).
+
+        With `go` false nothing changes, whatever the gradients hold. A flag on CUDA is not waited for, unless
+        moments are rounded at random or come from the host.
         """
-        self.steps += 1
         config = self.config
+        waits = config.offload or config.moments == "int8" or self.device.type != "cuda"
+        if waits and isinstance(go, Tensor):
+            go = bool(go)
+        if go is False:
+            return
+        self._steps += go
+        scalars = self._scalars(grad_scale, go)
+        alike: dict[tuple[int, ...], list[str]] = {}
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
-            state = self._fetch(name)
-            master = state.get("master", parameter.data)
-            grad = parameter.grad.float() * grad_scale
             if self.takes_muon(name):
-                master.mul_(1 - factor * config.muon_lr * config.muon_weight_decay)
-                update = muon_direction(grad, state["momentum"], config.muon_momentum)
-                master.add_(update, alpha=-factor * config.muon_lr)
-            else:
-                master.mul_(1 - factor * config.lr * config.weight_decay)
-                update = adam_direction(grad, state, self.steps, config)
-                master.add_(update, alpha=-factor * config.lr)
+                alike.setdefault(tuple(sorted(parameter.shape)), []).append(name)
+                continue
+            state = self._fetch(name)
+            rate = factor * config.lr
+            update = _adam_kernel() if parameter.is_cuda else None
+            (update or adam_update)(
+                _local(parameter.grad),
+                _local(parameter.data),
+                {kind: _local(tensor) for kind, tensor in state.items()},
+                scalars,
+                rate,
+                rate * config.weight_decay,
+                config.betas,
+                config.eps,
+            )
+            self._keep(name, state)
+        for shape, names in alike.items():
+            most = max(1, MUON_ELEMENTS // math.prod(shape))
+            for start in range(0, len(names), most):
+                self._muon(names[start : start + most], factor, scalars)
+
+    def _scalars(self, grad_scale: Tensor | float, go: Tensor | bool) -> Tensor:
+        """fp32 [4] on the device: see `adam_kernel.adam`."""
+        beta1, beta2 = self.config.betas
+        count = self._steps.clamp_min(1)  # a first step that is called off divides by nothing
+        values = (go, grad_scale, 1 - beta1**count, (1 - beta2**count).sqrt())
+        return torch.stack([_scalar(value, self.device) for value in values])
+
+    def _muon(self, names: list[str], factor: float, scalars: Tensor) -> None:
+        """Move matrices of one shape, some of them transposed."""
+        config, states = self.config, [self._fetch(name) for name in names]
+        go, scale = scalars[0], scalars[1]
+        ahead = []
+        for name, state in zip(names, states, strict=True):
+            grad = torch.where(go > 0, _local(self.parameters[name].grad).float() * scale, 0)
+            momentum = _local(state["momentum"])
+            momentum.lerp_(grad, (1 - config.muon_momentum) * go)
+            ahead.append(_like(grad.lerp(momentum, config.muon_momentum), state["momentum"]))
+        rate = factor * config.muon_lr
+        for name, state, update in zip(names, states, muon_updates(ahead), strict=True):
+            parameter = self.parameters[name]
+            master = _local(state.get("master", parameter.data))
+            master.mul_(1 - go * (rate * config.muon_weight_decay))
+            master.sub_(_local(update) * (go * rate))
             if "master" in state:
-                parameter.copy_(master)
+                _local(parameter.data).copy_(master)
             self._keep(name, state)
 
     def _fetch(self, name: str) -> dict[str, Tensor]:
@@ -106,9 +163,10 @@ class Optimizer:
         """Store a parameter's state as the configuration says."""
         kept = dict(state)
         if self.config.moments == "int8" and "exp_avg" in state:
+            steps = self.steps
             device = self.parameters[name].device
             generator = torch.Generator(device)
-            generator.manual_seed(stream_seed("moments", self.steps, name))
+            generator.manual_seed(stream_seed("moments", steps, name))
             for kind in ("exp_avg", "exp_avg_sq"):
                 kept[kind], kept[f"{kind}_scale"] = encode(state[kind], generator, signed=kind == "exp_avg")
         if self.config.offload:
@@ -139,42 +197,83 @@ class Optimizer:
             raise InputError(f"optimizer state does not fit this drafter and optimizer: {odd[:3]} ...")
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
-        self.steps = steps
+        self._steps.fill_(steps)
 
 
-def adam_direction(grad: Tensor, state: dict[str, Tensor], step: int, config: OptimizerConfig) -> Tensor:
-    """Bias-corrected m / (sqrt(v) + eps); updates the moments in place."""
-    beta1, beta2 = config.betas
-    first, second = state["exp_avg"], state["exp_avg_sq"]
-    first.lerp_(grad, 1 - beta1)
-    second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    scale = second.sqrt().div_(math.sqrt(1 - beta2**step)).add_(config.eps)
-    return first.div(1 - beta1**step).div_(scale)
+def adam_update(
+    grad: Tensor, weight: Tensor, state: dict[str, Tensor], scalars: Tensor, rate: float, decay: float,
+    betas: tuple[float, float], eps: float,
+) -> None:  # fmt: skip
+    """What `adam_kernel.adam` does, in plain operations: the reference, and the path of CPUs."""
+    go, scale, bias1, root2 = scalars.unbind()
+    beta1, beta2 = betas
+    first, second, master = state["exp_avg"], state["exp_avg_sq"], state.get("master", weight)
+    grad = torch.where(go > 0, grad.float() * scale, 0)
+    first.lerp_(grad, (1 - beta1) * go)
+    second.lerp_(grad.square_(), (1 - beta2) * go)
+    below = second.sqrt().div_(root2).add_(eps)
+    master.mul_(1 - go * decay)
+    master.sub_(first.div(bias1).div_(below).mul_(go * rate))
+    if master is not weight:
+        weight.copy_(master)
 
 
-def muon_direction(grad: Tensor, momentum: Tensor, beta: float) -> Tensor:
-    """Orthogonalised Nesterov momentum, scaled so that its rms is about 0.2 as AdamW's is (0.2 sqrt(max(m,
-    n))).
+@cache
+def _adam_kernel() -> Any:
+    """The CUDA kernel, None without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from dflash_lab.drafter.adam_kernel import adam
+
+    return adam
+
+
+def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
+    """fp32 scalar on `device`; a number needs no wait, a full tensor is filled there."""
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float32)
+    return torch.full((), float(value), device=device)
+
+
+def _local(tensor: Tensor | None) -> Tensor:
+    """This process's share of a tensor, or the tensor."""
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(local: Tensor, sharded: Tensor) -> Tensor:
+    """A local share as part of a tensor laid out like `sharded`."""
+    if not isinstance(sharded, DTensor):
+        return local
+    return DTensor.from_local(
+        local, sharded.device_mesh, sharded.placements, shape=sharded.shape, stride=sharded.stride()
+    )
+
+
+def muon_updates(matrices: list[Tensor]) -> list[Tensor]:
+    """Orthogonalised matrices (of one shape or its transpose), their rms about 0.2 as an AdamW step's is:
+    times 0.2 sqrt(max(m, n)).
     """
-    momentum.lerp_(grad, 1 - beta)
-    ahead = grad.lerp(momentum, beta)
-    scale = 0.2 * math.sqrt(max(grad.shape))
-    if isinstance(ahead, DTensor):  # a shard cannot be orthogonalised alone
-        update = orthogonalized(ahead.full_tensor())
-        return distribute_tensor(update * scale, ahead.device_mesh, ahead.placements)
-    return orthogonalized(ahead) * scale
+    whole = [m.full_tensor() if isinstance(m, DTensor) else m for m in matrices]  # a shard has no own answer
+    wide = torch.stack([m.T if m.shape[0] > m.shape[1] else m for m in whole])
+    scale = 0.2 * math.sqrt(wide.shape[-1])
+    updates = []
+    for matrix, like, update in zip(matrices, whole, orthogonalized(wide) * scale, strict=True):
+        update = update.T if like.shape[0] > like.shape[1] else update
+        if isinstance(matrix, DTensor):
+            update = distribute_tensor(update.contiguous(), matrix.device_mesh, matrix.placements)
+        updates.append(update)
+    return updates
 
 
-def orthogonalized(matrix: Tensor, iterations: int = 5) -> Tensor:
-    """Approximate U V^T of `matrix` [m, n] by quintic Newton-Schulz steps (coefficients of K. Jordan's
-    Muon).
+def orthogonalized(matrices: Tensor, iterations: int = 5) -> Tensor:
+    """Approximate U V^T of each of `matrices` [n, rows, columns], rows <= columns, by quintic Newton-Schulz
+    steps (coefficients of K. Jordan's Muon).
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
-    x = x.to(torch.bfloat16 if matrix.is_cuda else torch.float32)
-    x = x / (x.norm() + 1e-7)
+    x = matrices.to(torch.bfloat16 if matrices.is_cuda else torch.float32)
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(iterations):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.T if tall else x).to(matrix.dtype)
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.to(matrices.dtype)

@@ -9,10 +9,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from support.tiny_drafters import relative_error
 from torch import nn
 
 from dflash_lab.drafter.moments import decode, encode
-from dflash_lab.drafter.optimizer import Optimizer, OptimizerConfig, orthogonalized
+from dflash_lab.drafter.optimizer import Optimizer, OptimizerConfig, adam_update, muon_updates
 from dflash_lab.drafter.schedule import learning_rate_factor
 from dflash_lab.errors import InputError
 
@@ -71,11 +72,97 @@ def test_state_goes_out_and_in(tmp_path):
         Optimizer(second.items(), OptimizerConfig()).load(a.tensors(), 1)
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_step_that_is_called_off_changes_nothing(kind, device):
+    parameters = {n: nn.Parameter(p.detach().to(device)) for n, p in named(torch.bfloat16).items()}
+    optimizer = Optimizer(parameters.items(), OptimizerConfig(kind=kind, weight_decay=0.1))
+    for go, value in ((True, 0.1), (False, float("nan")), (False, 0.2)):
+        for parameter in parameters.values():
+            parameter.grad = torch.full_like(parameter, value)
+        before = {n: t.clone() for n, t in [*optimizer.tensors().items(), *parameters.items()]}
+        optimizer.step(1.0, torch.tensor(value, device=device), torch.tensor(go, device=device))
+        after = optimizer.tensors() | parameters
+        same = [bool(torch.equal(before[name], after[name])) for name in before]
+        assert not any(same) if go else all(same)
+    assert optimizer.steps == 1
+
+
+def test_the_update_under_a_flag_is_the_same_as_without():
+    """The masked operations that CUDA uses for Muon, on numbers."""
+    generator = torch.Generator().manual_seed(0)
+    weight, grad = torch.randn(2, 5, 7, generator=generator)
+    moved = []
+    for scalars in ([1.0, 0.5, 0.1, 0.03], [0.0, float("nan"), 0.1, 0.03]):
+        state = {"exp_avg": torch.ones(5, 7), "exp_avg_sq": torch.ones(5, 7), "master": weight.clone()}
+        adam_update(grad, weight.bfloat16(), state, torch.tensor(scalars), 1e-2, 1e-3, (0.9, 0.999), 1e-8)
+        moved.append(state)
+    assert torch.equal(moved[1]["master"], weight) and torch.equal(moved[1]["exp_avg_sq"], torch.ones(5, 7))
+    first = 0.9 + 0.1 * 0.5 * grad
+    wanted = weight * (1 - 1e-3) - 1e-2 * (first / 0.1) / (moved[0]["exp_avg_sq"].sqrt() / 0.03 + 1e-8)
+    assert torch.allclose(moved[0]["master"], wanted, rtol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [5, 1024, 300_001])
+def test_the_kernel_does_what_the_plain_operations_do(dtype, size):
+    pytest.importorskip("triton")
+    from dflash_lab.drafter.adam_kernel import adam
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    start = torch.randn(size, generator=generator, device="cuda")
+    results = []
+    for update in (adam, adam_update):
+        weight = start.to(dtype)
+        state = {kind: torch.zeros(size, device="cuda") for kind in ("exp_avg", "exp_avg_sq")}
+        if dtype != torch.float32:
+            state["master"] = start.clone()
+        generator.manual_seed(1)
+        for step in range(1, 6):
+            grad = torch.randn(size, generator=generator, device="cuda").to(dtype)
+            values = [float(step != 3), 0.5, 1 - 0.9**step, (1 - 0.999**step) ** 0.5]
+            update(grad, weight, state, torch.tensor(values, device="cuda"), 1e-2, 1e-3, (0.9, 0.999), 1e-8)
+        results.append({**state, "weight": weight})
+    for name, found in results[0].items():
+        assert relative_error(found, results[1][name]) < (1e-3 if found.dtype != torch.float32 else 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    "changes", [{}, dict(offload=True), dict(moments="int8"), dict(moments="int8", offload=True)]
+)
+def test_cuda_moves_like_the_cpu(kind, changes):
+    """fp32 moments to rounding (Muon: to its bf16 products); int8 ones, drawn anew, to their width."""
+    moved = []
+    for device in ("cpu", "cuda"):
+        parameters = {n: nn.Parameter(p.detach().to(device)) for n, p in named(torch.bfloat16).items()}
+        optimizer = Optimizer(
+            parameters.items(), OptimizerConfig(kind=kind, lr=1e-2, muon_lr=1e-2, **changes)
+        )
+        start = {n: s["master"].cpu().clone() for n, s in optimizer.state.items()}
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(6):
+            for parameter in parameters.values():
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
+            optimizer.step(1.0, torch.tensor(0.5, device=device), torch.tensor(True, device=device))
+        tensors = optimizer.tensors()
+        if changes.get("offload"):
+            assert all(tensor.device.type == "cpu" for tensor in tensors.values())
+        moved.append({n: tensors[f"master.{n}"].cpu() - start[n] for n in start})
+    for name, wanted in moved[0].items():
+        loose = 0.2 if changes.get("moments") else 0.05 if optimizer.takes_muon(name) else 1e-5
+        assert relative_error(moved[1][name], wanted) < loose
+
+
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (16, 16)])
 def test_newton_schulz_flattens_singular_values(shape):
-    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    matrix, other = torch.randn(2, *shape, generator=torch.Generator().manual_seed(2))
     u, _, vt = torch.linalg.svd(matrix, full_matrices=False)
-    found = orthogonalized(matrix)
+    found, *_ = (
+        update / (0.2 * max(shape) ** 0.5) for update in muon_updates([matrix, other.T.contiguous()])
+    )
     values = torch.linalg.svdvals(found)
     assert values.min() > 0.5 and values.max() < 1.3
     cosine = (found * (u @ vt)).sum() / (found.norm() * (u @ vt).norm())
