@@ -71,10 +71,13 @@ def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], *, thinking
     return _encode(tokenizer, text)
 
 
-def user_opening(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids that a conversation opens with, up to where the user's first words begin."""
-    texts = [_text(tokenizer, [{"role": "user", "content": mark}], False) for mark in _MARKS]
-    return _encode(tokenizer, texts[0][: _shared(*texts)])
+def user_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the ids before and after the user's words in a prompt of one user turn: what a conversation
+    opens with, and the turn's end with the opening of the assistant's.
+    """
+    prompts = [_text(tokenizer, [{"role": "user", "content": mark}], False, prompt=True) for mark in _MARKS]
+    first, last = _shared(*prompts), _shared(prompts[0][::-1], prompts[1][::-1])
+    return _encode(tokenizer, prompts[0][:first]), _encode(tokenizer, prompts[0][len(prompts[0]) - last :])
 
 
 def closing_id(tokenizer: Tokenizer, role: str, thinking: bool = False) -> int | None:

@@ -10,7 +10,8 @@ from dflash_lab.errors import InputError
 from dflash_lab.target import generation
 from dflash_lab.target.generation import generate
 from dflash_lab.target.loading import load_target
-from dflash_lab.target.prompting import self_prompts
+from dflash_lab.target.prompting import prompts_of, self_prompts
+from dflash_lab.target.template import render_prompt
 
 LENGTHS = (5, 70, 9, 66, 5, 33, 1, 64, 65)
 
@@ -106,6 +107,20 @@ def test_self_prompts_are_different_closed_user_turns(tiny_target):
     assert not any("<|im_end|>" in text for text in found)
     assert found == self_prompts(target, 6, seed=3, temperature=2.0, max_new_tokens=200)
     assert self_prompts(target, 6, seed=4, temperature=2.0, max_new_tokens=200) != found
+
+
+def test_self_prompts_go_on_from_given_words(tiny_target):
+    target = load_target(str(tiny_target("llama")))
+    found = self_prompts(target, 6, temperature=2.0, max_new_tokens=200, begin=["Why ", "How do"])
+    assert len(found) == 6 and {text[:4] for text in found} == {"Why ", "How "}
+
+
+def test_prompts_in_bulk_are_those_of_the_template(tiny_target):
+    target = load_target(str(tiny_target("llama")))
+    texts = ["Why?", "a\nb  c", "\u00e9"]
+    expected = [render_prompt(target.tokenizer, [{"role": "user", "content": text}]) for text in texts]
+    assert prompts_of(target, texts) == expected
+    assert prompts_of(target, []) == []
 
 
 def test_self_prompts_that_never_end_are_fewer_and_said(tiny_target, caplog):

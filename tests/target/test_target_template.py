@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.tiny_targets import CHATML, tiny_tokenizer
 
 from dflash_lab.errors import InputError
-from dflash_lab.target.template import TemplateFailure, closing_id, render, render_prompt, user_opening
+from dflash_lab.target.template import TemplateFailure, closing_id, render, render_prompt, user_frame
 
 # As thinking models have it: the opening of the thinking is part of the generation prompt only when thinking
 # is off, and the thinking of a turn goes away once the user has answered.
@@ -173,8 +173,10 @@ def test_a_conversation_without_an_answer_has_an_empty_mask():
         assert sum(render(tiny_tokenizer(template), [user("Q")]).loss_mask) == 0
 
 
-def test_the_opening_of_a_user_turn():
-    assert tiny_tokenizer().decode(user_opening(tiny_tokenizer())) == "<|im_start|>user\n"
+def test_what_stands_around_a_user_turn():
+    opening, ending = (tiny_tokenizer().decode(ids) for ids in user_frame(tiny_tokenizer()))
+    assert opening == "<|im_start|>user\n"
+    assert ending == "<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize(
