@@ -47,7 +47,8 @@ class Decoded:
     """An answer: `tokens` (a stop token included), its rounds, and where the time went.
 
     `seconds` is the wall-clock from the end of the prefill to the end; `phase_seconds` splits it (exact on
-    CPU; on CUDA only with profile=True, which waits for the device after each phase).
+    CPU; on CUDA only with profile=True, which waits for the device after each phase). `waits` counts how
+    often the host waited for a record of the device (fixed shapes only, see `static_decode`).
     """
 
     tokens: list[int]
@@ -56,6 +57,7 @@ class Decoded:
     prefill_seconds: float = 0.0
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     stopped: bool = False
+    waits: int = 0
 
     @property
     def produced(self) -> list[int]:

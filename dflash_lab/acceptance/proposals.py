@@ -12,7 +12,17 @@ from dataclasses import dataclass
 import torch
 
 from dflash_lab.acceptance.rejection import draw, probabilities
-from dflash_lab.acceptance.tree import DraftTree, Edges, build_tree, marginal_edges, with_chain
+from dflash_lab.acceptance.tree import (
+    UNITS_A_NAT,
+    DraftTree,
+    Edges,
+    best_tokens,
+    build_tree,
+    exact_costs,
+    marginal_edges,
+    with_chain,
+)
+from dflash_lab.acceptance.tree_levels import Choices
 from dflash_lab.drafter.cache import DraftCache
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError
@@ -81,7 +91,21 @@ class Draft:
         scale = 1.0 / temperature if temperature > 0 else 1.0
         if self.drafter.candidate_selector is None:
             return marginal_edges(torch.log_softmax(self.logits.float() * scale, -1), width)
-        return self._selector_edges(scale)
+        before, choices = self._conditional(scale)
+        table: dict[tuple[int, int], tuple[list[int], list[float]]] = {}
+        log_probs = choices.costs.double() / -UNITS_A_NAT
+        rows = zip(before.tolist(), choices.tokens.tolist(), log_probs.tolist())
+        for level, row in enumerate(rows, start=1):
+            for previous, ids, values in zip(*row):
+                table[level, previous if level > 1 else _ROOT] = ids, values
+        return lambda level, previous: table[level, previous]
+
+    def choices(self, width: int) -> Choices:
+        """Return the same edges (greedy ones) as tensors, for the tree that is built on the device."""
+        if self.drafter.candidate_selector is not None:
+            return self._conditional(1.0)[1]
+        tokens, costs = best_tokens(torch.log_softmax(self.logits.float(), -1), width)
+        return Choices(tokens[:, None], costs[:, None], torch.zeros_like(tokens)[:, None])
 
     def tree(self, budget: int, temperature: float = 0.0) -> DraftTree:
         """Build the best tree of `budget` nodes, and add what it lacks of the draft's own chain."""
@@ -90,9 +114,12 @@ class Draft:
             build_tree(edges, root=_ROOT, depth=depth, budget=budget), edges, root=_ROOT, depth=depth
         )
 
-    def _selector_edges(self, scale: float) -> Edges:
-        """Score every candidate after every candidate of the slot before, [L, k, k], in one go on the
-        device."""
+    def _conditional(self, scale: float) -> tuple[torch.Tensor, Choices]:
+        """Score every candidate after every candidate of the slot before, in one go on the device.
+
+        Returns the tokens [L, k] that stand before each slot (the anchor's, k times, before the first) and
+        what may follow each of them.
+        """
         selector = self.drafter.candidate_selector
         assert selector is not None
         unary, candidates = self.logits.topk(min(selector.top_k, self.logits.shape[-1]), dim=-1)
@@ -100,14 +127,9 @@ class Draft:
         scores = selector.scores(
             unary[:, None], candidates[:, None].expand(-1, before.shape[1], -1), self.hidden[:, None], before
         )
-        log_probs, order = torch.log_softmax(scores.float() * scale, -1).sort(dim=-1, descending=True)
+        costs, order = exact_costs(torch.log_softmax(scores.float() * scale, -1)).sort(dim=-1, stable=True)
         tokens = candidates[:, None].expand_as(order).gather(-1, order)
-        table: dict[tuple[int, int], tuple[list[int], list[float]]] = {}
-        rows = zip(before.tolist(), tokens.tolist(), log_probs.double().tolist())
-        for level, row in enumerate(rows, start=1):
-            for previous, ids, scores in zip(*row):
-                table[level, previous if level > 1 else _ROOT] = ids, scores
-        return lambda level, previous: table[level, previous]
+        return before, Choices(tokens, costs, order)
 
 
 class Proposer:

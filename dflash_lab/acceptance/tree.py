@@ -26,6 +26,12 @@ from dflash_lab.errors import InputError
 # edges(depth, previous token) -> (token ids, log-probabilities), the latter non-increasing
 Edges = Callable[[int, int], tuple[Sequence[int], Sequence[float]]]
 
+# Log-probabilities are whole multiples of 2^-24 nat (finer than fp32 holds them beyond 1 nat), so that sums
+# along a path are exact and equal in every order: the heap, the ranks and the device's builder then agree on
+# every tie. What is less likely than e^-64 is in no tree that matters.
+UNITS_A_NAT = 1 << 24
+MOST_NATS = 64
+
 
 @dataclass(frozen=True)
 class DraftTree:
@@ -89,13 +95,28 @@ class DraftTree:
         return paths
 
 
+def exact_costs(log_probs: torch.Tensor) -> torch.Tensor:
+    """Return -log_probs as int64 in units of 2^-24 nat."""
+    return (-log_probs.double() * UNITS_A_NAT).round().clamp(0, MOST_NATS * UNITS_A_NAT).long()
+
+
+def best_tokens(log_probs: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `width` best tokens of each row of `log_probs` [.., V] and their exact costs, both [..,
+    width].
+
+    Equal ones stand in the order of their ids, so the first is what argmax takes.
+    """
+    values, tokens = log_probs.float().topk(min(width, log_probs.shape[-1]), dim=-1)
+    costs = exact_costs(values)
+    order = ((costs << 32) + tokens).argsort(dim=-1)
+    return tokens.gather(-1, order), costs.gather(-1, order)
+
+
 def marginal_edges(log_probs: torch.Tensor, width: int) -> Edges:
     """Return edges that do not look at the token before: the `width` best of each row of `log_probs` [L,
     V]."""
-    values, tokens = log_probs.float().topk(min(width, log_probs.shape[-1]), dim=-1)
-    both = torch.cat([values.double(), tokens.double()]).cpu()  # one copy; ids are exact in float64
-    depth = len(log_probs)
-    rows = list(zip(both[depth:].long().tolist(), both[:depth].tolist()))
+    tokens, costs = torch.stack(best_tokens(log_probs, width)).cpu()  # one copy
+    rows = list(zip(tokens.tolist(), (costs.double() / -UNITS_A_NAT).tolist()))
     return lambda level, _: rows[level - 1]
 
 

@@ -21,6 +21,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from dflash_lab.acceptance.tree import UNITS_A_NAT, best_tokens
+
 NEVER = 1 << 30  # rank of a prefix that is in no tree of at most M nodes
 
 
@@ -32,8 +34,8 @@ def path_ranks(log_probs: torch.Tensor, labels: torch.Tensor, max_budget: int) -
     unknown, never in a tree). The tree of budget b holds the prefix of length j exactly when its rank is <=
     b.
     """
-    scores, tokens = log_probs.float().topk(min(max_budget, log_probs.shape[-1]), dim=-1)
-    return _ranks(scores.double(), tokens, labels, max_budget)
+    tokens, costs = best_tokens(log_probs, max_budget)
+    return _ranks(costs.double() / -UNITS_A_NAT, tokens, labels, max_budget)
 
 
 def accepted_by_budget(log_probs: torch.Tensor, labels: torch.Tensor, budgets: Sequence[int]) -> torch.Tensor:
@@ -42,8 +44,8 @@ def accepted_by_budget(log_probs: torch.Tensor, labels: torch.Tensor, budgets: S
     Such a tree holds the `budget` best prefixes and the draft's own chain, so it accepts the longer of the
     two.
     """
-    scores, tokens = log_probs.float().topk(min(max(budgets), log_probs.shape[-1]), dim=-1)
-    places = _ranks(scores.double(), tokens, labels, max(budgets))
+    tokens, costs = best_tokens(log_probs, max(budgets))
+    places = _ranks(costs.double() / -UNITS_A_NAT, tokens, labels, max(budgets))
     chain = (tokens[..., 0] == labels).int().cumprod(-1).sum(-1)
     return torch.stack([torch.maximum((places <= budget).sum(-1), chain) for budget in budgets], dim=1)
 

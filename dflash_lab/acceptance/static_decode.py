@@ -1,0 +1,168 @@
+"""Greedy decoding on fixed shapes: rounds launched ahead, their records read late.
+
+The host's part of a round is to see what it decided, append it and look for a stop token. It does so while
+the device is at work on the next round already, so the device never waits for it: one wait a round, for a
+round that has long been launched after. The price is one round too many at a stop token.
+
+Graphs are made once for each capacity (a power of two) and kept, so prompts of a set share them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from dflash_lab.acceptance.decode import (
+    Clock,
+    Decoded,
+    Outcome,
+    Sampling,
+    append,
+    finish,
+    prefill,
+    stop_tokens,
+)
+from dflash_lab.acceptance.proposals import check_pair
+from dflash_lab.acceptance.static_cache import StaticKeys, why_not
+from dflash_lab.acceptance.static_context import StaticContext
+from dflash_lab.acceptance.static_round import StaticRound
+from dflash_lab.acceptance.target_run import TargetRun
+from dflash_lab.drafter.model import Drafter
+from dflash_lab.errors import InputError, UnsupportedTarget
+from dflash_lab.target.model import Target
+
+LEAST_CAPACITY = 512
+
+
+class Workspace:
+    """Keys, values and context by capacity, shared by decoders of one target and drafter that take turns."""
+
+    def __init__(self, target: Target, drafter: Drafter | None = None) -> None:
+        if why := why_not(target):
+            raise UnsupportedTarget(f"{target.name} cannot be decoded at fixed shapes: {why}.")
+        if drafter is not None:
+            check_pair(target, drafter)
+        self.target, self.drafter = target, drafter
+        self._keys: dict[int, StaticKeys] = {}
+        self._contexts: dict[int, StaticContext] = {}
+
+    def round(self, capacity: int, block_size: int, budget: int) -> StaticRound:
+        """Make a round; block size 1 is a step of plain decoding."""
+        if capacity not in self._keys:
+            self._keys[capacity] = StaticKeys(self.target, capacity)
+        keys = self._keys[capacity]
+        if block_size == 1:
+            return StaticRound(self.target, keys)
+        assert self.drafter is not None
+        if capacity not in self._contexts:
+            self._contexts[capacity] = StaticContext(self.drafter, capacity)
+        context = self._contexts[capacity]
+        return StaticRound(self.target, keys, self.drafter, context, block_size=block_size, budget=budget)
+
+
+class StaticDecoder:
+    """`decode` (block_size > 1) or `plain_decode` (block_size 1) for greedy choice, at fixed shapes."""
+
+    def __init__(self, workspace: Workspace, *, block_size: int = 1, budget: int = 0) -> None:
+        if block_size > 1 and workspace.drafter is None:
+            raise InputError("block_size above 1 needs a drafter.")
+        self.workspace, self.block_size, self.budget = workspace, block_size, budget
+        self._rounds: dict[int, StaticRound] = {}
+
+    def prepared(self, tokens: int) -> StaticRound:
+        """Return the round for sequences of up to `tokens`, made now if need be."""
+        width = self.block_size + self.budget
+        capacity = LEAST_CAPACITY
+        while capacity < tokens + 2 * self.block_size + width:
+            capacity *= 2
+        if capacity not in self._rounds:
+            self._rounds[capacity] = self.workspace.round(capacity, self.block_size, self.budget)
+        return self._rounds[capacity]
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        stop_ids: Collection[int] | None = None,
+        profile: bool = False,
+        on_round: Callable[[int], None] | None = None,
+    ) -> Decoded:
+        """Decode `prompt_ids`; see `decode.decode` for the arguments."""
+        target, drafter = self.workspace.target, self.workspace.drafter
+        stops = stop_tokens(target, stop_ids)
+        now = self.prepared(len(prompt_ids) + max_new_tokens)
+        tap_ids = drafter.config.tap_ids if drafter is not None and self.block_size > 1 else ()
+        with TargetRun(target, tap_ids) as run:
+            answer, taps = prefill(run, target.head, prompt_ids, Sampling(), stops)
+            now.load(run.cache, taps if tap_ids else None, answer.tokens[0], run.length)
+        reader = _Reader(now.record, ahead=1 if profile else 2)
+        clock = Clock(target.device, profile)
+        start = time.perf_counter()
+        while not answer.stopped and len(answer.tokens) < max_new_tokens:
+            # Every round gives a token at least.
+            while reader.free and len(answer.tokens) + reader.flying < max_new_tokens:
+                clock.lap()
+                for phase, launch in now.steps.items():
+                    launch()
+                    clock.lap(phase)
+                reader.send()
+            outcome = _outcome(reader.receive(), tree=self.budget > 0)
+            append(answer, outcome, max_new_tokens - len(answer.tokens), stops)
+            if on_round is not None:
+                on_round(len(answer.tokens))
+        finish(answer, start, target.device)
+        if self.block_size == 1:
+            answer.rounds.clear()  # plain decoding has none
+        answer.phase_seconds = clock.seconds
+        answer.waits = reader.waits
+        return answer
+
+
+class _Reader:
+    """Copies of the device's record on their way to the host, at most `ahead` at a time."""
+
+    def __init__(self, record: torch.Tensor, ahead: int) -> None:
+        self._record, self._cuda = record, record.is_cuda
+        ahead = ahead if self._cuda else 1
+        self._slots = deque(
+            torch.empty(record.shape, dtype=record.dtype, pin_memory=self._cuda) for _ in range(ahead)
+        )
+        self._sent: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+        self.waits = 0
+
+    @property
+    def free(self) -> int:
+        return len(self._slots)
+
+    @property
+    def flying(self) -> int:
+        return len(self._sent)
+
+    def send(self) -> None:
+        slot = self._slots.popleft()
+        slot.copy_(self._record, non_blocking=True)
+        event = torch.cuda.Event() if self._cuda else None
+        if event is not None:
+            event.record()
+        self._sent.append((slot, event))
+
+    def receive(self) -> list[int]:
+        """Wait for the oldest record and return it."""
+        slot, event = self._sent.popleft()
+        if event is not None:
+            event.synchronize()
+            self.waits += 1
+        values = slot.tolist()
+        self._slots.append(slot)
+        return values
+
+
+def _outcome(record: list[int], tree: bool) -> Outcome:
+    accepted, drafted, bonus, *drafts = record
+    rejected = drafts[accepted] if accepted < drafted and not tree else -1
+    return Outcome(list(range(accepted + 1)), [*drafts[:accepted], bonus], drafted, rejected)
