@@ -9,13 +9,13 @@ import numpy as np
 
 from dflash_lab.drafter.attention import block_mask
 from dflash_lab.drafter.config import SLIDING, DrafterConfig
-from dflash_lab.drafter.rows import Items, PackedRows
+from dflash_lab.drafter.rows import Bare, Items, PackedRows
 
 SHOWN = 160  # tokens of the document
 
 
 def inspect_row(
-    items: Items,
+    items: Items | Bare,
     config: DrafterConfig,
     context_tokens: int,
     anchors: int,

@@ -2,8 +2,8 @@
 anchors.
 
 A source answers `row(epoch, index)` from its parameters alone (no hidden state), so a run resumes at any row,
-and a prefetch thread may work ahead. An item is read with `items[i]`: a feature store on disk and a live
-target look alike.
+and a prefetch thread may work ahead. An item of a feature store is read with its states; `Unfilled` items
+have none, and the loop asks for them once the row is on its device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -46,6 +46,40 @@ class Items(Protocol):
     def __getitem__(self, index: int) -> FeatureItem: ...
 
 
+@runtime_checkable
+class Bare(Protocol):
+    """Samples without states, from which rows are planned and packed all the same."""
+
+    @property
+    def lengths(self) -> np.ndarray: ...
+
+    @property
+    def heldout(self) -> np.ndarray: ...
+
+    def bare(self, index: int) -> FeatureItem:
+        """Item with states of width 0."""
+        ...
+
+
+@runtime_checkable
+class Unfilled(Items, Bare, Protocol):
+    """Items whose states come from a target that is running: rows are packed bare and filled later."""
+
+    def begin(self, epoch: int, index: int) -> None:
+        """Told once where the run starts."""
+        ...
+
+    def fill(self, row: Row, epoch: int, index: int) -> Row:
+        """`row`, already on its device, with its states there. Rows are asked for in the order of the
+        run.
+        """
+        ...
+
+    def fill_heldout(self, row: Row, number: int) -> Row:
+        """The same for held-out row `number`; asked for in order, before `begin`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Row:
     """One packed row: S context tokens, A blocks of B slots. Padding, if any, stands at the end and counts
@@ -53,7 +87,7 @@ class Row:
     """
 
     input_ids: Tensor  # [S]
-    taps: Tensor  # [S, K*H]
+    taps: Tensor  # [S, K*H]; width 0 until an unfilled row is filled
     final: Tensor | None  # [S, H] before the target's final norm
     layout: BlockLayout
     block_ids: Tensor  # [A, B] anchor token, then masks
@@ -77,6 +111,7 @@ class Row:
     def _map(self, change: Callable[[Tensor], Tensor]) -> Row:
         return dataclasses.replace(
             self,
+            input_ids=change(self.input_ids),
             taps=change(self.taps),
             final=None if self.final is None else change(self.final),
             block_ids=change(self.block_ids),
@@ -111,7 +146,7 @@ class PackedRows:
 
     def __init__(
         self,
-        items: Items,
+        items: Items | Bare,
         indices: Sequence[int] | np.ndarray,
         config: DrafterConfig,
         *,
@@ -131,7 +166,8 @@ class PackedRows:
             raise InputError(
                 f"anchors = {anchors}, context_tokens = {context_tokens}: need at least 1 and 2."
             )
-        self.items, self.config, self.indices = items, config, [int(i) for i in indices]
+        self.config, self.indices = config, [int(i) for i in indices]
+        self.read = items.bare if isinstance(items, Bare) else items.__getitem__
         self.context_tokens, self.anchors, self.seed, self.pad = context_tokens, anchors, seed, pad
         self.lengths = [int(items.lengths[i]) for i in self.indices]
         self.cut = sum(length > context_tokens for length in self.lengths)  # samples longer than a row
@@ -146,7 +182,7 @@ class PackedRows:
 
     def row(self, epoch: int, index: int) -> Row:
         """Read and pack row `index` of `epoch`."""
-        items = [self.items[self.indices[i]] for i in self._plan(epoch)[index]]
+        items = [self.read(self.indices[i]) for i in self._plan(epoch)[index]]
         generator = seeded("anchors", self.seed, epoch, index)
         row = pack(items, self.config, self.context_tokens, self.anchors, generator)
         if self.pad:

@@ -31,7 +31,7 @@ from dflash_lab.drafter.objective import Objective, add_noise
 from dflash_lab.drafter.optimizer import Optimizer
 from dflash_lab.drafter.parallel import Single
 from dflash_lab.drafter.resume import resume, save
-from dflash_lab.drafter.rows import Items, PackedRows, Row, prefetch
+from dflash_lab.drafter.rows import Items, PackedRows, Row, Unfilled, prefetch
 from dflash_lab.drafter.schedule import learning_rate_factor
 from dflash_lab.drafter.settings import TrainSettings
 from dflash_lab.errors import InputError
@@ -96,6 +96,10 @@ class Trainer:
         if heldout.any() and settings.eval_rows:
             fixed = PackedRows(items, np.flatnonzero(heldout), config, pad=pad, **sizes)
             self.heldout = [fixed.row(0, i) for i in range(min(settings.eval_rows, fixed.count(0)))]
+        self.live = items if isinstance(items, Unfilled) else None
+        if self.live is not None:
+            filled = (self.live.fill_heldout(r.to(self.device), i) for i, r in enumerate(self.heldout))
+            self.heldout = [row.to("cpu") for row in filled]
         self.model = group.wrap(drafter)
         self.optimizer = Optimizer(drafter.named_parameters(), settings.optimizer)
         self.guard = Guard(settings.explode_factor, settings.max_bad_steps, folder / "bad")
@@ -127,6 +131,8 @@ class Trainer:
         resume(self)
         self.journal = Journal(self.folder, self.step) if self.group.rank == 0 else None
         try:
+            if self.live is not None:
+                self.live.begin(self.place["epoch"], self.place["index"])
             if self.step == 0:
                 evaluate(self)
             with contextlib.closing(prefetch(self.stream())) as stream:
@@ -177,6 +183,8 @@ class Trainer:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, denominator
         for number, (epoch, index, host_row) in enumerate(batch):
             row = host_row.to(self.device)
+            if self.live is not None:
+                row = self.live.fill(row, epoch, index)
             taps = row.taps.to(self.drafter.fc.weight.dtype)
             if settings.noise_std:
                 generator = torch.Generator(self.device)

@@ -300,3 +300,18 @@ def test_some_rows_without_a_place_for_a_block_are_passed_over(tiny_target, tmp_
 def test_a_number_that_can_only_be_a_slip_is_refused(change):
     with pytest.raises(InputError, match=f"{next(iter(change))}=.* must be between"):
         TrainDrafterParams(**change)
+
+
+def test_stage_trains_from_a_live_target(run_dir, tiny_target, tmp_path):
+    """No store anywhere: the samples and the target are enough, and the result is shown again at once."""
+    chosen = params(tmp_path, tiny_target, source="live", samples=str(run_dir / "samples.parquet"),
+                    tap_ids=[1, 3, 5])  # fmt: skip
+    result = execute(chosen)
+    assert not (tmp_path / "store").exists()
+    assert load_checkpoint(tmp_path / "drafter").config.tap_ids == (1, 3, 5)
+    assert result.figures["loss_last"] < result.figures["loss_first"]
+    assert np.isfinite(result.figures["chained_tau_last"]) and np.isfinite(result.figures["agreement"])
+    assert result.row["anchors"]
+    assert execute(chosen).steps.equals(result.steps)
+    with pytest.raises(InputError, match=r"tap_ids=\[1\].*a store has its own"):
+        params(tmp_path, tiny_target, tap_ids=[1])

@@ -1,6 +1,7 @@
-"""Stage `train_drafter`: a DFlash drafter from stored target states.
+"""Stage `train_drafter`: a DFlash drafter from stored target states, or from a target that runs beside it.
 
-Reads the feature store and, of the target, only embedding, final norm and head. The run below
+From a feature store only the target's embedding, final norm and head are read; with `source: live` the whole
+target makes the states of each row as it is needed, from the samples alone. The run below
 `<run_dir>/train_drafter` resumes from its last checkpoint; with other parameters the earlier run is set
 aside, never overwritten. At the end the drafter (`export`: the best on held-out rows, or the last) is written
 to `<run_dir>/drafter`, ready to be served.
@@ -28,7 +29,12 @@ class TrainDrafterParams(StageParams):
 
     stage: ClassVar[str] = "train_drafter"
 
+    source: str = param("store", "of states: a feature store, or the live target", choices=("store", "live"))
     store: str = param("", "feature store folder; empty: <run_dir>/store")
+    samples: str = param("", "samples file (live); empty: <run_dir>/samples.parquet")
+    tap_ids: list[int] = param(
+        [], "layers to tap (live; a store has its own); empty: five by the DFlash rule", low=0
+    )
     drafter: str = param("", "where the finished drafter goes; empty: <run_dir>/drafter")
     start_from: str = param("", "drafter checkpoint to start from; empty: random weights")
 
@@ -108,6 +114,12 @@ class TrainDrafterParams(StageParams):
 
     def check(self) -> None:
         """Rules between fields that need neither store nor target."""
+        self.require(
+            self.tap_ids == sorted(set(self.tap_ids)), "tap_ids", "write each layer once, in rising order"
+        )
+        self.require(
+            self.source == "live" or not self.tap_ids, "tap_ids", "a store has its own; give them to extract"
+        )
         over = [layer for layer in self.sliding_layers if layer >= self.num_layers]
         self.require(not over, "sliding_layers", f"the drafter has layers 0..{self.num_layers - 1}")
         self.require(bool(self.max_steps or self.epochs), "max_steps", "give max_steps or epochs")
@@ -120,13 +132,19 @@ class TrainDrafterParams(StageParams):
         return self.path_or(self.store, "store")
 
     @property
+    def samples_path(self) -> Path:
+        """The samples that the live target reads."""
+        return self.path_or(self.samples, "samples.parquet")
+
+    @property
     def drafter_path(self) -> Path:
         """The folder of the finished drafter."""
         return self.path_or(self.drafter, "drafter")
 
     def inputs(self) -> list[Path]:
-        """The store, and the drafter to start from."""
-        return [self.store_path, *([Path(self.start_from)] if self.start_from else [])]
+        """The store or the samples, and the drafter to start from."""
+        states = self.samples_path if self.source == "live" else self.store_path
+        return [states, *([Path(self.start_from)] if self.start_from else [])]
 
     def outputs(self) -> list[Path]:
         """The finished drafter."""
@@ -192,11 +210,10 @@ def collect(params: TrainDrafterParams, report: TrainReport, config: DrafterConf
     """Turn a finished run into tables and headline figures."""
     from dflash_lab.drafter.inspect import inspect_row
     from dflash_lab.drafter.journal import read_journal
-    from dflash_lab.extraction.store import open_store
     from dflash_lab.workbench.stages.train_frames import metric_frame, position_frame, step_frame
-    from dflash_lab.workbench.stages.train_setup import MEMORY
+    from dflash_lab.workbench.stages.train_setup import MEMORY, open_bare
 
-    store = open_store(params.store_path)
+    items = open_bare(params)
     records = read_journal(params.folder / "run")
     steps, metrics = step_frame(records), metric_frame(records)
     losses = steps.filter(pl.col("loss").is_not_null())["loss"]
@@ -226,7 +243,7 @@ def collect(params: TrainDrafterParams, report: TrainReport, config: DrafterConf
         "drafter_parameters": config.parameter_count,
         **files.read_json(params.folder / MEMORY),
     }
-    row = inspect_row(store, config, params.context_tokens, params.anchors, params.seed, _decoder(params))
+    row = inspect_row(items, config, params.context_tokens, params.anchors, params.seed, _decoder(params))
     return TrainDrafterResult(figures, steps, metrics, position_frame(records), row)
 
 

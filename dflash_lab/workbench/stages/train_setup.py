@@ -13,19 +13,26 @@ from dflash_lab import files
 from dflash_lab.errors import InputError
 
 if TYPE_CHECKING:
+    import torch
+
     from dflash_lab.drafter.config import DrafterConfig
+    from dflash_lab.drafter.live import LiveItems, SampleItems
+    from dflash_lab.drafter.rows import Items
     from dflash_lab.drafter.settings import TrainSettings
     from dflash_lab.drafter.trainer import TrainReport
     from dflash_lab.extraction.store import FeatureStore
+    from dflash_lab.target.head import TargetHead
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+
+    States = FeatureStore | SampleItems
 
 MEMORY = "memory.json"  # predicted and measured peak of the first process
 logger = logging.getLogger(__name__)
 
 
 def train_here(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
-    """Load the store, the ends of the target and the drafter, and train in this process, perhaps one of
-    several.
+    """Load states (or the target that makes them), the ends of the target and the drafter, and train in this
+    process, perhaps one of several.
     """
     import torch
 
@@ -34,19 +41,17 @@ def train_here(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
     from dflash_lab.drafter.parallel import join
     from dflash_lab.drafter.state import setup
     from dflash_lab.drafter.train import train
-    from dflash_lab.extraction.store import open_store
-    from dflash_lab.target.loading import choose_device, load_head
+    from dflash_lab.target.loading import choose_device
     from dflash_lab.target.sources import load_config
     from dflash_lab.workbench.stages.clearance import ask_training, memory_figures
 
     group, device = join(params.parallel, choose_device(params.device))
     name = params.drafter_dtype
     dtype = getattr(torch, ("bfloat16" if device.type == "cuda" else "float32") if name == "auto" else name)
-    store = open_store(params.store_path)
-    config = drafter_config(params, store)
-    settings = train_settings(params, store, config)
+    items, head = open_states(params, device, dtype)
+    config = drafter_config(params, items)
+    settings = train_settings(params, items, config)
     cleared = ask_training(params, load_config(params.target), config, device, dtype)
-    head = load_head(params.target, device=device, dtype=dtype, seed=params.seed)
     if params.start_from:
         drafter = load_checkpoint(params.start_from, device, dtype)
         if drafter.config != config:
@@ -57,15 +62,15 @@ def train_here(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
     drafter.gradient_checkpointing = params.gradient_checkpointing
     if params.compile:
         drafter.compile_layers()
-    run, source = params.folder / "run", source_of(params, store)
+    run, source = params.folder / "run", source_of(params, items)
     if group.rank == 0:
-        lengths = store.lengths[~store.heldout].tolist()
+        lengths = items.lengths[~items.heldout].tolist()
         now = setup(settings, drafter, lengths, group.world, source)
         set_aside_other_run(run, now, anew=params.force)
     group.barrier()
-    probe = tau_probe(params, store, head) if params.tau_samples else None
+    probe = tau_probe(params, items, head) if params.tau_samples else None
     report = train(
-        store,
+        items,
         head,
         drafter,
         settings,
@@ -76,12 +81,65 @@ def train_here(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
         source=source,
     )
     if group.rank == 0:
-        files.write_json(params.folder / MEMORY, memory_figures(cleared, device))
+        alone = params.source == "store"  # the prediction is of training alone, what is measured of all
+        files.write_json(params.folder / MEMORY, memory_figures(cleared, device) if alone else {})
     return report
 
 
-def drafter_config(params: TrainDrafterParams, store: FeatureStore) -> DrafterConfig:
-    """The drafter's shape, from parameters, target and the store's taps."""
+def open_states(
+    params: TrainDrafterParams, device: torch.device, dtype: torch.dtype
+) -> tuple[FeatureStore | LiveItems, TargetHead]:
+    """The feature store, or the samples and the live target on `device`; and the target's head there in
+    `dtype`.
+    """
+    from dflash_lab.target.loading import load_head, load_target
+
+    if params.source == "store":
+        from dflash_lab.extraction.store import open_store
+
+        store = open_store(params.store_path)
+        return store, load_head(params.target, device=device, dtype=dtype, seed=params.seed)
+    from dflash_lab.drafter.live import LiveItems
+
+    target = load_target(params.target, device=device, dtype=params.dtype, seed=params.seed)
+    if target.is_hybrid:
+        from dflash_lab.extraction.fast.apply import speed_up
+
+        speed_up(target, "auto")
+    items = LiveItems(
+        params.samples_path,
+        target,
+        tap_ids=live_taps(params),
+        context_tokens=params.context_tokens,
+        compile=params.compile,
+    )
+    if target.dtype == dtype:
+        return items, target.head
+    return items, load_head(params.target, device=device, dtype=dtype, seed=params.seed)
+
+
+def open_bare(params: TrainDrafterParams) -> States:
+    """What rows are planned from, without a target: the store, or the samples alone."""
+    from dflash_lab.drafter.live import SampleItems
+    from dflash_lab.extraction.store import open_store
+    from dflash_lab.target.sources import load_config
+
+    if params.source == "store":
+        return open_store(params.store_path)
+    width = load_config(params.target).hidden_size
+    return SampleItems(params.samples_path, width, live_taps(params))
+
+
+def live_taps(params: TrainDrafterParams) -> list[int]:
+    """The layers a live target is tapped at."""
+    from dflash_lab.target.sources import load_config
+    from dflash_lab.target.taps import default_tap_ids
+
+    return params.tap_ids or default_tap_ids(load_config(params.target).num_hidden_layers)
+
+
+def drafter_config(params: TrainDrafterParams, states: States) -> DrafterConfig:
+    """The drafter's shape, from parameters, target and the taps of its states."""
     from dflash_lab.drafter.config import DrafterConfig, resolve_mask_token_id
     from dflash_lab.target.sources import load_config, load_tokenizer
 
@@ -89,12 +147,8 @@ def drafter_config(params: TrainDrafterParams, store: FeatureStore) -> DrafterCo
     tokenizer = None if params.target.startswith("random:") else load_tokenizer(params.target)
     mask, why = resolve_mask_token_id(target.vocab_size, explicit=params.mask_token_id, tokenizer=tokenizer)
     logger.info("masked slots hold token %d: %s", mask, why)
-    if store.hidden_size != target.hidden_size:
-        raise InputError(
-            f"{params.store_path} has states of width {store.hidden_size}, target {params.target} has "
-            f"{target.hidden_size}: the store was made by another target."
-        )
-    _check_made_by(params, store)
+    if params.source == "store":
+        _check_made_by(params, states, target.hidden_size)
     # As DFlash 2 was released: bidirectional in every layer, the convolutions being causal.
     second: dict[str, Any] = dict(
         conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16, is_causal=False
@@ -107,7 +161,7 @@ def drafter_config(params: TrainDrafterParams, store: FeatureStore) -> DrafterCo
         mask_token_id=mask,
         num_layers=params.num_layers,
         block_size=params.block_size,
-        tap_ids=store.tap_ids,
+        tap_ids=states.tap_ids,
         sliding_layers=tuple(params.sliding_layers),
         sliding_window=params.sliding_window,
         **shape,
@@ -115,11 +169,16 @@ def drafter_config(params: TrainDrafterParams, store: FeatureStore) -> DrafterCo
     )
 
 
-def _check_made_by(params: TrainDrafterParams, store: FeatureStore) -> None:
+def _check_made_by(params: TrainDrafterParams, store: Any, hidden_size: int) -> None:
     """Refuse a store of other weights: width alone cannot tell a model from its fine-tune."""
     from dflash_lab.target.identity import identify
     from dflash_lab.target.sources import resolve
 
+    if store.hidden_size != hidden_size:
+        raise InputError(
+            f"{params.store_path} has states of width {store.hidden_size}, target {params.target} has "
+            f"{hidden_size}: the store was made by another target."
+        )
     made = store.manifest.get("target", {})
     now = identify(resolve(params.target), seed=params.seed)
     if made.get("weights") != now["weights"]:
@@ -131,7 +190,7 @@ def _check_made_by(params: TrainDrafterParams, store: FeatureStore) -> None:
         )
 
 
-def train_settings(params: TrainDrafterParams, store: FeatureStore, config: DrafterConfig) -> TrainSettings:
+def train_settings(params: TrainDrafterParams, items: States, config: DrafterConfig) -> TrainSettings:
     """The training room's settings; `epochs` become steps by counting the packed rows."""
     import numpy as np
 
@@ -143,8 +202,8 @@ def train_settings(params: TrainDrafterParams, store: FeatureStore, config: Draf
     steps = params.max_steps
     if not steps:
         rows = PackedRows(
-            store,
-            np.flatnonzero(~store.heldout),
+            items,
+            np.flatnonzero(~items.heldout),
             config,
             context_tokens=params.context_tokens,
             anchors=params.anchors,
@@ -181,13 +240,17 @@ def train_settings(params: TrainDrafterParams, store: FeatureStore, config: Draf
     )
 
 
-def source_of(params: TrainDrafterParams, store: FeatureStore) -> dict[str, Any]:
-    """Where states and first weights come from: the store's identity, and the checkpoint started from."""
+def source_of(params: TrainDrafterParams, states: Any) -> dict[str, Any]:
+    """Where states and first weights come from: the identity of the store, or of samples and target; and the
+    checkpoint started from.
+    """
     from dflash_lab.drafter.checkpoint import WEIGHTS
     from dflash_lab.files import checksum
 
     first = checksum(Path(params.start_from) / WEIGHTS) if params.start_from else f"seed {params.seed}"
-    return {"store": store.manifest, "first_weights": first}
+    if params.source == "live":
+        return {"live": states.source(), "first_weights": first}
+    return {"store": states.manifest, "first_weights": first}
 
 
 def set_aside_other_run(run: Path, setup: dict[str, Any], *, anew: bool) -> None:
@@ -211,7 +274,7 @@ def set_aside_other_run(run: Path, setup: dict[str, Any], *, anew: bool) -> None
     logger.info("the earlier run (%s) is kept as %s", why, other)
 
 
-def tau_probe(params: TrainDrafterParams, store: FeatureStore, head: Any) -> Any:
+def tau_probe(params: TrainDrafterParams, store: Items, head: Any) -> Any:
     """Chained acceptance length on the first held-out samples, as decoding would walk them."""
     import numpy as np
 

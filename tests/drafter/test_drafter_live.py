@@ -1,0 +1,207 @@
+"""A live target gives the states a store would hold; training from it is training from the store."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from support.tiny_drafters import relative_error
+from support.tiny_targets import VOCAB_SIZE
+
+from dflash_lab.data.samples import Sample, write_samples
+from dflash_lab.drafter.config import DrafterConfig
+from dflash_lab.drafter.journal import read_journal
+from dflash_lab.drafter.live import LiveItems
+from dflash_lab.drafter.live_forward import ATTENTION, RowForward
+from dflash_lab.drafter.loss.config import LossConfig
+from dflash_lab.drafter.model import Drafter
+from dflash_lab.drafter.optimizer import OptimizerConfig
+from dflash_lab.drafter.rows import PackedRows, padded
+from dflash_lab.drafter.settings import TrainSettings
+from dflash_lab.drafter.train import train
+from dflash_lab.errors import InputError
+from dflash_lab.extraction.loop import extract
+from dflash_lab.extraction.store import open_store
+from dflash_lab.target.loading import load_target
+
+TAPS = [1, 3, 5]
+LENGTHS = [20, 31, 17, 44, 25, 38, 29, 33, 18, 40, 22, 27, 35, 90]
+CONTEXT = 80  # the longest sample is cut
+KINDS = {"llama": "packed", "qwen3": "packed", "qwen3_moe": "packed", "qwen3_5": "padded"}
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    path = tmp_path_factory.mktemp("live") / "samples.parquet"
+    generator = np.random.default_rng(0)
+    rows = [
+        Sample(f"s{i}", generator.integers(0, 256, n), (np.arange(n) >= n // 3).astype(np.uint8), "test")
+        for i, n in enumerate(LENGTHS)
+    ]
+    write_samples(path, rows, heldout_fraction=0.3, provenance={"test": True})
+    return path
+
+
+def live(samples, folder, **changes) -> LiveItems:
+    return LiveItems(
+        samples, load_target(str(folder)), tap_ids=TAPS, context_tokens=changes.pop("context", CONTEXT)
+    )
+
+
+class Stored(list):
+    """A store's items in the order of the samples file."""
+
+    def __init__(self, store, hashes):
+        super().__init__(store[store.find(name)] for name in hashes)
+
+    @property
+    def lengths(self):
+        return np.array([len(item) for item in self])
+
+    @property
+    def heldout(self):
+        return np.array([item.heldout for item in self])
+
+
+def stored(samples, folder, tmp_path, hashes) -> Stored:
+    extract(load_target(str(folder)), samples, tmp_path / "store", tap_ids=TAPS, token_budget=256,
+            max_batch=8, store_final=True)  # fmt: skip
+    return Stored(open_store(tmp_path / "store"), hashes)
+
+
+def drafter_for(folder) -> Drafter:
+    target = load_target(str(folder), with_head=False)
+    config = DrafterConfig.from_target(
+        target.config, mask_token_id=VOCAB_SIZE - 1, num_layers=2, block_size=4, tap_ids=TAPS
+    )
+    return Drafter(config).initialize(torch.Generator().manual_seed(0))
+
+
+def settings(**changes) -> TrainSettings:
+    values = dict(max_steps=6, context_tokens=CONTEXT, anchors=24, eval_rows=2, log_every=2, eval_every=3,
+                  checkpoint_every=2, noise_std=0.02, loss=LossConfig(hard_weight=0.85, soft_weight=0.15),
+                  optimizer=OptimizerConfig(lr=2e-3))  # fmt: skip
+    return TrainSettings(**{**values, **changes})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_live_rows_are_the_rows_of_a_store(samples, tiny_target, tmp_path, kind):
+    items = live(samples, tiny_target(kind))
+    assert items.forward.path == KINDS[kind]
+    wanted = stored(samples, tiny_target(kind), tmp_path, items.hashes)
+    config = drafter_for(tiny_target(kind)).config
+    rows = [
+        PackedRows(source, range(len(LENGTHS)), config, context_tokens=CONTEXT, anchors=24, seed=0, pad=True)
+        for source in (items, wanted)
+    ]
+    assert rows[0].count(0) == rows[1].count(0) > 3
+    for index in range(rows[0].count(0)):
+        bare, full = (source.row(0, index) for source in rows)
+        assert bare.taps.shape == (CONTEXT, 0)
+        found = items.fill(bare, 0, index)
+        assert len(found.layout.segments) > 1 or found.tokens == CONTEXT
+        for name in ("taps", "final"):
+            mine, theirs = getattr(found, name), getattr(full, name)
+            assert mine.dtype == theirs.dtype == torch.bfloat16
+            # Batches of another shape round the last bit of fp32 differently, which may flip one of bf16.
+            assert relative_error(mine, theirs) < 5e-4, name
+            assert not mine[found.tokens :].any()
+        for name in ("input_ids", "labels", "slot_mask", "block_ids", "target_rows"):
+            assert torch.equal(getattr(found, name), getattr(full, name)), name
+    item, full = items[len(LENGTHS) - 1], wanted[len(LENGTHS) - 1]
+    assert len(item) == CONTEXT and relative_error(item.taps, full.taps[:CONTEXT]) < 5e-4
+
+
+def test_documents_do_not_see_each_other(samples, tiny_target):
+    """What a neighbour says changes nothing, and a row's states do not depend on where a document stands."""
+    items = live(samples, tiny_target("llama"))
+    bounds = [(0, 30), (30, 61)]
+    ids = torch.randint(0, 256, (61,), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(30), torch.arange(31)])
+    taps, final = items.forward(ids, positions, bounds)
+    ids[:30] = 7
+    other, other_final = items.forward(ids, positions, bounds)
+    assert torch.equal(taps[30:], other[30:]) and torch.equal(final[30:], other_final[30:])
+    assert not torch.equal(taps[:30], other[:30])
+
+
+def test_a_target_whose_packed_forward_differs_runs_padded(samples, tiny_target, caplog, monkeypatch):
+    """The proof, not a list of names, decides."""
+    from dflash_lab.drafter import live_forward
+
+    monkeypatch.setattr(live_forward, "_attend", lambda q, k, v, scale, window: q + 1.0)
+    target = load_target(str(tiny_target("llama")))
+    before = target.body.config._attn_implementation
+    with caplog.at_level("INFO"):
+        forward = RowForward(target, TAPS, row_tokens=CONTEXT, longest=40)
+    assert forward.path == "padded" and "differs from plain" in caplog.text
+    assert target.body.config._attn_implementation == before != ATTENTION
+    ids = torch.arange(50) % 256
+    taps, _ = forward(ids, torch.arange(50), [(0, 20), (20, 50)])
+    plain = torch.cat(forward._plain(ids[None, 20:])[:-1], dim=-1)[0]
+    assert relative_error(taps[20:], plain) < 5e-3
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
+def test_training_live_equals_training_from_a_store(samples, tiny_target, tmp_path, kind):
+    folder = tiny_target(kind)
+    items = live(samples, folder)
+    wanted = stored(samples, folder, tmp_path, items.hashes)
+    reports, drafters = [], []
+    for name, source in (("live", items), ("stored", wanted)):
+        drafter = drafter_for(folder)
+        reports.append(train(source, items.target.head, drafter, settings(), folder=tmp_path / name))
+        drafters.append(drafter)
+    for mine, theirs in zip(*(d.parameters() for d in drafters), strict=True):
+        assert relative_error(mine.data, theirs.data) < 2e-3
+    assert reports[0].context_tokens == reports[1].context_tokens
+    assert reports[0].last["agreement"] == pytest.approx(reports[1].last["agreement"], abs=0.02)
+    losses = [
+        [r["loss"] for r in read_journal(tmp_path / n) if r["kind"] == "step"] for n in ("live", "stored")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and len(losses[0]) == 6
+
+
+def test_killed_and_resumed_live_run_repeats_the_whole_one(samples, tiny_target, tmp_path):
+    folder = tiny_target("llama")
+    whole = drafter_for(folder)
+    items = live(samples, folder)
+    train(items, items.target.head, whole, settings(), folder=tmp_path / "whole", source=items.source())
+
+    def stop(description, done, total, **facts):
+        if done == 3:
+            raise KeyboardInterrupt
+
+    cut = live(samples, folder)
+    with pytest.raises(KeyboardInterrupt):
+        train(cut, cut.target.head, drafter_for(folder), settings(), folder=tmp_path / "cut",
+              on_progress=stop, source=cut.source())  # fmt: skip
+    resumed = drafter_for(folder)
+    train(cut, cut.target.head, resumed, settings(), folder=tmp_path / "cut", source=cut.source())
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+def test_a_run_of_other_samples_or_weights_is_not_gone_on_with(samples, tiny_target):
+    items = live(samples, tiny_target("llama"))
+    source = items.source()
+    items.heldout = ~items.heldout
+    assert items.source() != source
+    assert live(samples, tiny_target("qwen3")).source()["target"] != source["target"]
+
+
+def test_tokens_outside_the_vocabulary_are_refused(samples, tiny_target, tmp_path):
+    path = tmp_path / "samples.parquet"
+    write_samples(path, [Sample("a", np.array([1, 2, 900]), np.array([0, 1, 1]), "t")], heldout_fraction=0.0,
+                  provenance={})  # fmt: skip
+    with pytest.raises(InputError, match=r"token 900.*0\.\.287"):
+        live(path, tiny_target("llama"))
+
+
+def test_padding_a_bare_row_keeps_it_bare(samples, tiny_target):
+    items = live(samples, tiny_target("llama"))
+    config = drafter_for(tiny_target("llama")).config
+    row = PackedRows(items, [0, 1], config, context_tokens=CONTEXT, anchors=4, seed=0).row(0, 0)
+    assert padded(row, CONTEXT, 8, config).taps.shape == (CONTEXT, 0)
+    assert dataclasses.replace(row).final is None
