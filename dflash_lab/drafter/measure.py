@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dflash_lab.drafter.metrics import Tally
+from dflash_lab.drafter.outcomes import catch_up
 from dflash_lab.drafter.resume import keep_best
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 def log(run: Trainer) -> None:
     """Write the means over the steps since the last log."""
+    catch_up(run)
     sums = run.window.reduced(run.group.total)
     run.window = Tally(run.drafter.config.block_size, run.head.weight.device)
     if run.journal:
@@ -37,6 +39,7 @@ def evaluate(run: Trainer) -> None:
     """Measure the fixed held-out rows; keep the best drafter."""
     if not run.heldout:
         return
+    catch_up(run)
     run.drafter.eval()
     tally = Tally(run.drafter.config.block_size, run.head.weight.device)
     world = run.group.world

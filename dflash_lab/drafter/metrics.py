@@ -10,6 +10,7 @@ data sets.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -27,30 +28,31 @@ class Tally:
     """Running sums on one device; `add` never waits for it, `report` does."""
 
     def __init__(self, block_size: int, device: torch.device | str) -> None:
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float64, device=device)
-
-        self.sums: dict[str, Tensor] = {
-            "slots": zeros(block_size),  # counted slots by position
-            "correct": zeros(block_size),
-            "reached": zeros(block_size),  # counted slots whose predecessors are all correct
-            "accepted": zeros(block_size),  # ... and that are correct themselves
-            "blocks": zeros(),
-            "top_k": zeros(len(TOP_K)),
-            "ce": zeros(),
-            "kl": zeros(),
-            "entropy": zeros(),
-            "agree": zeros(),
-            "judged": zeros(),  # slots with a target argmax
-            "bin_count": zeros(BINS),
-            "bin_confidence": zeros(BINS),
-            "bin_correct": zeros(BINS),
-            "selected": zeros(),  # slots where DFlash 2's selector, told the slot before, chose the label
-            "selected_run": zeros(),
-            "selectable": zeros(),
-            "loss": zeros(),
-            "denominator": zeros(),
+        shapes: dict[str, tuple[int, ...]] = {
+            "slots": (block_size,),  # counted slots by position
+            "correct": (block_size,),
+            "reached": (block_size,),  # counted slots whose predecessors are all correct
+            "accepted": (block_size,),  # ... and that are correct themselves
+            "blocks": (),
+            "top_k": (len(TOP_K),),
+            "ce": (),
+            "kl": (),
+            "entropy": (),
+            "agree": (),
+            "judged": (),  # slots with a target argmax
+            "bin_count": (BINS,),
+            "bin_confidence": (BINS,),
+            "bin_correct": (BINS,),
+            "selected": (),  # slots where DFlash 2's selector, told the slot before, chose the label
+            "selected_run": (),
+            "selectable": (),
+            "loss": (),
+            "denominator": (),
         }
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        self.flat = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+        parts = zip(shapes.items(), self.flat.split(sizes), strict=True)
+        self.sums: dict[str, Tensor] = {name: part.view(shape) for (name, shape), part in parts}
 
     @torch.no_grad()
     def add(self, row: RowLoss) -> None:
@@ -89,16 +91,13 @@ class Tally:
 
     def reduced(self, total: Callable[[Tensor], Tensor]) -> Tally:
         """A copy with `total` (a sum over processes) applied to all sums at once."""
-        flat = total(torch.cat([value.flatten() for value in self.sums.values()]))
-        parts = flat.split([value.numel() for value in self.sums.values()])
-        copy = Tally(len(self.sums["slots"]), flat.device)
-        copy.load({n: p.view(v.shape) for (n, v), p in zip(self.sums.items(), parts, strict=True)})
+        copy = Tally(len(self.sums["slots"]), self.flat.device)
+        copy.flat.copy_(total(self.flat))
         return copy
 
-    def merge(self, other: Tally) -> None:
-        """Add the sums of another tally."""
-        for name, value in self.sums.items():
-            value += other.sums[name]
+    def merge(self, other: Tally, where: Tensor | None = None) -> None:
+        """Add the sums of another tally, or, with a false flag `where` on the device, nothing."""
+        self.flat += other.flat if where is None else torch.where(where, other.flat, 0)
 
     def load(self, sums: dict[str, Tensor]) -> None:
         """Take over sums that `self.sums` gave."""
@@ -107,7 +106,7 @@ class Tally:
 
     def report(self) -> dict[str, Any]:
         """Headline numbers and per-position lists (slots 1 .. B-1). A ratio without data is None."""
-        sums = {name: tensor.cpu() for name, tensor in self.sums.items()}
+        sums = self._on_host()
         slots = float(sums["slots"].sum())
         bins = sums["bin_count"]
         gap = (sums["bin_confidence"] - sums["bin_correct"]).abs().sum()
@@ -133,6 +132,11 @@ class Tally:
             hits = _ratio(sums["top_k"][i], sums["blocks"])
             report[f"top{k}_streak"] = None if hits is None else 1 + hits
         return report
+
+    def _on_host(self) -> dict[str, Tensor]:
+        copy = Tally(len(self.sums["slots"]), "cpu")
+        copy.flat.copy_(self.flat)
+        return copy.sums
 
 
 def _ratio(above: Tensor | float, below: Tensor | float) -> float | None:

@@ -33,7 +33,7 @@ def add_noise(taps: Tensor, std: float, generator: torch.Generator) -> Tensor:
     device.
     """
     noise = torch.rand(taps.shape, generator=generator, device=taps.device, dtype=torch.float32)
-    return taps + ((noise * 2 - 1) * std).to(taps.dtype)
+    return noise.mul_(2).sub_(1).mul_(std).to(taps.dtype).add_(taps)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class Single:
 
     def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Norm of all gradients together."""
-        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        return total_norm([p.grad for p in parameters if p.grad is not None])
 
     def barrier(self) -> None:
         """Wait for the other processes."""
@@ -140,8 +140,14 @@ class Sharded(Replicated):
         optimizer.load({**tensors, **shared}, steps)
 
     def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        norm = super().grad_norm(parameters)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        grads = [p.grad for p in parameters if p.grad is not None]
+        share = total_norm([g.to_local() if isinstance(g, DTensor) else g for g in grads])
+        return self.total(share.square()).sqrt()
+
+
+def total_norm(grads: list[Tensor]) -> Tensor:
+    """Norm of all tensors together, summed in fp32 whatever their type; waits for nothing."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)))
 
 
 def _shared(whole: Tensor, like: Tensor) -> Tensor:

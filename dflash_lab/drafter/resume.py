@@ -9,6 +9,7 @@ from dflash_lab import files
 from dflash_lab.drafter import state as states
 from dflash_lab.drafter.checkpoint import save_checkpoint
 from dflash_lab.drafter.loss.plan import ChunkPlan
+from dflash_lab.drafter.outcomes import catch_up
 from dflash_lab.errors import InputError
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 def save(run: Trainer) -> None:
     """Write a checkpoint from which the run goes on exactly."""
+    catch_up(run)
     weights = run.group.whole(run.drafter.state_dict())
     tensors = run.group.whole(run.optimizer.tensors())
     window = run.window.reduced(run.group.total).sums

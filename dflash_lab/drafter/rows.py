@@ -108,6 +108,12 @@ class Row:
         """The same in pinned host memory, from where copies to a GPU overlap with its work."""
         return self._map(lambda tensor: tensor.pin_memory())
 
+    def tensors(self) -> list[Tensor]:
+        """What `to` copies."""
+        found: list[Tensor] = []
+        self._map(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        return found
+
     def _map(self, change: Callable[[Tensor], Tensor]) -> Row:
         return dataclasses.replace(
             self,

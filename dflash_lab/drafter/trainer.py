@@ -5,6 +5,9 @@ A step sums the losses of `accumulate` packed rows, divides gradients once by th
 only when the weights are), clips, and moves the weights. All randomness is a function of the seed and the
 place in the data, so model, optimizer and place are the whole state, and on a CPU a resumed run repeats the
 uninterrupted one bit for bit.
+
+On CUDA the host works one step ahead: a step's verdict is reached on the device, its numbers are read when
+the next one has been started, and everything that writes or saves catches up first.
 """
 
 from __future__ import annotations
@@ -22,18 +25,21 @@ import torch
 
 from dflash_lab.drafter import state as states
 from dflash_lab.drafter.anchors import stream_seed
-from dflash_lab.drafter.guard import Guard
+from dflash_lab.drafter.feed import Fed, feed
+from dflash_lab.drafter.guard import FINE, Guard
 from dflash_lab.drafter.journal import Journal
 from dflash_lab.drafter.measure import evaluate, log
 from dflash_lab.drafter.metrics import Tally
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.objective import Objective, add_noise
 from dflash_lab.drafter.optimizer import Optimizer
+from dflash_lab.drafter.outcomes import Outcomes, catch_up, settle
 from dflash_lab.drafter.parallel import Single
 from dflash_lab.drafter.resume import resume, save
 from dflash_lab.drafter.rows import Items, PackedRows, Row, Unfilled, prefetch
 from dflash_lab.drafter.schedule import learning_rate_factor
 from dflash_lab.drafter.settings import TrainSettings
+from dflash_lab.drafter.warm import warm_up
 from dflash_lab.errors import InputError
 
 if TYPE_CHECKING:
@@ -53,7 +59,8 @@ class TrainReport:
 
     steps: int
     skipped: int
-    seconds: float  # in steps, without evaluation and checkpoints
+    seconds: float  # in steps, without evaluation, checkpoints and the compilation before the first
+    compile_seconds: float
     context_tokens: int  # target states read, over all processes
     blocks: int
     loader_share: float  # of step time spent waiting for rows
@@ -102,9 +109,12 @@ class Trainer:
             self.heldout = [row.to("cpu") for row in filled]
         self.model = group.wrap(drafter)
         self.optimizer = Optimizer(drafter.named_parameters(), settings.optimizer)
-        self.guard = Guard(settings.explode_factor, settings.max_bad_steps, folder / "bad")
+        self.guard = Guard(settings.explode_factor, settings.max_bad_steps, folder / "bad", self.device)
+        self.outcomes = Outcomes()
+        self.tail = 0.0  # seconds of the last step that came after its numbers were on their way
         self.window = Tally(config.block_size, head.weight.device)  # since the last log
         self.journal: Journal | None = None
+        self.compile_seconds = 0.0
         self.setup = states.setup(settings, drafter, self.rows.lengths, group.world, source)
         self.place: dict[str, Any] = dict(
             step=0,
@@ -135,7 +145,8 @@ class Trainer:
                 self.live.begin(self.place["epoch"], self.place["index"])
             if self.step == 0:
                 evaluate(self)
-            with contextlib.closing(prefetch(self.stream())) as stream:
+            self.compile_seconds = warm_up(self)
+            with contextlib.closing(prefetch(feed(self.stream(), self.device))) as stream:
                 while self.step < settings.max_steps and self.progress < 1.0:
                     self.train_step(stream)
                     self.require_blocks()
@@ -167,45 +178,54 @@ class Trainer:
             for i in range(index, self.rows.count(epoch)):
                 if turn % world == rank:
                     row = self.rows.row(epoch, i)
-                    yield epoch, i, row.pinned() if self.device.type == "cuda" else row
+                    yield epoch, i, row
                 turn += 1
             epoch, index = epoch + 1, 0
 
-    def train_step(self, stream: Iterator[tuple[int, int, Row]]) -> None:
+    def train_step(self, stream: Iterator[Fed]) -> None:
         """One optimizer step, or a skipped one."""
-        settings, place = self.settings, self.place
+        settings = self.settings
         started = time.perf_counter()
+        settle(self, keep=1 if self.device.type == "cuda" else 0)
+        asked = time.perf_counter()
         batch = [next(stream) for _ in range(settings.accumulate)]
-        waited = time.perf_counter() - started
+        waited = time.perf_counter() - asked
         nominal = settings.anchors * (self.drafter.config.block_size - 1) * settings.accumulate
         self.drafter.train()
         tally = Tally(self.drafter.config.block_size, self.head.weight.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, denominator
-        for number, (epoch, index, host_row) in enumerate(batch):
-            row = host_row.to(self.device)
+        for number, fed in enumerate(batch):
+            row = fed.arrived()
             if self.live is not None:
-                row = self.live.fill(row, epoch, index)
+                row = self.live.fill(row, fed.epoch, fed.index)
             taps = row.taps.to(self.drafter.fc.weight.dtype)
             if settings.noise_std:
                 generator = torch.Generator(self.device)
-                generator.manual_seed(stream_seed("noise", settings.seed, epoch, index))
+                generator.manual_seed(stream_seed("noise", settings.seed, fed.epoch, fed.index))
                 taps = add_noise(taps, settings.noise_std, generator)
             self.group.exchange(self.model, number + 1 == len(batch))
             loss = self.objective(self.model, self.drafter, row, taps, teacher=False)
             (loss.total / nominal).backward()
             sums += torch.stack([loss.total.detach(), loss.below]).to(sums)
             tally.add(loss)
-        if self.apply(sums, nominal, [row for _, _, row in batch]):
-            self.window.merge(tally)
+        rows = [fed.host for fed in batch]
+        spent = time.perf_counter() - started + self.tail
+        world = self.group.world
+        facts = [
+            sum(row.tokens for row in rows),
+            sum(row.blocks for row in rows),
+            spent / world,
+            waited / world,
+        ]
         self.advance(len(batch))
-        place["tokens"] += self.group.count(sum(row.tokens for *_, row in batch))
-        place["blocks"] += self.group.count(sum(row.blocks for *_, row in batch))
-        place["waited"] += waited
-        place["seconds"] += self.group.longest(time.perf_counter() - started)
+        self.window.merge(tally, self.apply(sums, facts, nominal, rows))
+        self.tail = time.perf_counter() - started + self.tail - spent
 
     def require_blocks(self) -> None:
         """Refuse to go on when an epoch, or the whole run, had no place to start a block in."""
         place, settings = self.place, self.settings
+        if not place["blocks"] and (place["epoch"] or self.step >= settings.max_steps):
+            catch_up(self)
         if not place["blocks"] and (place["epoch"] or self.step >= settings.max_steps):
             raise InputError(
                 "no training sample has two answer tokens in a row within its first "
@@ -213,28 +233,29 @@ class Trainer:
                 "masks that prepare shows, or raise context_tokens."
             )
 
-    def apply(self, sums: torch.Tensor, nominal: int, rows: list[Row]) -> bool:
-        """Judge the gradients and move the weights; whether it did. Drops the gradients, counts the step."""
-        settings = self.settings
-        total, below = self.group.total(sums).tolist()
-        loss = total / below if below else 0.0
-        scale = nominal * self.group.world / below if below else 0.0
-        norm = float(self.group.grad_norm(self.drafter.parameters())) * scale if below else 0.0
+    def apply(self, sums: torch.Tensor, facts: list[float], nominal: int, rows: list[Row]) -> torch.Tensor:
+        """Judge the gradients, move the weights or not, and drop the gradients; whether they moved, on the
+        device. `facts` are this process's tokens, blocks, and shares of seconds and of those waited.
+        """
+        settings, group = self.settings, self.group
+        known = torch.tensor(facts, dtype=torch.float64).to(self.device, non_blocking=True)
+        summed = group.total(torch.cat([sums, known]))
+        total, below = summed[0], summed[1]
+        some = below > 0
+        loss = torch.where(some, total / below, 0.0)
+        scale = torch.where(some, nominal * group.world / below, 0.0)
+        norm = group.grad_norm(self.drafter.parameters()).double() * scale
+        fault, usual = self.guard.judge(loss, norm, below)
+        good = fault == FINE
         factor = learning_rate_factor(self.progress, settings.warmup, settings.floor)
-        fault = self.guard.fault(loss, norm) if below else "no slot counts in any row of this step"
-        self.place["step"] += 1
-        if not fault:
-            clip = min(1.0, settings.clip_norm / norm) if settings.clip_norm and norm else 1.0
-            self.optimizer.step(factor, scale * clip)
+        if settings.clip_norm:
+            scale = scale * (settings.clip_norm / norm).clamp(max=1.0)
+        self.optimizer.step(factor, scale, good)
         self.optimizer.zero_grad()
-        if self.journal:
-            lr = settings.optimizer.lr * factor
-            seen = dict(loss=loss, grad_norm=norm) if below else dict(loss=None, grad_norm=None)
-            self.journal.write("step", self.step, **seen, lr=lr, skipped=fault or None)
-        if fault and below:
-            logger.warning("step %d skipped: %s", self.step, fault)
-            self.guard.skip(self.step, fault, rows, self.group.rank)
-        return not fault
+        self.place["step"] += 1
+        values = torch.cat([torch.stack([loss, norm, fault, usual, below]), summed[2:]])
+        self.outcomes.add(self.step, settings.optimizer.lr * factor, rows, values)
+        return good
 
     def advance(self, rows: int) -> None:
         """Move our place behind the rows that all processes have used."""
@@ -267,6 +288,7 @@ class Trainer:
             steps=self.step,
             skipped=self.guard.skipped,
             seconds=place["seconds"],
+            compile_seconds=self.compile_seconds,
             context_tokens=place["tokens"],
             blocks=place["blocks"],
             loader_share=place["waited"] / max(place["seconds"], 1e-9),

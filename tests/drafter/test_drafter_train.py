@@ -210,12 +210,12 @@ def test_checkpoints_are_rotated_and_whole(tmp_path):
 
 def test_time_limit_ends_the_run_with_a_low_rate(tmp_path, monkeypatch):
     ticks = iter(range(10**6))
-    clock = SimpleNamespace(perf_counter=lambda: next(ticks) * 0.05)  # three looks a step: 0.1 s each
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) * 0.025)  # five looks a step: 0.1 s each
     monkeypatch.setattr("dflash_lab.drafter.trainer.time", clock)
     chosen = settings(max_steps=100_000, time_limit_s=1.0, eval_every=100_000, checkpoint_every=100_000)
     report = train(tiny_items(), tiny_head(), fresh(), chosen, folder=tmp_path)
     steps = records(tmp_path, "step")
-    assert 9 <= report.steps <= 11 and report.seconds >= 1.0
+    assert 10 <= report.steps <= 13 and report.seconds >= 1.0  # a step's time is known one step later
     assert steps[-1]["lr"] < 0.1 * max(r["lr"] for r in steps)
     assert report.last["step"] == report.steps
 
