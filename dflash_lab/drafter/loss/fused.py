@@ -193,6 +193,8 @@ def _weighted(terms: Terms, config: LossConfig) -> dict[str, tuple[float, Tensor
         if terms.kl is not None and config.lk_weight:
             lam = lk_mixture(terms.tv, config)
             found["lk"] = (config.lk_weight, total(lam * terms.kl + (1 - lam) * terms.tv))
+    if terms.reached is not None:
+        found["length"] = (config.length_weight, total(1 - terms.reached))
     return found
 
 
@@ -218,7 +220,7 @@ def _result(total: Tensor, terms: Terms, job: Job, shape: torch.Size) -> DraftLo
         tv=None if terms.tv is None else place(terms.tv),
         target_argmax=None if terms.target_argmax is None else place(terms.target_argmax, -1),
     )
-    count = torch.tensor(job.selection.rows, device=total.device)
+    count = torch.full((), job.selection.rows, device=total.device)  # a copied number would wait
     weight_sum = terms.weight.sum(dtype=torch.float64).to(terms.weight.dtype)
     return DraftLoss(total, weight_sum, count, sums, rows)
 

@@ -50,7 +50,8 @@ def check_tensors(
     if target_hidden is None:
         if config.needs_target:
             raise InputError(
-                "target_hidden is missing: soft_weight, tv_weight, lk_weight and label_source='argmax' need "
+                "target_hidden is missing: soft_weight, tv_weight, lk_weight, label_source='argmax' and "
+                "acceptance='overlap' need "
                 "the target's hidden states after its final norm, [rows, hidden size], and target_rows."
             )
         if target_rows is not None or target_head is not None:

@@ -56,7 +56,7 @@ class DraftLoss:
     outside, so
         that accumulation and data-parallel ranks stay exact.
     sums: detached weighted sums of the terms without their factors ('ce', 'kl' (times T^2), 'cap', 'tv',
-    'lk'), so that
+    'lk', 'length'), so that
         total = scale * sum of factor * sums[term], and the count 'correct'.
     """
 

@@ -22,7 +22,7 @@ from dflash_lab.drafter.loss.selection import Chunk, Selection, upload
 from dflash_lab.drafter.loss.shard import VocabShard
 from dflash_lab.drafter.loss.teacher import Teacher
 from dflash_lab.drafter.loss.terms import Rows, TargetTerms, Terms, finish_drafter, finish_target
-from dflash_lab.drafter.loss.weighting import Coefficients, coefficients, row_weights
+from dflash_lab.drafter.loss.weighting import Coefficients, Length, coefficients, length, row_weights
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,9 @@ def sweep(hidden: Tensor, job: Job, *, want_gradient: bool) -> tuple[Tensor | No
     """Return (scale * d total / d hidden [A, B, H] or None, terms of the live rows)."""
     chosen, target = job.selection, job.target_states is not None
     overlap = target and job.config.needs_overlap
-    terms = Terms.empty(chosen.label, chosen.weight, target=target, overlap=overlap)
+    terms = Terms.empty(
+        chosen.label, chosen.weight, target=target, overlap=overlap, length=job.config.length_weight > 0
+    )
     grad = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if want_gradient else None
     if chosen.chunks:
         _Sweep(hidden, job, terms, grad).run()
@@ -68,7 +70,8 @@ class _Sweep:
         self.part = torch.empty(most, size, dtype=self.logits.dtype, device=device)
         self.logit_grad = None if grad is None else logit_buffer(most, vocab, hidden.dtype, device)
         self.flat = hidden.view(-1, size) if hidden.is_contiguous() else None
-        fixed = self.config.weighting == "given" and not self.config.lk_weight
+        varies = self.config.lk_weight or self.config.length_weight
+        fixed = self.config.weighting == "given" and not varies
         self.fixed = coefficients(terms, self.config, job.scale) if fixed else None
 
     def run(self) -> None:
@@ -77,6 +80,8 @@ class _Sweep:
             rows = self.project(chunk, out)
             if self.grad is None or self.logit_grad is None:
                 self.fill_terms(chunk, rows, out)
+                if self.config.length_weight:
+                    self.length(chunk, out)
                 continue
             g = self.logit_grad[: chunk.rows]
             lost, scale = self.logit_gradient(chunk, rows, out, g)
@@ -115,7 +120,11 @@ class _Sweep:
         """
         row_pass, config = self.job.row_pass, self.config
         alone = (
-            rows.s is None and self.job.shard is None and config.hard_weight > 0 and not config.logit_softcap
+            rows.s is None
+            and self.job.shard is None
+            and config.hard_weight > 0
+            and not config.logit_softcap
+            and not config.length_weight
         )
         if row_pass.one_pass_hard and alone:
             lost, scale = row_pass.hard_gradient(rows, out, config, g)
@@ -132,7 +141,24 @@ class _Sweep:
     def factors(self, chunk: Chunk, out: Terms) -> Coefficients:
         if self.fixed is not None:
             return self.fixed.slice(chunk.start, chunk.end)
-        return coefficients(out, self.config, self.job.scale)
+        hanging = self.length(chunk, out) if self.config.length_weight else None
+        return coefficients(out, self.config, self.job.scale, hanging)
+
+    def length(self, chunk: Chunk, out: Terms) -> Length:
+        """The length term of a chunk whose other terms are there; fills `reached`."""
+        chosen, part = self.job.selection, slice(chunk.start, chunk.end)
+        if self.config.overlaps:
+            assert out.tv is not None
+            acceptance = 1 - out.tv
+        else:
+            acceptance = torch.exp(-out.ce)
+        block_of = chosen.block_of[part]
+        found = length(
+            acceptance, out.weight, block_of - block_of[0], chosen.slot[part], self.hidden.shape[1]
+        )
+        assert out.reached is not None
+        out.reached.copy_(found.reached)
+        return found
 
     def fill_terms(self, chunk: Chunk, rows: Rows, out: Terms) -> Rows:
         """Fill the terms of a chunk; return its rows with the target's terms in place."""

@@ -96,9 +96,12 @@ class Terms:
     target_argmax: Tensor | None = None  # int64
     tv: Tensor | None = None
     below: Tensor | None = None  # sum of p over tokens with p < q
+    reached: Tensor | None = None  # probability that the block is accepted up to this slot
 
     @classmethod
-    def empty(cls, label: Tensor | None, weight: Tensor, *, target: bool, overlap: bool) -> Terms:
+    def empty(
+        cls, label: Tensor | None, weight: Tensor, *, target: bool, overlap: bool, length: bool = False
+    ) -> Terms:
         """Allocate the terms of all live rows; chunks write into slices of them. `label` and `weight` are
         kept if final.
         """
@@ -123,6 +126,7 @@ class Terms:
             target_argmax=whole() if target else None,
             tv=floats() if overlap else None,
             below=floats() if overlap else None,
+            reached=floats() if length else None,
         )
 
     def slice(self, start: int, end: int) -> Terms:

@@ -1,9 +1,11 @@
 """From a chunk's terms to each row's coefficients: the given weights, D-PACE's block weights, the LK hybrid's
-mixture.
+mixture, the length term.
 
 This step stands between the pass that computes the terms and the pass that writes the gradient, because
-D-PACE needs the cross-entropies of a whole block and the LK hybrid the row's TV. Both are held constant (no
-gradient flows through them).
+D-PACE and the length term need the acceptances of a whole block and the LK hybrid the row's TV. D-PACE's and
+LK's numbers are held constant (no gradient flows through them). The length term needs no more than that
+either: a product's derivative by one factor is the product of the others, so in each row its gradient is a
+number times that of the row's own acceptance, which is that of CE or of TV.
 """
 
 from __future__ import annotations
@@ -68,12 +70,41 @@ def dpace_weights(ce: Tensor, place: tuple[Tensor, Tensor], blocks: int, block: 
     return reached.flip(1).cumsum(1).flip(1)[place]
 
 
+@dataclass(frozen=True)
+class Length:
+    """The length term of whole blocks, all [n]: `reached` P_k = A_1 ... A_k, and `gain` -d(sum of weight *
+    P) / d(minus log A_k) = the weighted P_j that hang on slot k, sum over live j >= k.
+    """
+
+    reached: Tensor
+    gain: Tensor
+    acceptance: Tensor
+
+
+SMALLEST = 1e-30  # acceptance: what hangs on a slot is divided by it
+
+
+def length(acceptance: Tensor, weight: Tensor, block_of: Tensor, slot: Tensor, block: int) -> Length:
+    """The length term for the live rows of whole blocks; `block_of`, `slot`, `block` as in `row_weights`."""
+    blocks = int(block_of[-1]) + 1
+    place = (upload(block_of, slot.device), slot)
+    chain = torch.ones(blocks, block, dtype=acceptance.dtype, device=acceptance.device)
+    chain[place] = acceptance.clamp_min(SMALLEST)
+    chain = chain.cumprod(1)
+    hanging = torch.zeros_like(chain)
+    hanging[place] = chain[place] * weight
+    hanging = hanging.flip(1).cumsum(1).flip(1)
+    return Length(chain[place], hanging[place], acceptance.clamp_min(SMALLEST))
+
+
 def lk_mixture(tv: Tensor, config: LossConfig) -> Tensor:
     """The LK hybrid's share of KL, lam = exp(-decay * (1 - TV)), [n]."""
     return torch.exp(-config.lk_decay * (1 - tv))
 
 
-def coefficients(terms: Terms, config: LossConfig, scale: Tensor | None) -> Coefficients:
+def coefficients(
+    terms: Terms, config: LossConfig, scale: Tensor | None, hanging: Length | None = None
+) -> Coefficients:
     """Coefficients of scale * gradient with respect to the logits before `logit_scale`."""
     weight = terms.weight * config.logit_scale if config.logit_scale != 1.0 else terms.weight
     weight = weight if scale is None else weight * scale
@@ -86,4 +117,11 @@ def coefficients(terms: Terms, config: LossConfig, scale: Tensor | None) -> Coef
         lam = lk_mixture(terms.tv, config)
         soft = config.lk_weight * weight * lam + (0 if soft is None else soft)
         tv = config.lk_weight * weight * (1 - lam) + (0 if tv is None else tv)
+    if hanging is not None:
+        gain = config.length_weight * config.logit_scale * hanging.gain
+        gain = gain if scale is None else gain * scale
+        if config.overlaps:  # A = 1 - TV: -d log A = dTV / A
+            tv = gain / hanging.acceptance + (0 if tv is None else tv)
+        else:  # -d log A = dCE
+            hard = gain + (0 if hard is None else hard)
     return Coefficients(hard, soft, cap, tv)

@@ -107,6 +107,9 @@ def reference(
             + config.lk_weight * (lam * kl + (1 - lam) * tv)
         )
         stats |= {"kl": kl, "tv": tv, "target_argmax": s.argmax(-1)}
+    if config.length_weight:
+        acceptance = 1 - tv if config.acceptance == "overlap" else torch.exp(-ce)
+        row = row + config.length_weight * (1 - torch.where(live, acceptance, 1.0).cumprod(1))
     if config.weighting == "dpace":
         weights = weights * _dpace(ce.detach(), live, config.dpace_alpha)
     total = torch.where(live, weights * row, 0).sum()

@@ -20,6 +20,17 @@ CONFIGS = {
     "lk": LossConfig(hard_weight=0, lk_weight=1),
     "all": LossConfig(hard_weight=0.5, soft_weight=0.2, cap_weight=0.1, tv_weight=0.3, lk_weight=0.4),
     "dpace": LossConfig(weighting="dpace", soft_weight=0.3, cap_weight=0.2),
+    "length": LossConfig(hard_weight=0, length_weight=1),
+    "length_overlap": LossConfig(hard_weight=0, length_weight=1, acceptance="overlap"),
+    "length_ce_cap": LossConfig(hard_weight=0.5, cap_weight=0.2, length_weight=0.7, logit_scale=1.5),
+    "length_all": LossConfig(
+        soft_weight=0.3,
+        tv_weight=0.2,
+        lk_weight=0.1,
+        length_weight=0.7,
+        acceptance="overlap",
+        logit_scale=1.5,
+    ),
     "argmax": LossConfig(label_source="argmax", soft_weight=0.3, cap_weight=0.2),
     "softcap": LossConfig(soft_weight=0.3, cap_weight=0.2, tv_weight=0.1, logit_scale=1.5, logit_softcap=3.0),
 }
@@ -52,7 +63,7 @@ def test_total_is_the_factors_times_the_sums(name: str) -> None:
     found = fused_draft_loss(*positional, **target, config=config)
     factors = {
         "ce": config.hard_weight, "kl": config.soft_weight, "cap": config.cap_weight, "tv": config.tv_weight,
-        "lk": config.lk_weight,
+        "lk": config.lk_weight, "length": config.length_weight,
     }  # fmt: skip
     rebuilt = sum(factor * found.sums[term] for term, factor in factors.items() if factor)
     assert torch.allclose(found.total, torch.as_tensor(rebuilt), rtol=1e-12)
@@ -70,6 +81,34 @@ def test_without_a_target_there_are_no_target_statistics() -> None:
     assert torch.allclose(found.total, total, rtol=1e-12)
     assert relative(case.hidden.grad, grad) < 1e-10
     assert found.rows.kl is None and found.rows.target_argmax is None and "kl" not in found.sums
+
+
+@pytest.mark.parametrize("rows", [5, 1000])
+def test_the_length_term_without_a_target(rows: int) -> None:
+    case, config = make_case(), CONFIGS["length_ce_cap"]
+    positional, _ = case.arguments(target=False)
+    found = fused_draft_loss(*positional, config=config, plan=ChunkPlan(rows))
+    found.total.backward()
+    total, grad, _ = reference(case, config, target=False)
+    assert torch.allclose(found.total, total, rtol=1e-12)
+    assert relative(case.hidden.grad, grad) < 1e-10
+    with torch.no_grad():
+        assert fused_draft_loss(*positional, config=config, plan=ChunkPlan(rows)).total == found.total
+
+
+def test_the_length_term_is_the_expected_length_and_bears_slots_that_cannot_be_accepted() -> None:
+    case = make_case(hole=0.0)
+    case.weights = (case.weights != 0).double()
+    config = LossConfig(hard_weight=0, length_weight=1)
+    positional, _ = case.arguments(target=False)
+    p = (case.hidden @ case.head.T).softmax(-1).gather(-1, case.labels[..., None])[..., 0]
+    drafted = p[:, 1:].cumprod(1).sum()
+    found = fused_draft_loss(*positional, config=config)
+    assert torch.allclose(found.row_count - found.total, drafted)
+    head, sharp = case.head * 1e4, case.hidden.detach().requires_grad_()
+    found = fused_draft_loss(sharp, head, case.labels, case.weights, config=config)
+    found.total.backward()
+    assert sharp.grad.isfinite().all() and found.total > 0
 
 
 def test_dpace_with_alpha_zero_is_the_gradient_of_minus_the_expected_accepted_length() -> None:
