@@ -18,25 +18,36 @@ from typing import Any
 import xxhash
 
 from dflash_lab.errors import StoreError
+from dflash_lab.file_errors import naming
 
 
 @contextlib.contextmanager
 def atomic_path(path: Path | str) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; when the block ends well it is synced and renamed `path`."""
+    """Yield a temporary path beside `path`; when the block ends well it is synced and renamed `path`.
+
+    A full disk, a read-only folder and their like are a `FileError` about `path`, with nothing left behind.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        os.chmod(temporary, 0o666 & ~_umask())
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    make_folder(path.parent)
+    with naming(path):
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            yield temporary
+            os.chmod(temporary, 0o666 & ~_umask())
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def make_folder(path: Path | str) -> None:
+    """Make a folder and those above it, if they are not there yet."""
+    with naming(path):
+        Path(path).mkdir(parents=True, exist_ok=True)
 
 
 def sync_folder(folder: Path) -> None:
@@ -62,8 +73,10 @@ def write_json(path: Path | str, value: Any) -> None:
 def read_json(path: Path | str) -> Any:
     """Read JSON; a `StoreError` names the file and line when it cannot be parsed."""
     path = Path(path)
+    with naming(path):
+        data = path.read_bytes()
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(data)
     except json.JSONDecodeError as error:
         raise StoreError(
             f"{path}:{error.lineno}: not valid JSON ({error.msg}). Remove the file to make it again."
@@ -72,22 +85,34 @@ def read_json(path: Path | str) -> Any:
         raise StoreError(
             f"{path}: not UTF-8 text at byte {error.start}. Remove the file to make it again."
         ) from error
+    except RecursionError:
+        raise StoreError(f"{path}: nested too deeply for JSON. Remove the file to make it again.") from None
 
 
 def append_line(path: Path | str, value: Any) -> None:
-    """Append one JSON object as a line and sync it. A torn last line (crash) is the reader's to ignore."""
+    """Append one JSON object as a line and sync it; when that fails, the file is as it was.
+
+    A line torn by a crash is the reader's to ignore.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(value, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    make_folder(path.parent)
+    line = (json.dumps(value, allow_nan=False) + "\n").encode()
+    with naming(path), open(path, "ab", buffering=0) as file:
+        before = file.seek(0, os.SEEK_END)
+        try:
+            written = file.write(line)
+            while written < len(line):  # a disk about to be full takes a part, and refuses the next
+                written += file.write(line[written:])
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(before)
+            raise
 
 
 def checksum(path: Path | str) -> str:
     """Return the xxh3-128 of a file's bytes as hex."""
     digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         while block := file.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()

@@ -11,6 +11,7 @@ import gzip
 import importlib.util
 import json
 import random
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
-from dflash_lab.data.samples import scan_samples
+from dflash_lab.data.samples import reading_samples, scan_samples
 from dflash_lab.errors import InputError
+from dflash_lab.file_errors import naming
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +48,9 @@ class Prompt:
 def heldout_prompts(samples: Path | str, *, split: str = "heldout") -> list[Prompt]:
     """Return the prompt and first answer of every sample of `split` in a samples file."""
     columns = ["id", "input_ids", "loss_mask", "response_start", "source", "content_hash"]
-    frame = scan_samples(samples).filter(pl.col("split") == split).select(columns).collect(engine="in-memory")
+    chosen = scan_samples(samples).filter(pl.col("split") == split).select(columns)
+    with reading_samples(samples):
+        frame = chosen.collect(engine="in-memory")
     prompts = []
     for row in frame.iter_rows(named=True):
         start = row["response_start"]
@@ -101,34 +105,46 @@ def file_prompts(
             f"prompts {str(path)!r}: no such file. Give heldout, humaneval, or the path of a .jsonl file."
         )
     prompts = []
-    with (
-        gzip.open(path, "rt", encoding="utf-8")
-        if path.suffix == ".gz"
-        else open(path, encoding="utf-8") as lines
-    ):
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            turns, name = _turns(f"{path}:{number}", line)
-            ids = render_prompt(tokenizer, [{"role": "user", "content": turns[0]}], thinking=thinking)
-            source = path.name.removesuffix(".gz").removesuffix(".jsonl")
-            prompts.append(Prompt(name or f"{path.name}:{number}", tuple(ids), source, turns=tuple(turns)))
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        turns, name = _turns(f"{path}:{number}", line)
+        ids = render_prompt(tokenizer, [{"role": "user", "content": turns[0]}], thinking=thinking)
+        source = path.name.removesuffix(".gz").removesuffix(".jsonl")
+        prompts.append(Prompt(name or f"{path.name}:{number}", tuple(ids), source, turns=tuple(turns)))
     if not prompts:
         raise InputError(f"{path}: no record in it.")
     return prompts
 
 
-def _turns(where: str, line: str) -> tuple[list[str], str]:
+def _lines(path: Path) -> list[bytes]:
+    """Read a file's lines, unpacked where its name says that it is packed."""
+    with naming(path):
+        data = path.read_bytes()
+    try:
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines()
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path}: not a whole gzip file ({error}). Copy it again, or unpack it.") from error
+
+
+def _turns(where: str, line: bytes) -> tuple[list[str], str]:
     """Return the user turns of one record and its id."""
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not valid JSON ({error.msg}).") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where}: not UTF-8 text (byte {error.start} of the line).") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{where}: not valid JSON ({getattr(error, 'msg', 'nested too deeply')})."
+        ) from error
     if not isinstance(record, dict):
         raise InputError(f"{where}: expected an object, found {type(record).__name__}.")
     for fields, turns_of in STYLES.values():
         if all(field in record for field in fields):
-            turns = turns_of(record)
+            try:
+                turns = turns_of(record)
+            except (TypeError, KeyError, AttributeError) as error:
+                raise InputError(f"{where}: {', '.join(fields)} is not of the kind expected.") from error
             if not turns or not all(isinstance(turn, str) and turn for turn in turns):
                 raise InputError(f"{where}: no user turn with text in it.")
             return turns, str(record.get("task_id", record.get("question_id", record.get("id", ""))))

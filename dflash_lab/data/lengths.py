@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from dflash_lab.errors import InputError, StoreError
+from dflash_lab.errors import InputError
+from dflash_lab.file_errors import reading
 
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9, 100)
 
@@ -29,7 +30,7 @@ def length_counts(path: Path | str) -> pl.DataFrame:
         raise InputError(
             f"{path}: no such file. Give samples.parquet, or any Parquet file with a column 'length'."
         )
-    try:
+    with reading(path, "It is not a whole Parquet file: run prepare again, or give another."):
         frame = pl.scan_parquet(path, glob=False)
         schema = frame.collect_schema()
         if "length" not in schema or not schema["length"].is_integer():
@@ -43,8 +44,6 @@ def length_counts(path: Path | str) -> pl.DataFrame:
             .collect(engine="streaming")
             .sort("source", "length")  # group_by keeps no order
         )
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-        raise StoreError(f"{path}: cannot be read as Parquet: {str(error).splitlines()[0]}") from error
     least = counts["length"].min()
     if counts["length"].null_count() or (isinstance(least, int) and least < 1):
         raise InputError(

@@ -9,6 +9,7 @@ bytes a sample), never the tokens.
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ import xxhash
 from dflash_lab import files
 from dflash_lab.data.problems import BadRecord
 from dflash_lab.errors import InputError, StoreError
+from dflash_lab.file_errors import naming, reading
 
 SCHEMA: dict[str, Any] = {
     "id": pl.String,
@@ -116,8 +118,11 @@ def write_samples(
     if not 0 <= heldout_fraction < 1:
         raise InputError(f"heldout_fraction={heldout_fraction}: give a share from 0 up to, but not, 1.")
     report = WriteReport()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+    files.make_folder(path.parent)
+    with (
+        naming(path),
+        tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder,
+    ):
         parts: list[Path] = []
         for rows in _batches(samples, heldout_fraction, report):
             parts.append(Path(folder) / f"{len(parts):06d}.parquet")
@@ -185,17 +190,19 @@ def read_provenance(path: Path | str) -> dict[str, Any]:
     return made
 
 
+def reading_samples(path: Path | str) -> contextlib.AbstractContextManager[None]:
+    """Stand around whatever collects rows of a samples file: damage shows only when its pages are read."""
+    return reading(path, "It is not a whole Parquet file: run prepare again.")
+
+
 def scan_samples(path: Path | str) -> pl.LazyFrame:
     """Open a samples file lazily and check its columns; only the columns selected are read."""
     path = Path(path)
     if not path.is_file():
         raise InputError(f"{path}: no such samples file. Run prepare first, or give another path.")
-    try:
+    with reading_samples(path):
         frame = pl.scan_parquet(path, glob=False)
         found = frame.collect_schema()
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-        first = str(error).splitlines()[0]
-        raise StoreError(f"{path}: not a readable Parquet file ({first}). Run prepare again.") from error
     wrong = [
         f"{name} is {found.get(name, 'missing')}, not {kind}"
         for name, kind in SCHEMA.items()
@@ -208,14 +215,18 @@ def scan_samples(path: Path | str) -> pl.LazyFrame:
 
 def read_lengths(path: Path | str) -> np.ndarray:
     """Return the token count of every sample in file order, [N] i32, reading that column only."""
-    return scan_samples(path).select("length").collect().to_series().to_numpy()
+    with reading_samples(path):
+        return scan_samples(path).select("length").collect().to_series().to_numpy()
 
 
 def read_samples(path: Path | str, rows: Iterable[int] | None = None) -> pl.DataFrame:
     """Return all samples, or those at `rows` (file order positions) in that order."""
     frame = scan_samples(path)
-    if rows is None:
-        return frame.collect(engine="in-memory")
+    with reading_samples(path):
+        return frame.collect(engine="in-memory") if rows is None else _rows(frame, path, rows)
+
+
+def _rows(frame: pl.LazyFrame, path: Path | str, rows: Iterable[int]) -> pl.DataFrame:
     wanted = np.asarray(list(rows), dtype=np.int64)
     count = frame.select(pl.len()).collect().item()
     if wanted.size and not (wanted.min() >= 0 and wanted.max() < count):
@@ -245,12 +256,7 @@ def merge_samples(
             raise InputError(
                 f"{path} and {paths[0]} differ in {', '.join(differs)}: their tokens cannot be mixed."
             )
-    samples = (
-        Sample(row["id"], np.asarray(row["input_ids"]), np.asarray(row["loss_mask"]), row["source"])
-        for path in paths
-        for batch in scan_samples(path).collect_batches(chunk_size=1024, maintain_order=True)
-        for row in batch.iter_rows(named=True)
-    )
+    samples = (sample for path in paths for sample in _read_all(path))
     kept = {name: made[0].get(name) for name in same} if made else {}
     return write_samples(
         output,
@@ -258,3 +264,12 @@ def merge_samples(
         heldout_fraction=heldout_fraction,
         provenance={**kept, "merged": [str(path) for path in paths]},
     )
+
+
+def _read_all(path: Path) -> Iterator[Sample]:
+    """Yield every sample of a file, a thousand in memory."""
+    with reading_samples(path):
+        for batch in scan_samples(path).collect_batches(chunk_size=1024, maintain_order=True):
+            for row in batch.iter_rows(named=True):
+                ids, mask = np.asarray(row["input_ids"]), np.asarray(row["loss_mask"])
+                yield Sample(row["id"], ids, mask, row["source"])

@@ -5,7 +5,6 @@ A folder with `config.json` and `model.safetensors`, tensor names without a pref
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -15,7 +14,8 @@ from safetensors.torch import save_file
 from dflash_lab import files
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.errors import InputError, StoreError, near
+from dflash_lab.errors import InputError, near
+from dflash_lab.file_errors import reading
 
 WEIGHTS = "model.safetensors"
 
@@ -72,17 +72,11 @@ def load_checkpoint(
 
 def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
     """Read every tensor of a safetensors file; a damaged file is a `StoreError`."""
-    try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except (OSError, json.JSONDecodeError) as error:
-        raise StoreError(f"{path}: cannot be read ({error}).") from error
-    except Exception as error:  # safetensors' own error type derives from Exception alone
-        if type(error).__name__ == "SafetensorError":
-            raise StoreError(
-                f"{path}: not a whole safetensors file ({error}). Copy or write it again."
-            ) from error
-        raise
+    with (
+        reading(path, "It is not a whole safetensors file: copy or write it again."),
+        safe_open(path, framework="pt", device=str(device)) as file,
+    ):
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
 
 
 def check_tensors(path: Path, drafter: Drafter, tensors: dict[str, torch.Tensor]) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_lab import files
+from dflash_lab.errors import StoreError
+from dflash_lab.file_errors import naming
 
 NAME = "metrics.jsonl"
 
@@ -24,25 +26,27 @@ class Journal:
 
     def __init__(self, folder: Path, resume_step: int) -> None:
         self.path = folder / NAME
-        folder.mkdir(parents=True, exist_ok=True)
         kept = [record for record in read_journal(folder) if record["step"] <= resume_step]
         files.write_bytes(self.path, "".join(json.dumps(record) + "\n" for record in kept).encode())
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        with naming(self.path):
+            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append one record; numbers that JSON cannot hold (NaN, infinity) become None."""
         record = {"kind": kind, "step": step, **{name: _plain(value) for name, value in values.items()}}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        with naming(self.path):
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
 
     def flush(self) -> None:
         """Sync to disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with naming(self.path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Sync and close."""
-        self.flush()
-        self._file.close()
+        with naming(self.path), self._file:
+            self.flush()
 
 
 def read_journal(folder: Path) -> list[dict[str, Any]]:
@@ -50,8 +54,18 @@ def read_journal(folder: Path) -> list[dict[str, Any]]:
     path = folder / NAME
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # what follows the last line end is torn or empty
+    with naming(path):
+        lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last line end is torn or empty
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise StoreError(
+                f"{path}:{number}: not a line of a run's diary ({error}). Move the file's folder away to "
+                "train anew, or put the file back."
+            ) from error
+    return records
 
 
 def _plain(value: Any) -> Any:

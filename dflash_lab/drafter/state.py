@@ -21,6 +21,7 @@ from dflash_lab import files
 from dflash_lab.drafter.checkpoint import WEIGHTS, read_tensors, save_checkpoint
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.settings import TrainSettings
+from dflash_lab.file_errors import naming
 
 _NAME = re.compile(r"step-(\d{8})")
 _TENSORS = "trainer/state.safetensors"
@@ -40,14 +41,18 @@ def save_state(
     temporary = root / f".step-{step:08d}.tmp"
     if temporary.exists():
         shutil.rmtree(temporary)
-    save_checkpoint(temporary, drafter, weights)
-    with files.atomic_path(temporary / _TENSORS) as path:
-        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
-    files.write_json(temporary / _STATE, state)
-    if final.exists():  # saved at this step before: replaced only now that the new one is whole
-        shutil.rmtree(final)
-    os.replace(temporary, final)
-    files.sync_folder(root)
+    try:
+        save_checkpoint(temporary, drafter, weights)
+        with files.atomic_path(temporary / _TENSORS) as path:
+            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
+        files.write_json(temporary / _STATE, state)
+        if final.exists():  # saved at this step before: replaced only now that the new one is whole
+            shutil.rmtree(final)
+        with naming(final):
+            os.replace(temporary, final)
+            files.sync_folder(root)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # what a full disk cut short would only fill it more
     return final
 
 

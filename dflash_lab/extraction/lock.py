@@ -7,10 +7,11 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.manifest import shard_folders
-from dflash_lab.locks import try_lock, wait_for_lock
+from dflash_lab.locks import open_lock, sign, signature, try_lock, wait_for_lock
 
 _LOCK_FILE = ".lock"  # hidden: who held it last is no part of what the store holds
 
@@ -18,7 +19,7 @@ _LOCK_FILE = ".lock"  # hidden: who held it last is no part of what the store ho
 @contextlib.contextmanager
 def store_lock(store: Path) -> Iterator[None]:
     """Hold a store for the moment it takes to compare or write its identity; waits for its turn."""
-    with open(store / _LOCK_FILE, "a+", encoding="utf-8") as file:
+    with open_lock(store / _LOCK_FILE) as file:
         wait_for_lock(file)
         yield
 
@@ -26,17 +27,13 @@ def store_lock(store: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def shard_lock(folder: Path) -> Iterator[None]:
     """Hold a shard for writing; `InputError` naming the holder when another process has it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / _LOCK_FILE, "a+", encoding="utf-8") as file:
+    with open_lock(folder / _LOCK_FILE) as file:
         if not try_lock(file):
             raise InputError(
-                f"{folder} is being written by {_holder(folder)}. Wait for it or stop it; to work beside it "
+                f"{folder} is being written by {_holder(file)}. Wait for it or stop it; to work beside it "
                 "give another shard."
             )
-        file.seek(0)
-        file.truncate()
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        sign(file, f"process {os.getpid()} on {socket.gethostname()}")
         yield
 
 
@@ -47,14 +44,14 @@ def refuse_other_counts(store: Path, num_shards: int) -> None:
     for folder in shard_folders(store):
         if int(folder.name.rsplit("-", 1)[1]) == num_shards or not (folder / _LOCK_FILE).exists():
             continue
-        with open(folder / _LOCK_FILE, "a+", encoding="utf-8") as file:
+        with open_lock(folder / _LOCK_FILE) as file:
             if not try_lock(file, shared=True):
                 raise InputError(
-                    f"{folder} is being written by {_holder(folder)} with another shard count than "
+                    f"{folder} is being written by {_holder(file)} with another shard count than "
                     f"num_shards={num_shards}; the two would store the same samples. Stop it first, or use "
                     "its count."
                 )
 
 
-def _holder(folder: Path) -> str:
-    return (folder / _LOCK_FILE).read_text(encoding="utf-8").strip() or "another process"
+def _holder(file: IO[bytes]) -> str:
+    return signature(file) or "another process"

@@ -1,4 +1,5 @@
-"""A part on disk: a safetensors file streamed straight from the row buffers, hashed in the same pass.
+"""A part on disk: a safetensors file streamed straight from the row buffers, hashed in the same pass (on a
+second thread: both release the interpreter).
 
 Flat tensors and offsets, never a tensor a sample: a safetensors header is capped at 100 MB. The file is
 written by hand (length, JSON header, bytes) because the library's writer first copies every tensor; readers
@@ -8,16 +9,18 @@ use the library.
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from dflash_lab import files
 from dflash_lab.errors import StoreError
+from dflash_lab.file_errors import reading
 
 _NAMES = {
     torch.bfloat16: "BF16",
@@ -34,7 +37,7 @@ _BLOCK = 1 << 26  # bytes hashed and written at a time
 def write_part(path: Path, tensors: dict[str, Tensor]) -> tuple[int, str]:
     """Write contiguous CPU tensors atomically as safetensors; return the file's bytes and its xxh3-128.
 
-    Raises `OSError` (a full disk) with nothing left under `path`.
+    Raises `FileError` (a full disk) with nothing left under `path`.
     """
     header, at = {}, 0
     for name, tensor in tensors.items():
@@ -47,15 +50,21 @@ def write_part(path: Path, tensors: dict[str, Tensor]) -> tuple[int, str]:
         at += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 64)
-    digest, total = xxhash.xxh3_128(), 0
-    with files.atomic_path(path) as temporary, open(temporary, "wb") as file:
+    digest, total, hashed = xxhash.xxh3_128(), 0, []
+    with (
+        ThreadPoolExecutor(1) as hashing,  # one worker: pieces are hashed in order, beside their writing
+        files.atomic_path(path) as temporary,
+        open(temporary, "wb") as file,
+    ):
         head = memoryview(len(text).to_bytes(8, "little") + text)
         for block in (head, *map(_bytes, tensors.values())):
             for start in range(0, len(block), _BLOCK):
                 piece = block[start : start + _BLOCK]
-                digest.update(piece)
+                hashed.append(hashing.submit(digest.update, piece))
                 file.write(piece)
                 total += len(piece)
+        for piece_hashed in hashed:
+            piece_hashed.result()
     return total, digest.hexdigest()
 
 
@@ -67,14 +76,12 @@ def _bytes(tensor: Tensor) -> memoryview[int]:
 
 def open_part(path: Path):
     """Open a part for reading (memory mapped); `StoreError` when it is no safetensors file or cut short."""
-    try:
-        return safe_open(path, framework="pt")
-    except FileNotFoundError as error:
+    if not path.exists():
         raise StoreError(
             f"{path} is missing although its manifest names it; extract again to redo its samples."
-        ) from error
-    except SafetensorError as error:
-        raise StoreError(f"{path} cannot be read ({error}); extract again to redo its samples.") from error
+        )
+    with reading(path, "Extract again: exactly its samples are redone."):
+        return safe_open(path, framework="pt")
 
 
 def as_keys(hashes: Tensor) -> np.ndarray:

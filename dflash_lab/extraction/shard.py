@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from dflash_lab.data.batching import balance_shards, predicted_cost
-from dflash_lab.data.samples import read_samples, scan_samples
+from dflash_lab.data.samples import read_samples, reading_samples, scan_samples
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.parts import as_keys, hex_to_hashes
 
@@ -44,7 +44,10 @@ def read_index(path: Path | str) -> SampleIndex:
     """
     path = Path(path)
     columns = ("id", "length", "content_hash", "split")
-    frame = scan_samples(path).select(columns).with_row_index("row").collect(engine="in-memory").sort("row")
+    with reading_samples(path):
+        frame = (
+            scan_samples(path).select(columns).with_row_index("row").collect(engine="in-memory").sort("row")
+        )
     kept = frame.unique("content_hash", keep="first", maintain_order=True)
     if not kept.height:
         raise InputError(f"{path} holds no sample. Run prepare on data that has some.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from typing import Any
 
 from dflash_lab.errors import chain
@@ -21,7 +20,7 @@ def details_of(error: BaseException) -> dict[str, Any]:
 
 
 def advice_for(error: BaseException, params: StageParams) -> str:
-    """Return what to do: the error's own `advice`, else by kind (memory, disk), else an empty string."""
+    """Return what to do: the error's own `advice`, else what helps against a lack of memory, else nothing."""
     links = list(chain(error))
     for link in links:
         own = getattr(link, "advice", None)
@@ -30,10 +29,6 @@ def advice_for(error: BaseException, params: StageParams) -> str:
     for link in links:
         if type(link).__name__ == "OutOfMemoryError" or isinstance(link, MemoryError):
             return _memory(link, params)
-        if isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT):
-            return (
-                "The disk or your quota is full: free space or give another run_dir; finished files are kept."
-            )
     return ""
 
 

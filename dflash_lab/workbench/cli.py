@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):  # `dflash-lab runs | head`: the reader has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         else:
-            print(f"dflash-lab: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
+            from dflash_lab.file_errors import file_error
+
+            print(f"dflash-lab: {file_error(error, 'a file') or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("dflash-lab: interrupted; the same command goes on from what is finished", file=sys.stderr)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import xxhash
 
+from dflash_lab.file_errors import naming
 from dflash_lab.files import checksum
 
 _SMALL = 4 << 20  # bytes; files of a folder up to this size are read
@@ -33,11 +34,10 @@ def fingerprints(paths: Iterable[Path], run: Path) -> dict[str, str]:
 
 def fingerprint(path: Path) -> str:
     """Return the xxh3-128 of a file's content, or of a folder's names, sizes and small files."""
-    if path.is_dir():
-        return _folder(path)
-    if not path.exists():
-        return "absent"
-    return _file(path)
+    with naming(path):  # also asking whether it is there can fail: a name too long, a dead network mount
+        if path.is_dir():
+            return _folder(path)
+        return _file(path) if path.exists() else "absent"
 
 
 def _file(path: Path) -> str:

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from dflash_lab.files import read_json, write_bytes
+from dflash_lab.files import make_folder, read_json, write_bytes
 from dflash_lab.workbench.kernel import enter_workspace, notebook_path
 from dflash_lab.workbench.param_files import Given, read_given
 from dflash_lab.workbench.params import StageParams
@@ -42,7 +42,7 @@ def run_notebook(stage: str, given: Given, extra: list[str]) -> int:
     params = read_given(params_class(stage), given)
     source = notebook_path(stage)
     output = output_notebook(params)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(output.parent)
     words = [_literal(source), _literal(output), *given.arguments(stage), *_defaults(extra), *extra]
     if "interactive" not in _names(stage, given):
         words += ["-p", "interactive", "False"]

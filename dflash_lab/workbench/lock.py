@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dflash_lab.errors import InputError
-from dflash_lab.locks import try_lock
+from dflash_lab.file_errors import naming
+from dflash_lab.locks import open_lock, sign, signature, try_lock
 
 LOCK = ".lock"
 
@@ -23,24 +24,14 @@ LOCK = ".lock"
 def stage_lock(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, making the folder.
 
-    `InputError` when another process holds it or it cannot be written.
+    `InputError` when another process holds it, `FileError` when the folder cannot be written to.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - closed below, after the lock's life
-    except OSError as error:
-        raise InputError(
-            f"{folder}: cannot write here ({error.strerror}). Give a run_dir that you can write to."
-        ) from error
-    with file:
+    with open_lock(folder / LOCK) as file:
         if not try_lock(file):
-            file.seek(0)
             raise InputError(
-                f"{folder}: in use by another process {file.read(200).strip()}. Wait for it, or stop it."
+                f"{folder}: in use by another process {signature(file)}. Wait for it, or stop it."
             )
-        file.truncate(0)
-        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
-        file.flush()
+        sign(file, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
         yield
 
 
@@ -49,5 +40,5 @@ def is_held(folder: Path) -> bool:
     path = folder / LOCK
     if not path.exists():
         return False
-    with open(path, encoding="utf-8") as file:
-        return not try_lock(file)
+    with naming(path), open(path, "rb") as file:
+        return not try_lock(file, shared=True)

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dflash_lab.errors import StoreError
+from dflash_lab.errors import StoreError, chain
+from dflash_lab.file_errors import FileError, file_error
 from dflash_lab.files import read_json, write_json
 from dflash_lab.provenance import provenance
 from dflash_lab.release import collect, forget_locals, release
@@ -107,7 +108,10 @@ def _run(params: StageParams, inputs: dict[str, str], progress: ProgressCallback
     except BaseException as error:
         forget_locals(error)
         collect()
-        _write_failure(folder / FAILURE, failure_record(params, error, time.monotonic() - start))
+        told = _told(error, folder)
+        _write_failure(folder / FAILURE, failure_record(params, told, time.monotonic() - start))
+        if told is not error:
+            raise told from error
         raise
     finally:
         if own is not None:
@@ -119,12 +123,21 @@ def _run(params: StageParams, inputs: dict[str, str], progress: ProgressCallback
     return result
 
 
+def _told(error: BaseException, folder: Path) -> BaseException:
+    """Return the error as a person is told it: a library's words about a full disk name no file."""
+    named = file_error(error, folder)
+    if named is None:
+        return error
+    named.__cause__ = error
+    return named
+
+
 def _write_failure(path: Path, record: dict[str, Any]) -> None:
     """Write the failure; a disk too full even for that must not hide the error itself."""
     try:
         write_json(path, record)
-    except OSError as error:
-        logger.error("%s: could not be written (%s)", path, error.strerror)
+    except FileError as error:
+        logger.error("the record of this failure could not be written: %s", error)
 
 
 def _result_record(params: StageParams, inputs: dict, figures: dict, seconds: float) -> dict[str, Any]:
@@ -151,7 +164,9 @@ def failure_record(params: StageParams, error: BaseException, seconds: float) ->
     sentence).
     """
     frames = [
-        f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)
+        f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"
+        for link in chain(error)
+        for frame in traceback.extract_tb(link.__traceback__)
     ]
     record = {
         "schema_version": SCHEMA_VERSION,

@@ -16,11 +16,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_lab import files
-from dflash_lab.errors import LabError
+from dflash_lab.drafter.crew import WorkerFailed
+from dflash_lab.file_errors import naming
 
 if TYPE_CHECKING:
     from dflash_lab.drafter.trainer import TrainReport
@@ -28,28 +30,31 @@ if TYPE_CHECKING:
 
 POLL_S = 1.0
 GRACE_S = 60.0  # for a checkpoint after a stop
-_PARAMETERS, _REPORT, _OUTPUT, _STOP = "launch.json", "report.json", "processes.log", "stop"
+STOP = "stop"  # the file that asks training processes for an end
+_PARAMETERS, _REPORT, _OUTPUT = "launch.json", "report.json", "processes.log"
 
 
-class WorkerFailed(LabError, RuntimeError):
-    """A training process died; the message holds the end of its own output."""
+class Stop(Exception):
+    """The parent asked for an end."""
 
 
 def train_apart(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
     """Train with `params.processes` processes of this machine and wait for them."""
     folder = params.folder
-    for name in (_REPORT, _STOP):
+    for name in (_REPORT, STOP):
         (folder / name).unlink(missing_ok=True)
     files.write_json(folder / _PARAMETERS, params.as_dict())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(params.processes), "-m", __name__, str(folder / _PARAMETERS)]
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // params.processes)), **os.environ}
-    with open(folder / _OUTPUT, "w", encoding="utf-8") as output:
+    with naming(folder / _OUTPUT), open(folder / _OUTPUT, "w", encoding="utf-8") as output:
         workers = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
     try:
-        _follow(workers, params, progress)
+        while workers.poll() is None:
+            time.sleep(POLL_S)
+            follow(params, progress)
     except BaseException:
         _end(workers, folder)
         raise
@@ -57,25 +62,23 @@ def train_apart(params: TrainDrafterParams, progress: Any = None) -> TrainReport
         raise WorkerFailed(
             f"training in {params.processes} processes failed:\n{_last_words(folder / _OUTPUT)}"
         )
-    return _report(files.read_json(folder / _REPORT))
+    return read_report(files.read_json(folder / _REPORT))
 
 
-def _follow(workers: subprocess.Popen, params: TrainDrafterParams, progress: Any) -> None:
-    """Report progress from the journal until the processes end."""
+def follow(params: TrainDrafterParams, progress: Any) -> None:
+    """Report progress from the journal that the first process writes."""
     from dflash_lab.drafter.journal import read_journal
 
-    while workers.poll() is None:
-        time.sleep(POLL_S)
-        records = read_journal(params.folder / "run")
-        if progress is not None and records:
-            heldout = [r for r in records if r["kind"] == "heldout"]
-            facts = {"streak": heldout[-1]["streak"]} if heldout else {}
-            progress("training", records[-1]["step"], params.max_steps, **facts)
+    records = read_journal(params.folder / "run")
+    if progress is not None and records:
+        heldout = [r for r in records if r["kind"] == "heldout"]
+        facts = {"streak": heldout[-1]["streak"]} if heldout else {}
+        progress("training", records[-1]["step"], params.max_steps, **facts)
 
 
 def _end(workers: subprocess.Popen, folder: Path) -> None:
     """Ask for a checkpoint and an orderly end, then end the processes that this call started."""
-    files.write_bytes(folder / _STOP, b"")
+    files.write_bytes(folder / STOP, b"")
     try:
         workers.wait(GRACE_S)
     except subprocess.TimeoutExpired:
@@ -90,15 +93,36 @@ def _last_words(path: Path) -> str:
     return text[start : start + 4000] if start >= 0 else text[-4000:]
 
 
-def _report(values: dict[str, Any]) -> TrainReport:
+def report_values(report: TrainReport) -> dict[str, Any]:
+    """A report as plain JSON values."""
+    paths = {"best": str(report.best), "last_checkpoint": str(report.last_checkpoint)}
+    return {**dataclasses.asdict(report), **paths}
+
+
+def read_report(values: dict[str, Any]) -> TrainReport:
+    """The report that `report_values` made plain."""
     from dflash_lab.drafter.trainer import TrainReport
 
     paths = {name: Path(values[name]) for name in ("best", "last_checkpoint")}
     return TrainReport(**{**values, **paths})
 
 
-class _Stop(Exception):
-    """The parent asked for an end."""
+def stoppable(params: TrainDrafterParams) -> Callable[..., None]:
+    """The progress callback of a training process: raises `Stop` when the parent asks for an end, in all
+    processes at the same step.
+    """
+    import torch.distributed as dist
+
+    stop = params.folder / STOP
+
+    def progress(description: str, done: int, total: int, **facts: Any) -> None:
+        wanted = [stop.exists()]
+        if dist.is_initialized():
+            dist.broadcast_object_list(wanted, src=0)
+        if wanted[0]:
+            raise Stop
+
+    return progress
 
 
 def main(path: str) -> None:
@@ -111,25 +135,15 @@ def main(path: str) -> None:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     params = from_mapping(TrainDrafterParams, json.loads(Path(path).read_bytes()))
-    stop = params.folder / _STOP
-
-    def progress(description: str, done: int, total: int, **facts: Any) -> None:
-        wanted = [stop.exists()]
-        dist.broadcast_object_list(wanted, src=0)  # all processes stop at the same step
-        if wanted[0]:
-            raise _Stop
-
     try:
-        report = train_here(params, progress)
-    except _Stop:
+        report = train_here(params, stoppable(params))
+    except Stop:
         return
     finally:
-        if dist.is_initialized() and sys.exc_info()[0] in (None, _Stop):
+        if dist.is_initialized() and sys.exc_info()[0] in (None, Stop):
             dist.destroy_process_group()
     if int(os.environ["RANK"]) == 0:
-        values = dataclasses.asdict(report)
-        values |= {"best": str(report.best), "last_checkpoint": str(report.last_checkpoint)}
-        files.write_json(params.folder / _REPORT, values)
+        files.write_json(params.folder / _REPORT, report_values(report))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 
 from dflash_lab.errors import chain
+from dflash_lab.file_errors import file_error
 from dflash_lab.workbench.advice import advice_for, details_of
 from dflash_lab.workbench.params import StageParams, param
 
@@ -54,7 +55,8 @@ def test_an_out_of_memory_without_numbers_still_says_what_to_do():
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_named(number):
-    assert "full" in advice_for(OSError(number, "no space"), ToyParams())
+    named = file_error(OSError(number, "no space"), "x.parquet")
+    assert "Free space" in advice_for(named, ToyParams()) and str(named).startswith("x.parquet: ")
 
 
 def test_others_get_no_advice():

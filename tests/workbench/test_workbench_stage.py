@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import ClassVar
 import pytest
 
 from dflash_lab.errors import InputError, StoreError
+from dflash_lab.file_errors import FileError
 from dflash_lab.files import read_json, write_json
 from dflash_lab.workbench import lock, stage
 from dflash_lab.workbench.params import StageParams, param
@@ -252,21 +254,21 @@ def test_a_torn_result_is_named(toy, params):
         stage.execute(params)
 
 
-def test_a_file_in_the_way_of_the_run_folder_is_an_input_error(tmp_path, toy):
+def test_a_file_in_the_way_of_the_run_folder_is_named(tmp_path, toy):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot write here"):
+    with pytest.raises(FileError, match=r"file: a file stands where a folder is needed. Remove it"):
         stage.execute(ToyParams(run_dir=str(tmp_path / "file"), interactive=False))
 
 
 def test_a_full_disk_does_not_hide_the_error(toy, params, monkeypatch, capsys):
     def full(path, value):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise FileError(errno.ENOSPC, path)
 
     monkeypatch.setattr(stage, "write_json", full)
     toy.body = lambda params, progress: 1 / 0
     with pytest.raises(ZeroDivisionError):
         stage.execute(params)
-    assert "failure.json: could not be written (No space left on device)" in capsys.readouterr().err
+    assert "could not be written" in (told := capsys.readouterr().err) and "the disk is full" in told
 
 
 def test_result_is_json_without_nan(toy, params):
@@ -306,3 +308,25 @@ def test_a_finished_stage_whose_files_are_gone_says_how_to_run_it_again(toy, par
     (params.folder / "result.json").unlink()
     stage.execute(params)
     assert toy.calls == 2
+
+
+def test_looking_whether_a_stage_runs_never_keeps_it_from_starting(tmp_path):
+    ended = threading.Event()
+    (tmp_path / lock.LOCK).write_text("")
+
+    def look():
+        while not ended.is_set():
+            lock.is_held(tmp_path)
+
+    watchers = [threading.Thread(target=look) for _ in range(2)]
+    for watcher in watchers:
+        watcher.start()
+    try:
+        for _ in range(300):
+            with lock.stage_lock(tmp_path):
+                assert lock.is_held(tmp_path)
+    finally:
+        ended.set()
+        for watcher in watchers:
+            watcher.join()
+    assert not lock.is_held(tmp_path)

@@ -1,0 +1,148 @@
+"""Writing that fails (a full disk, a limit, a read-only mount, a file in the way) and files that are damaged:
+the message names the file, what happened and the remedy; nothing half-written stays; the next start goes on.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from dflash_lab import file_errors, files
+from dflash_lab.errors import LabError, StoreError
+from dflash_lab.file_errors import FileError, naming, reading
+from dflash_lab.workbench.registry import params_class
+from dflash_lab.workbench.stage import execute
+
+TESTS = Path(__file__).parent
+sys.path.insert(0, str(TESTS / "notebooks"))
+
+
+@pytest.mark.parametrize("number", file_errors._WORDS, ids=lambda number: errno.errorcode[number])
+def test_every_known_number_gets_the_path_what_happened_and_a_remedy(number, tmp_path):
+    with pytest.raises(FileError) as caught, naming(tmp_path / "x"):
+        raise OSError(number, "in the system's words")
+    text = str(caught.value)
+    assert text.startswith(f"{tmp_path / 'x'}: ") and text.count(". ") >= 1 and text.endswith(".")
+    assert caught.value.errno == number and caught.value.advice in text
+    assert isinstance(caught.value, LabError) and isinstance(caught.value, OSError)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == text and again.errno == number
+
+
+def test_other_errors_pass_untouched(tmp_path):
+    for error in (KeyError("x"), ConnectionRefusedError(errno.ECONNREFUSED, "no"), OSError("no number")):
+        with pytest.raises(type(error)) as caught, naming(tmp_path):
+            raise error
+        assert caught.value is error
+
+
+def test_an_error_that_names_its_own_file_keeps_it(tmp_path):
+    with pytest.raises(FileError, match=r"b.json: it is not there"), naming(tmp_path / "a"):
+        open(tmp_path / "b.json").close()
+
+
+def test_the_file_in_the_way_is_named_not_what_was_to_be_below_it(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileError, match=r"file: a file stands where a folder is needed"):
+        files.write_json(tmp_path / "file" / "a" / "b.json", {})
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(FileError, match=r"folder: a folder stands where a file is needed"):
+        files.write_json(tmp_path / "folder", {})
+    assert not [path for path in tmp_path.rglob("*") if path.suffix == ".tmp"]
+
+
+def test_words_of_a_user_that_look_like_the_systems_stay_the_users(tmp_path):
+    with pytest.raises(ValueError) as caught, naming(tmp_path):
+        raise ValueError("my own (os error 28)")
+    assert not isinstance(caught.value, FileError)
+
+
+def test_damaged_content_is_a_store_error_with_the_remedy(tmp_path):
+    path = tmp_path / "x.parquet"
+    path.write_bytes(b"PAR1" + b"x" * 40 + b"PAR1")
+    words = r"x.parquet: cannot be read .* Make it again."
+    with pytest.raises(StoreError, match=words), reading(path, "Make it again."):
+        pl.read_parquet(path)
+    with pytest.raises(FileError, match="not there"), reading(tmp_path / "none", "Make it again."):
+        pl.read_parquet(tmp_path / "none")
+
+
+def test_a_line_that_does_not_fit_leaves_the_file_as_it_was(tmp_path):
+    code = (
+        "import resource, sys; from pathlib import Path\n"
+        "from dflash_lab.files import append_line\n"
+        "path = Path(sys.argv[1]); append_line(path, {'n': 1})\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (40, 40))\n"
+        "try: append_line(path, {'n': 'x' * 100})\n"
+        "except OSError as error: print(error)\n"
+    )
+    path = tmp_path / "lines.jsonl"
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60)
+    assert f"{path}: the file would be larger" in done.stdout, done.stderr
+    assert path.read_text() == '{"n": 1}\n'
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, tiny_target) -> tuple[Path, Path]:
+    """A finished run and its target."""
+    from test_notebooks_headless import TINY, conversations
+
+    run, target = tmp_path_factory.mktemp("disk") / "finished", tiny_target("llama")
+    run.mkdir()
+    chats = conversations(run / "chats.jsonl")
+    for stage in ("prepare", "extract", "train_drafter"):
+        given = {"run_dir": str(run), "target": str(target), "device": "cpu", "dtype": "float32"}
+        given |= {**TINY[stage], "interactive": False}
+        given |= {"input": str(chats)} if stage == "prepare" else {}
+        given |= {"num_shards": 1} if stage == "extract" else {}
+        execute(params_class(stage)(**given))
+    return run, target
+
+
+def cases(mode: str, finished: tuple[Path, Path], work: Path) -> list[dict]:
+    words = [sys.executable, str(TESTS / "support" / "full_disk.py"), mode, *map(str, finished), str(work)]
+    if mode != "limit":
+        words = ["unshare", "-rm", *words]
+        if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
+            pytest.skip("this system does not let one mount a file system")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS.parent)}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("mode", ["limit", "mounted"])
+def test_every_stage_says_what_to_do_and_goes_on_afterwards(mode, finished, tmp_path):
+    found = cases(mode, finished, tmp_path / "work")
+    assert {case["stage"] for case in found} == {
+        "prepare",
+        "dataset_stats",
+        "extract",
+        "train_drafter",
+        "acceptance",
+    }
+    for case in found:
+        asked_before = case["error"] == "InputError" and case["stage"] == "extract"
+        if asked_before:
+            assert mode == "mounted" and "are free" in case["message"], case
+        else:
+            assert case["error"] == "FileError", case
+            assert case["message"].startswith(str(tmp_path / "work" / "run")), case
+            assert all(words in case["message"] for words in expected(mode, case["size"])), case
+        assert case["left"] == [] and not case["result_too_early"] and case["finished"], case
+
+
+def expected(mode: str, size: int) -> tuple[str, str]:
+    if mode == "limit":
+        return "the file would be larger", "Free space"
+    if size < 0:
+        return "the file system is read-only", "Give a folder that you can write to."
+    return "the disk is full", "Free space"
