@@ -279,33 +279,3 @@ def test_selector_loss_by_hand():
         found = torch.autograd.grad(total, [hidden, selector.successor_codebook])
         expected = torch.autograd.grad(wanted, [hidden, selector.successor_codebook])
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("compiled", [False, True])
-def test_training_on_cuda_learns_and_resumes_closely(tmp_path, compiled):
-    def start():
-        drafter = fresh(torch.bfloat16).cuda()
-        if compiled:
-            drafter.compile_layers()
-        return drafter
-
-    head = tiny_head(dtype=torch.bfloat16)
-    moved = dataclasses.replace(
-        head, embedding_weight=head.embedding_weight.cuda(), weight=head.weight.cuda(), norm=head.norm.cuda()
-    )
-    chosen = settings(max_steps=40, eval_every=20, checkpoint_every=20, optimizer=OptimizerConfig(lr=1e-2))
-    report = train(tiny_items(16, heldout=4), moved, start(), chosen, folder=tmp_path / "whole")
-    assert report.last["streak"] > report.first["streak"] + 0.5
-
-    def progress(description, done, total, **facts):
-        if done == 20:
-            raise Killed
-
-    with pytest.raises(Killed):
-        train(
-            tiny_items(16, heldout=4), moved, start(), chosen, folder=tmp_path / "cut", on_progress=progress
-        )
-    train(tiny_items(16, heldout=4), moved, start(), chosen, folder=tmp_path / "cut")
-    for a, b in zip(records(tmp_path / "whole", "step"), records(tmp_path / "cut", "step"), strict=True):
-        assert b["loss"] == pytest.approx(a["loss"], rel=1e-3)
