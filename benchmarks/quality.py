@@ -1,0 +1,256 @@
+"""How good a drafter becomes: data that the target writes itself, one recipe a row, tau by the public client.
+
+    python benchmarks/quality.py data --out DIR --tokens 1900000
+    python benchmarks/quality.py train base --data DIR --out DIR/base --seconds 120
+    python benchmarks/quality.py client --data DIR --drafter DIR/base/drafter --json FILE
+    python benchmarks/quality.py study --data DIR --out DIR/study --steps 600 --parallel 4 --json FILE
+
+`train` is the stage `train_drafter` with the row's parameters (`quality_recipes.py`; `-p NAME VALUE` changes
+one), then tau from stored greedy answers of held-out prompts and of all HumanEval's, 128 tokens each.
+`client` decodes 20 prompts of each with the PyPI package `dflash` 0.1.0 (DFLASH_CLIENT: its folder, if it is
+not installed). `study` trains rows side by side for the same number of steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from quality_data import MEASURED_TOKENS, write_data
+from quality_recipes import ROWS, recipe
+from quality_warm import warm_drafter
+
+from dflash_lab import files, provenance
+from dflash_lab.acceptance.offline import offline
+from dflash_lab.acceptance.prompts import choose, heldout_prompts
+from dflash_lab.acceptance.tau import Tau, summarize
+from dflash_lab.drafter.checkpoint import load_checkpoint, save_checkpoint
+from dflash_lab.drafter.live import LiveItems
+from dflash_lab.target.loading import choose_device, load_target
+from dflash_lab.target.smollm2 import cached_folder
+from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams, run_train_drafter
+from dflash_lab.workbench.stages.train_setup import drafter_config, open_bare
+
+log = logging.getLogger("quality")
+SETS = ("heldout", "humaneval")
+
+
+def described(tau: Tau) -> dict[str, Any]:
+    """Plain values of a tau."""
+    low, high = tau.interval.low, tau.interval.high
+    values = dict(tau=tau.mean, pooled=tau.pooled, low=low, high=high)
+    return {name: round(float(value), 4) for name, value in values.items()} | {"answers": len(tau.per_answer)}
+
+
+def offline_taus(data: Path, folder: Path, device: torch.device, most: int) -> dict[str, Any]:
+    """Chained tau on stored greedy answers of each set, up to `most` of each."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    drafter = load_checkpoint(folder, device, dtype).eval().requires_grad_(False)
+    found = {}
+    for name in SETS:
+        target = load_target("smollm2", device=device, dtype=dtype)  # live items change how it attends
+        items = LiveItems(
+            data / f"{name}.parquet", target, tap_ids=list(drafter.config.tap_ids), context_tokens=1024
+        )
+        few = (items[i] for i in range(min(most, len(items))))
+        report = offline(few, target.head, drafter, budgets=(), top_k=(), chunk_elements=1 << 28)
+        found[name] = described(report.tau(limit=MEASURED_TOKENS))
+    return found
+
+
+def warm_start(params: TrainDrafterParams, layers: list[int], device: torch.device) -> Path:
+    """Write the drafter that starts from the target's layers; return its folder."""
+    target = load_target("smollm2", device=device, dtype="float32")
+    drafter = warm_drafter(target, drafter_config(params, open_bare(params)), layers, params.seed)
+    save_checkpoint(params.run / "start", drafter)
+    return params.run / "start"
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Train one row and measure it."""
+    device = choose_device(args.device)
+    changes = {name: yaml.safe_load(value) for name, value in args.p}
+    values = recipe(args.row, changes)
+    if args.seconds:
+        values |= dict(time_limit_s=float(args.seconds), max_steps=values.get("max_steps", 10**6))
+    if args.steps:
+        values["max_steps"] = args.steps
+    start_layers = values.pop("start_layers", [])
+    values["samples"] = str(args.data / values.get("samples", "samples.parquet"))
+    params = TrainDrafterParams(
+        run_dir=str(args.out),
+        target="smollm2",
+        device=str(device),
+        dtype="bfloat16" if device.type == "cuda" else "float32",
+        seed=args.seed,
+        interactive=False,
+        **values,
+    )
+    if start_layers:
+        params = dataclasses.replace(params, start_from=str(warm_start(params, start_layers, device)))
+    started = time.perf_counter()
+    result = run_train_drafter(params)
+    trained = time.perf_counter()
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    last = result.metrics.filter(result.metrics["kind"] == "train").tail(1).to_dicts()[0]
+    record = {
+        "row": args.row,
+        "parameters": values,
+        "command": " ".join(["python", *sys.argv]),
+        "figures": result.figures,
+        "training": {name: last.get(name) for name in ("streak", "accuracy", "loss", "ce", "kl", "epoch")},
+        "wall_seconds": round(trained - started, 1),
+        "peak_gib": peak,
+        "data": json.loads((args.data / "samples.json").read_text()),
+        "tau": offline_taus(args.data, args.out / "drafter", device, args.answers),
+        "measure_seconds": round(time.perf_counter() - trained, 1),
+    }
+    files.write_json(args.out / "row.json", record | provenance.provenance())
+    taus = {name: found["tau"] for name, found in record["tau"].items()}
+    log.info("%s: %s steps, tau %s", args.row, result.figures["steps"], taus)
+    return record
+
+
+def client(args: argparse.Namespace) -> dict[str, Any]:
+    """Decode prompts of both sets with the public client, in several processes."""
+    target = load_target("smollm2", device="meta")
+    found: dict[str, Any] = {}
+    for name in SETS:
+        prompts = choose(heldout_prompts(args.data / f"{name}.parquet"), args.prompts, args.seed)
+        asked = {
+            "prompts": [list(prompt.input_ids) for prompt in prompts],
+            "stop_ids": target.stop_ids,
+            "max_new_tokens": args.max_new_tokens,
+        }
+        files.write_json(args.drafter / f"{name}.prompts.json", asked)
+    work = [(name, part) for name in SETS for part in range(args.parallel)]
+    paths = [os.environ.get("DFLASH_CLIENT", ""), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    running = []
+    for name, part in work:
+        out = args.drafter / f"{name}.{part}.lengths.json"
+        command = [sys.executable, str(Path(__file__).with_name("quality_client.py"))]
+        command += ["--drafter", str(args.drafter), "--target", str(cached_folder()), "--out", str(out)]
+        command += ["--prompts", str(args.drafter / f"{name}.prompts.json")]
+        command += ["--part", f"{part}/{args.parallel}", "--device", args.client_device]
+        command += ["--dtype", args.dtype]
+        running.append((name, out, subprocess.Popen(command, env=env)))
+    for name, out, process in running:
+        if process.wait() != 0:
+            raise RuntimeError(f"the client ended with {process.returncode} on {name}")
+        part = json.loads(out.read_text())
+        entry = found.setdefault(name, {"lengths": []})
+        entry["lengths"] += part.pop("lengths")
+        entry |= part
+    for name, entry in found.items():
+        entry |= described(summarize(entry["lengths"]))
+        log.info("client, %s: tau %.3f (%d prompts)", name, entry["tau"], len(entry["lengths"]))
+    return {"tau": found, "max_new_tokens": args.max_new_tokens, "drafter": str(args.drafter)}
+
+
+def study(args: argparse.Namespace) -> dict[str, Any]:
+    """Train rows in processes of their own, `parallel` at a time, for the same number of steps."""
+    waiting, running, done = list(args.rows or ROWS), [], {}
+    until = time.monotonic() + args.limit_s if args.limit_s else float("inf")
+    while waiting or running:
+        while waiting and len(running) < args.parallel and time.monotonic() < until:
+            row = waiting.pop(0)
+            folder = args.out / row
+            folder.mkdir(parents=True, exist_ok=True)
+            command = [sys.executable, __file__, "train", row, "--data", str(args.data)]
+            command += ["--out", str(folder), "--steps", str(args.steps), "--seed", str(args.seed)]
+            command += ["--device", args.device, "--answers", str(args.answers)]
+            command += [word for pair in args.p for word in ("-p", *pair)]
+            log_file = open(folder / "log", "w")  # noqa: SIM115 - the child's, closed with this process
+            process = subprocess.Popen(command, stdout=log_file, stderr=subprocess.STDOUT)
+            running.append((row, process))
+        time.sleep(0.2)
+        for row, process in [pair for pair in running if pair[1].poll() is not None]:
+            running.remove((row, process))
+            path = args.out / row / "row.json"
+            if process.returncode == 0:
+                done[row] = json.loads(path.read_text())
+                log.info("%s: %s", row, {n: t["tau"] for n, t in done[row]["tau"].items()})
+            else:
+                tail = (args.out / row / "log").read_text()[-1500:]
+                log.warning("%s ended with %d: %s", row, process.returncode, tail)
+        if waiting and not running and time.monotonic() >= until:
+            log.warning("out of time; not trained: %s", waiting)
+            break
+    return {"rows": done}
+
+
+def main() -> int:
+    """Run a subcommand and write its JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    made = {name: commands.add_parser(name) for name in ("data", "train", "client", "study")}
+    for name, one in made.items():
+        one.add_argument("--device", default="auto")
+        one.add_argument("--seed", type=int, default=0)
+        one.add_argument("--json", default="", help="where the result goes")
+        if name != "data":
+            one.add_argument("--data", type=Path, required=True, help="folder that `data` wrote")
+        if name != "client":
+            one.add_argument("--out", type=Path, required=True)
+        if name in ("train", "study"):
+            one.add_argument("--steps", type=int, default=0)
+            one.add_argument("--answers", type=int, default=512, help="stored answers of a set to measure")
+            one.add_argument("-p", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
+    made["data"].add_argument("--tokens", type=int, default=1_900_000)
+    made["data"].add_argument("--code-share", type=float, default=0.3)
+    made["data"].add_argument("--answer-tokens", type=int, default=160)
+    made["data"].add_argument(
+        "--whole", action="store_true", help="also whole.parquet: blocks in prompts too"
+    )
+    made["data"].add_argument("--heldout", type=int, default=512)
+    made["data"].add_argument("--problems", type=int, default=0, help="of HumanEval; 0: all")
+    made["train"].add_argument("row", choices=sorted(ROWS))
+    made["train"].add_argument("--seconds", type=float, default=0.0)
+    made["study"].add_argument("--rows", nargs="*", choices=sorted(ROWS))
+    made["study"].add_argument("--parallel", type=int, default=4)
+    made["study"].add_argument("--limit-s", type=float, default=0.0, help="start no row after this long")
+    made["client"].add_argument("--drafter", type=Path, required=True)
+    made["client"].add_argument("--prompts", type=int, default=20)
+    made["client"].add_argument("--max-new-tokens", type=int, default=MEASURED_TOKENS)
+    made["client"].add_argument("--parallel", type=int, default=2, help="processes for each set")
+    made["client"].add_argument("--client-device", default="cuda")
+    made["client"].add_argument("--dtype", default="bfloat16")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    if args.command == "data":
+        device = choose_device(args.device)
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+        found = write_data(
+            load_target("smollm2", device=device, dtype=dtype),
+            args.out,
+            tokens=args.tokens,
+            seed=args.seed,
+            code_share=args.code_share,
+            answer_tokens=args.answer_tokens,
+            heldout=args.heldout,
+            problems=args.problems,
+            whole=args.whole,
+        )
+    else:
+        found = {"train": train, "client": client, "study": study}[args.command](args)
+    if args.json:
+        arguments = {name: str(value) for name, value in vars(args).items()}
+        files.write_json(Path(args.json), {"arguments": arguments, **found, **provenance.provenance()})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

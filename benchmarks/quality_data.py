@@ -1,0 +1,136 @@
+"""What the quality study trains on and measures with: text that the target wrote itself.
+
+Prompts are user turns sampled from the template's opening, a share of them from first words of programming
+questions in several wordings, HumanEval's task wording among them (its problems are never used). Answers are
+greedy. Held-out prompts are plain self-prompts of another seed, none of which occurs in the training file;
+HumanEval's file holds its problems with the target's own greedy answers. Both are measured with, never
+trained on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_lab.acceptance.prompts import file_prompts, humaneval_file
+from dflash_lab.data.samples import Sample, write_samples
+from dflash_lab.target.generation import generate
+from dflash_lab.target.model import Target
+from dflash_lab.target.prompting import prompts_of, self_prompts
+from dflash_lab.target.template import user_frame
+
+log = logging.getLogger("quality")
+TASK = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n"
+PROGRAMMING = (
+    TASK + "def ",
+    TASK + "from typing import List\n\n\ndef ",
+    TASK,
+    "Write a Python function that ",
+    "Write a Python function to ",
+    "Complete the following Python function:\n```python\ndef ",
+    "Implement the following function in Python.\n\ndef ",
+)
+HELDOUT = 0.999999999  # share of a file that is for measuring only: all of it
+MEASURED_TOKENS = 128  # of an answer, in every tau of the study
+
+
+def write_data(
+    target: Target,
+    out: Path,
+    *,
+    tokens: int,
+    seed: int = 0,
+    code_share: float = 0.3,
+    answer_tokens: int = 160,
+    temperature: float = 0.8,
+    heldout: int = 512,
+    problems: int = 0,
+    whole: bool = False,
+) -> dict[str, Any]:
+    """Write `out`/samples.parquet with about `tokens` training tokens (prompts and answers together), and
+    heldout.parquet and humaneval.parquet beside it; return counts and seconds.
+    """
+    started = time.perf_counter()
+    kept_out = self_prompts(target, heldout, seed=seed + 1_000_003, temperature=temperature)
+    _write(target, out / "heldout.parquet", kept_out, MEASURED_TOKENS, "self")
+    asked = [list(prompt.input_ids) for prompt in file_prompts(humaneval_file(), target.tokenizer)]
+    asked = asked[: problems or None]
+    _write_answers(target, out / "humaneval.parquet", asked, MEASURED_TOKENS, "humaneval")
+    before = time.perf_counter()
+    # Tokens of a sample: the template's opening, its turn, its answer; measured on SmolLM2.
+    count = round(tokens / (0.9 * answer_tokens + 60 + 60 * code_share) * 1.15)
+    code = round(code_share * count)
+    plain = self_prompts(target, count - code, seed=seed, temperature=temperature)
+    programs = (
+        self_prompts(target, code, seed=seed, temperature=temperature, max_new_tokens=128, begin=PROGRAMMING)
+        if code
+        else []
+    )
+    prompted = time.perf_counter()
+    shut = set(kept_out)
+    named = [(text, "self") for text in plain if text not in shut] + [(text, "code") for text in programs]
+    order = np.random.default_rng(seed).permutation(len(named))
+    named = [named[i] for i in order]
+    prompts = prompts_of(target, [text for text, _ in named])
+    answers = generate(target, prompts, max_new_tokens=answer_tokens)
+    answered = time.perf_counter()
+    taken, total = [], 0
+    for number, ((_, source), prompt, answer) in enumerate(zip(named, prompts, answers, strict=True)):
+        if total + len(prompt) + len(answer) > tokens:
+            break
+        total += len(prompt) + len(answer)
+        taken.append(_sample(f"{source}:{number}", prompt, answer, source))
+    facts = {
+        "tokens": total,
+        "samples": len(taken),
+        "code_samples": sum(sample.source == "code" for sample in taken),
+        "answer_tokens_generated": sum(map(len, answers)),
+        "prompts_generated": len(named),
+        "prompt_seconds": round(prompted - before, 2),
+        "answer_seconds": round(answered - prompted, 2),
+        "answer_tokens_per_s": round(sum(map(len, answers)) / (answered - prompted)),
+        "tokens_forward_per_s": round(
+            sum(map(len, [*prompts, *answers])) / (answered - prompted)
+        ),
+        "arguments": dict(
+            tokens=tokens, seed=seed, code_share=code_share, answer_tokens=answer_tokens,
+            temperature=temperature,
+        ),
+    }  # fmt: skip
+    write_samples(out / "samples.parquet", taken, heldout_fraction=0.0, provenance=facts)
+    if whole:
+        # The same tokens with blocks in the user's turns too, which the target also wrote.
+        opening = len(user_frame(target.tokenizer)[0])
+        for sample in taken:
+            sample.loss_mask[opening:] = 1
+        write_samples(out / "whole.parquet", taken, heldout_fraction=0.0, provenance=facts)
+    facts["seconds"] = round(time.perf_counter() - started, 2)
+    log.info("data: %s", facts)
+    return facts
+
+
+def _sample(name: str, prompt: list[int], answer: list[int], source: str) -> Sample:
+    mask = np.zeros(len(prompt) + len(answer), np.uint8)
+    mask[len(prompt) :] = 1
+    return Sample(name, np.asarray([*prompt, *answer]), mask, source)
+
+
+def _write(target: Target, path: Path, texts: list[str], answer_tokens: int, source: str) -> None:
+    _write_answers(target, path, prompts_of(target, texts), answer_tokens, source)
+
+
+def _write_answers(
+    target: Target, path: Path, prompts: list[list[int]], answer_tokens: int, source: str
+) -> None:
+    """Prompts with greedy answers as a file that is only measured with."""
+    answers = generate(target, prompts, max_new_tokens=answer_tokens)
+    samples = [
+        _sample(f"{source}:{i}", prompt, answer, source)
+        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+        if len(answer) > 1
+    ]
+    write_samples(path, samples, heldout_fraction=HELDOUT, provenance={"source": source})

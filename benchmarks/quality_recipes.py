@@ -1,0 +1,62 @@
+"""The recipes that the quality study compares: one base, and rows that change one thing of it.
+
+A row is a set of `train_drafter`'s parameters; the base is what `params/quality/` holds. Two more words are
+known: `samples` names a file that `quality.py data` wrote, `start_layers` layers of the target that the
+drafter's start from (`quality_warm.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# SmolLM2 has no unused embedding row: masked slots hold <reponame>, which no chat contains.
+BASE: dict[str, Any] = dict(
+    source="live",
+    num_layers=5,
+    block_size=8,
+    mask_token_id=4,
+    context_tokens=8192,
+    anchors=3072,
+    gamma=4.0,
+    hard_weight=0.85,
+    soft_weight=0.15,
+    optimizer="muon",
+    lr=1e-3,
+    muon_lr=5e-3,
+    warmup=0.04,
+    log_every=50,
+    eval_every=10**6,
+    eval_rows=2,
+    tau_samples=0,
+    checkpoint_every=10**6,
+    keep=1,
+    export="last",
+)
+HARD = dict(hard_weight=1.0, soft_weight=0.0)
+
+ROWS: dict[str, dict[str, Any]] = {
+    "base": {},
+    "ce": HARD,
+    "ce-argmax": dict(HARD, labels="argmax"),
+    "kl": dict(hard_weight=0.0, soft_weight=1.0),
+    "half-kl": dict(hard_weight=0.5, soft_weight=0.5),
+    "gamma-7": dict(gamma=7.0),
+    "gamma-10": dict(gamma=10.0),
+    "dpace": dict(weighting="dpace"),
+    "length": dict(hard_weight=0.0, soft_weight=0.15, length_weight=1.0, gamma=0.0),
+    "ce-length": dict(hard_weight=0.5, soft_weight=0.15, length_weight=0.5),
+    "noise": dict(noise_std=0.05),
+    "cap": dict(cap_weight=0.1),
+    "adamw": dict(optimizer="adamw"),
+    "layers-2": dict(num_layers=2),
+    "block-16": dict(block_size=16, gamma=7.0, anchors=1536),
+    "dflash2": dict(second=True),
+    "prompts-too": dict(samples="whole.parquet"),
+    "warm": dict(start_layers=[2, 8, 15, 22, 28]),
+    "warm-late": dict(start_layers=[25, 26, 27, 28, 29]),
+}
+
+
+def recipe(name: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Parameters of row `name`, with `changes` on top."""
+    return {**BASE, **ROWS[name], **changes}
