@@ -246,3 +246,22 @@ def anchors(row: dict[str, Any]) -> go.Figure:
         yaxis_title="block",
     )
     return fig
+
+
+def queues(frame: pl.DataFrame) -> go.Figure:
+    """Rows that lay ready for the drafters over time, and how long each side waited for the other a row."""
+    fig = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08)
+    start = frame["time"].min()
+    colours = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
+    for number, worker in enumerate(frame["worker"].unique().sort()):
+        part = frame.filter(pl.col("worker") == worker).sort("turn")
+        part = part[thin(part.height)]
+        seconds, line = part["time"] - start, {"color": colours[number % len(colours)]}
+        if part["depth"].null_count() < part.height:
+            fig.add_scatter(x=seconds, y=part["depth"], name=f"ready for {worker}", line=line, row=1, col=1)
+        fig.add_scatter(x=seconds, y=part["waited_ms"], name=f"{worker} waits", line=line, row=2, col=1)
+    fig.update_yaxes(title_text="rows ready", rangemode="tozero", row=1, col=1)
+    fig.update_yaxes(title_text="ms waited a row", rangemode="tozero", row=2, col=1)
+    fig.update_xaxes(title_text="seconds", row=2, col=1)
+    fig.update_layout(title="Targets and drafters: who waits for whom")
+    return fig

@@ -77,6 +77,12 @@ class TrainDrafterParams(StageParams):
     cap_weight: float = param(0.0, "factor of the entropy of right predictions (CAP)", low=0.0, high=1e4)
     tv_weight: float = param(0.0, "factor of the total variation distance", low=0.0, high=1e4)
     lk_weight: float = param(0.0, "factor of the LK hybrid", low=0.0, high=1e4)
+    length_weight: float = param(0.0, "factor of the expected accepted length", low=0.0, high=1e4)
+    acceptance: str = param(
+        "label",
+        "in that length, a slot's: the label's probability (greedy), or the overlap with the target's",
+        choices=("label", "overlap"),
+    )
 
     optimizer: str = param(
         "adamw", "muon takes the layers' matrices, adamw the rest", choices=("adamw", "muon")
@@ -110,6 +116,14 @@ class TrainDrafterParams(StageParams):
     parallel: str = param(
         "ddp", "of several processes: whole drafter in each, or sharded", choices=("ddp", "fsdp")
     )
+    targets: list[int] = param(
+        [], "GPUs of targets that feed drafters on others (live); empty: in one process", low=0, high=1023
+    )
+    drafters: list[int] = param([], "GPUs of the drafters they feed; several train as one", low=0, high=1023)
+    head: int = param(
+        -1, "GPU of the frozen head, where the loss is; -1: the drafter's own", low=-1, high=1023
+    )
+    queue_rows: int = param(2, "rows that may lie ready between a target and a drafter", low=1, high=64)
     export: str = param("best", "which weights become the drafter", choices=("best", "last"))
 
     def check(self) -> None:
@@ -120,16 +134,30 @@ class TrainDrafterParams(StageParams):
         self.require(
             self.source == "live" or not self.tap_ids, "tap_ids", "a store has its own; give them to extract"
         )
+        self.require(
+            bool(self.targets) == bool(self.drafters), "drafters", "name GPUs for both targets and drafters"
+        )
+        apart = bool(self.targets)
+        self.require(
+            not apart or self.source == "live", "targets", "targets that feed drafters need source: live"
+        )
+        self.require(not apart or self.processes == 1, "processes", "drafters says how many processes train")
         over = [layer for layer in self.sliding_layers if layer >= self.num_layers]
         self.require(not over, "sliding_layers", f"the drafter has layers 0..{self.num_layers - 1}")
         self.require(bool(self.max_steps or self.epochs), "max_steps", "give max_steps or epochs")
         terms = (self.hard_weight, self.soft_weight, self.cap_weight, self.tv_weight, self.lk_weight)
+        terms = (*terms, self.length_weight)
         self.require(any(terms), "hard_weight", "every term of the loss is 0; give at least one a weight")
 
     @property
     def store_path(self) -> Path:
         """The feature store to read."""
         return self.path_or(self.store, "store")
+
+    @property
+    def world(self) -> int:
+        """Processes that train one drafter."""
+        return len(self.drafters) or self.processes
 
     @property
     def samples_path(self) -> Path:
@@ -151,13 +179,17 @@ class TrainDrafterParams(StageParams):
         return [self.drafter_path / "model.safetensors"]
 
 
+_FRAMES = ("steps", "metrics", "positions", "pipeline")
+
+
 @dataclass(frozen=True)
 class TrainDrafterResult:
     """Headline figures and what the notebook draws.
 
     `steps`: step, loss, grad_norm, lr, skipped (the fault, or null). `metrics`: kind (train | heldout), step
     and the metrics of `drafter.metrics`. `positions`: kind, step, slot, accuracy, conditional. `row`: the
-    inspected packed row.
+    inspected packed row. `pipeline`: a record a row and worker (`drafter.pipeline.SCHEMA`), empty without
+    one.
     """
 
     figures: dict[str, Any]
@@ -165,10 +197,11 @@ class TrainDrafterResult:
     metrics: pl.DataFrame
     positions: pl.DataFrame
     row: dict[str, Any]
+    pipeline: pl.DataFrame
 
     def save(self, folder: Path) -> None:
         """Leave the result in the stage's folder."""
-        for name in ("steps", "metrics", "positions"):
+        for name in _FRAMES:
             with files.atomic_path(folder / f"{name}.parquet") as temporary:
                 getattr(self, name).write_parquet(temporary)
         files.write_json(folder / "row.json", self.row)
@@ -177,7 +210,7 @@ class TrainDrafterResult:
     @classmethod
     def load(cls, folder: Path) -> TrainDrafterResult:
         """Read a finished result again."""
-        frames = {n: pl.read_parquet(folder / f"{n}.parquet") for n in ("steps", "metrics", "positions")}
+        frames = {name: pl.read_parquet(folder / f"{name}.parquet") for name in _FRAMES}
         return cls(
             figures=files.read_json(folder / "figures.json"),
             row=files.read_json(folder / "row.json"),
@@ -191,8 +224,11 @@ def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> Train
     from dflash_lab.drafter.serving import write_serving_notes
     from dflash_lab.workbench.stages import train_setup
     from dflash_lab.workbench.train_launch import train_apart
+    from dflash_lab.workbench.train_pipeline import train_pipeline
 
-    if params.processes > 1:
+    if params.targets:
+        report = train_pipeline(params, progress)
+    elif params.processes > 1:
         report = train_apart(params, progress)
     else:
         report = train_setup.train_here(params, progress)
@@ -210,8 +246,10 @@ def collect(params: TrainDrafterParams, report: TrainReport, config: DrafterConf
     """Turn a finished run into tables and headline figures."""
     from dflash_lab.drafter.inspect import inspect_row
     from dflash_lab.drafter.journal import read_journal
+    from dflash_lab.drafter.pipeline import SCHEMA
     from dflash_lab.workbench.stages.train_frames import metric_frame, position_frame, step_frame
     from dflash_lab.workbench.stages.train_setup import MEMORY, open_bare
+    from dflash_lab.workbench.train_pipeline import DIARY, SUMMARY
 
     items = open_bare(params)
     records = read_journal(params.folder / "run")
@@ -242,9 +280,11 @@ def collect(params: TrainDrafterParams, report: TrainReport, config: DrafterConf
         "loader_share_pct": 100 * report.loader_share,
         "drafter_parameters": config.parameter_count,
         **files.read_json(params.folder / MEMORY),
+        **(files.read_json(params.folder / SUMMARY) if params.targets else {}),
     }
     row = inspect_row(items, config, params.context_tokens, params.anchors, params.seed, _decoder(params))
-    return TrainDrafterResult(figures, steps, metrics, position_frame(records), row)
+    pipeline = pl.read_parquet(params.folder / DIARY) if params.targets else pl.DataFrame(schema=SCHEMA)
+    return TrainDrafterResult(figures, steps, metrics, position_frame(records), row, pipeline)
 
 
 def _decoder(params: TrainDrafterParams) -> Any:

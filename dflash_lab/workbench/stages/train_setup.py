@@ -13,11 +13,13 @@ from dflash_lab import files
 from dflash_lab.errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from dflash_lab.drafter.config import DrafterConfig
     from dflash_lab.drafter.live import LiveItems, SampleItems
-    from dflash_lab.drafter.rows import Items
+    from dflash_lab.drafter.rows import Items, PackedRows
     from dflash_lab.drafter.settings import TrainSettings
     from dflash_lab.drafter.trainer import TrainReport
     from dflash_lab.extraction.store import FeatureStore
@@ -30,9 +32,11 @@ MEMORY = "memory.json"  # predicted and measured peak of the first process
 logger = logging.getLogger(__name__)
 
 
-def train_here(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
+def train_here(
+    params: TrainDrafterParams, progress: Any = None, open_with: Callable[..., Any] | None = None
+) -> TrainReport:
     """Load states (or the target that makes them), the ends of the target and the drafter, and train in this
-    process, perhaps one of several.
+    process, perhaps one of several. `open_with` replaces `open_states`.
     """
     import torch
 
@@ -48,7 +52,7 @@ def train_here(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
     group, device = join(params.parallel, choose_device(params.device))
     name = params.drafter_dtype
     dtype = getattr(torch, ("bfloat16" if device.type == "cuda" else "float32") if name == "auto" else name)
-    items, head = open_states(params, device, dtype)
+    items, head = (open_with or open_states)(params, device, dtype)
     config = drafter_config(params, items)
     settings = train_settings(params, items, config)
     cleared = ask_training(params, load_config(params.target), config, device, dtype)
@@ -89,33 +93,59 @@ def train_here(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
 def open_states(
     params: TrainDrafterParams, device: torch.device, dtype: torch.dtype
 ) -> tuple[FeatureStore | LiveItems, TargetHead]:
-    """The feature store, or the samples and the live target on `device`; and the target's head there in
-    `dtype`.
-    """
-    from dflash_lab.target.loading import load_head, load_target
-
+    """The feature store, or the samples and the live target on `device`; and the target's head."""
     if params.source == "store":
         from dflash_lab.extraction.store import open_store
 
-        store = open_store(params.store_path)
-        return store, load_head(params.target, device=device, dtype=dtype, seed=params.seed)
+        return open_store(params.store_path), load_ends(params, device, dtype)
+    items = open_live(params, device)
+    if items.target.dtype == dtype and params.head < 0:
+        return items, items.target.head
+    return items, load_ends(params, device, dtype)
+
+
+def load_ends(params: TrainDrafterParams, device: torch.device, dtype: torch.dtype) -> TargetHead:
+    """The target's embedding, final norm and head: on the drafter's `device`, or on the GPU that was named
+    for them.
+    """
+    import torch
+
+    from dflash_lab.target.loading import load_head
+
+    place = torch.device("cuda", params.head) if device.type == "cuda" and params.head >= 0 else device
+    return load_head(params.target, device=place, dtype=dtype, seed=params.seed)
+
+
+def open_live(params: TrainDrafterParams, device: torch.device) -> LiveItems:
+    """The samples and the target on `device` that makes their states."""
     from dflash_lab.drafter.live import LiveItems
+    from dflash_lab.target.loading import load_target
 
     target = load_target(params.target, device=device, dtype=params.dtype, seed=params.seed)
     if target.is_hybrid:
         from dflash_lab.extraction.fast.apply import speed_up
 
         speed_up(target, "auto")
-    items = LiveItems(
+    return LiveItems(
         params.samples_path,
         target,
         tap_ids=live_taps(params),
         context_tokens=params.context_tokens,
         compile=params.compile,
     )
-    if target.dtype == dtype:
-        return items, target.head
-    return items, load_head(params.target, device=device, dtype=dtype, seed=params.seed)
+
+
+def packed_rows(params: TrainDrafterParams, items: LiveItems) -> tuple[PackedRows, PackedRows | None]:
+    """The rows that the training loop draws from these parameters, and the held-out ones if there are any."""
+    import numpy as np
+
+    from dflash_lab.drafter.rows import PackedRows
+
+    config, pad = drafter_config(params, items), items.target.device.type == "cuda"
+    sizes = dict(context_tokens=params.context_tokens, anchors=params.anchors, seed=params.seed)
+    train, heldout = np.flatnonzero(~items.heldout), np.flatnonzero(items.heldout)
+    rows = PackedRows(items, train, config, pad=pad, **sizes)
+    return rows, PackedRows(items, heldout, config, pad=pad, **sizes) if len(heldout) else None
 
 
 def open_bare(params: TrainDrafterParams) -> States:
@@ -141,14 +171,17 @@ def live_taps(params: TrainDrafterParams) -> list[int]:
 def drafter_config(params: TrainDrafterParams, states: States) -> DrafterConfig:
     """The drafter's shape, from parameters, target and the taps of its states."""
     from dflash_lab.drafter.config import DrafterConfig, resolve_mask_token_id
-    from dflash_lab.target.sources import load_config, load_tokenizer
+    from dflash_lab.target.identity import identify
+    from dflash_lab.target.sources import load_config, load_tokenizer, resolve
 
     target = load_config(params.target)
     tokenizer = None if params.target.startswith("random:") else load_tokenizer(params.target)
     mask, why = resolve_mask_token_id(target.vocab_size, explicit=params.mask_token_id, tokenizer=tokenizer)
     logger.info("masked slots hold token %d: %s", mask, why)
     if params.source == "store":
-        _check_made_by(params, states, target.hidden_size)
+        weights = identify(resolve(params.target), seed=params.seed)["weights"]
+        store: Any = states
+        store.check_made_by(params.target, weights, target.hidden_size)
     # As DFlash 2 was released: bidirectional in every layer, the convolutions being causal.
     second: dict[str, Any] = dict(
         conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16, is_causal=False
@@ -167,27 +200,6 @@ def drafter_config(params: TrainDrafterParams, states: States) -> DrafterConfig:
         **shape,
         **(second if params.second else {}),
     )
-
-
-def _check_made_by(params: TrainDrafterParams, store: Any, hidden_size: int) -> None:
-    """Refuse a store of other weights: width alone cannot tell a model from its fine-tune."""
-    from dflash_lab.target.identity import identify
-    from dflash_lab.target.sources import resolve
-
-    if store.hidden_size != hidden_size:
-        raise InputError(
-            f"{params.store_path} has states of width {store.hidden_size}, target {params.target} has "
-            f"{hidden_size}: the store was made by another target."
-        )
-    made = store.manifest.get("target", {})
-    now = identify(resolve(params.target), seed=params.seed)
-    if made.get("weights") != now["weights"]:
-        random = " (a random target's weights follow the seed)" if params.target.startswith("random:") else ""
-        raise InputError(
-            f"{params.store_path} was made by {made.get('name')!r} with other weights than those of target "
-            f"{params.target!r}{random}: give the target it was made by, or extract with this one into "
-            "another store."
-        )
 
 
 def train_settings(params: TrainDrafterParams, items: States, config: DrafterConfig) -> TrainSettings:
@@ -209,7 +221,7 @@ def train_settings(params: TrainDrafterParams, items: States, config: DrafterCon
             anchors=params.anchors,
             seed=params.seed,
         ).count(0)
-        steps = max(1, math.ceil(params.epochs * rows / (params.accumulate * params.processes)))
+        steps = max(1, math.ceil(params.epochs * rows / (params.accumulate * params.world)))
     same = (
         "context_tokens anchors accumulate selector_weight gamma denominator noise_std warmup floor "
         "clip_norm log_every eval_every eval_rows checkpoint_every keep max_bad_steps explode_factor "
@@ -224,6 +236,8 @@ def train_settings(params: TrainDrafterParams, items: States, config: DrafterCon
             cap_weight=params.cap_weight,
             tv_weight=params.tv_weight,
             lk_weight=params.lk_weight,
+            length_weight=params.length_weight,
+            acceptance=params.acceptance,  # type: ignore[arg-type]
             label_source=params.labels,  # type: ignore[arg-type]
             weighting="dpace" if params.weighting == "dpace" else "given",
             dpace_alpha=params.dpace_alpha,

@@ -1,0 +1,168 @@
+"""Online training with targets and drafters in processes of their own, placed on the GPUs that were named.
+
+The parent starts them, follows the run's journal for its progress bar, asks for a checkpoint and an orderly
+end when it is stopped, and raises the failing process's own traceback when one dies. Each leaves its log and
+its diary in `<run_dir>/train_drafter/workers/`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import socket
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from dflash_lab import files
+from dflash_lab.workbench.train_launch import STOP, Stop, follow, read_report, report_values, stoppable
+
+if TYPE_CHECKING:
+    from dflash_lab.drafter.trainer import TrainReport
+    from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+
+WORKERS = "workers"
+DIARY, SUMMARY = "pipeline.parquet", "pipeline.json"
+GRACE_S = 60.0  # for a checkpoint after a stop, and for the targets once the drafters have ended
+logger = logging.getLogger(__name__)
+
+
+def train_pipeline(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
+    """Train with `params.targets` feeding `params.drafters`, and wait for them."""
+    from multiprocessing import Pipe
+
+    from dflash_lab.drafter.crew import Job, run_crew
+    from dflash_lab.drafter.pipeline import summary
+
+    folder, values = params.folder, params.as_dict()
+    for path in (folder / STOP, *(folder / WORKERS).glob("*")):
+        path.unlink(missing_ok=True)
+    targets, drafters = len(params.targets), len(params.drafters)
+    pipes = {(m, k): Pipe() for m in range(targets) for k in range(drafters)}
+    port = _free_port()
+    jobs = [
+        Job(
+            f"drafter-{k}", drafter_process, (values, k, [pipes[m, k][0] for m in range(targets)], port), True
+        )
+        for k in range(drafters)
+    ] + [
+        Job(f"target-{m}", target_process, (values, m, [pipes[m, k][1] for k in range(drafters)]), False)
+        for m in range(targets)
+    ]
+    results = run_crew(
+        jobs,
+        folder / WORKERS,
+        ends=[end for pipe in pipes.values() for end in pipe],
+        on_poll=lambda: follow(params, progress),
+        on_stop=lambda: files.write_bytes(folder / STOP, b""),
+        grace_s=GRACE_S,
+    )
+    diary = pl.concat(pl.read_parquet(folder / WORKERS / f"{job.name}.parquet") for job in jobs)
+    with files.atomic_path(folder / DIARY) as temporary:
+        diary.write_parquet(temporary)
+    seconds = {job.name: results[job.name]["seconds"] for job in jobs if job.leads}
+    files.write_json(folder / SUMMARY, summary(diary, seconds))
+    return read_report(results["drafter-0"])
+
+
+def drafter_process(values: dict[str, Any], rank: int, pipes: list[Connection], port: int) -> dict[str, Any]:
+    """Train on the states that come through `pipes`, one a target; what is returned is its report."""
+    import torch
+
+    from dflash_lab.drafter.channel import Taker
+    from dflash_lab.drafter.pipeline import Diary, PipelineItems
+    from dflash_lab.target.identity import identify
+    from dflash_lab.target.sources import load_config, resolve
+    from dflash_lab.workbench.stages.train_setup import live_taps, load_ends, train_here
+
+    params = _placed(values, "drafters", rank)
+    world = len(params.drafters)
+    if world > 1:
+        place = dict(RANK=rank, WORLD_SIZE=world, LOCAL_RANK=params.drafters[rank], MASTER_PORT=port)
+        os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    device = torch.device(params.device)
+    diary = Diary(f"drafter-{rank}", device)
+    width, taps = load_config(params.target).hidden_size, live_taps(params)
+
+    def open_pipeline(params: TrainDrafterParams, device: torch.device, dtype: torch.dtype) -> Any:
+        takers = [
+            Taker(
+                pipe,
+                f"target-{m}",
+                slots=params.queue_rows,
+                row_tokens=params.context_tokens,
+                tap_width=len(taps) * width,
+                hidden=width,
+                device=device,
+            )
+            for m, pipe in enumerate(pipes)
+        ]
+        identity = identify(resolve(params.target), seed=params.seed)
+        items = PipelineItems(
+            params.samples_path,
+            width,
+            taps,
+            takers,
+            identity=identity,
+            rank=rank,
+            world=world,
+            diary=diary,
+        )
+        opened.append(items)
+        return items, load_ends(params, device, dtype)
+
+    opened: list[PipelineItems] = []
+    try:
+        report = train_here(params, stoppable(params), open_pipeline)
+    except Stop:
+        opened[0].close()
+        return {}
+    opened[0].close()
+    diary.save(params.folder / WORKERS)
+    if world > 1:
+        torch.distributed.destroy_process_group()
+    return report_values(report)
+
+
+def target_process(values: dict[str, Any], number: int, pipes: list[Connection]) -> dict[str, Any]:
+    """Make rows for the drafters at the other ends of `pipes`."""
+    import torch
+
+    from dflash_lab.drafter.channel import Giver
+    from dflash_lab.drafter.pipeline import Diary, Making, serve
+    from dflash_lab.workbench.stages.train_setup import open_live, packed_rows
+
+    params = _placed(values, "targets", number)
+    items = open_live(params, torch.device(params.device))
+    rows, heldout = packed_rows(params, items)
+    givers = [Giver(pipe, f"drafter-{k}") for k, pipe in enumerate(pipes)]
+    diary = Diary(f"target-{number}", items.target.device)
+    making = Making(items, rows, heldout, givers, number, len(params.targets))
+    result = serve(making, diary)
+    diary.save(params.folder / WORKERS)
+    return result
+
+
+def _placed(values: dict[str, Any], side: str, number: int) -> TrainDrafterParams:
+    """The run's parameters with this process's own device."""
+    import torch
+
+    from dflash_lab.target.loading import choose_device
+    from dflash_lab.workbench.params import from_mapping
+    from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    params = from_mapping(TrainDrafterParams, values)
+    if choose_device(params.device).type != "cuda":
+        return dataclasses.replace(params, device="cpu")
+    device = f"cuda:{getattr(params, side)[number]}"
+    torch.cuda.set_device(device)
+    return dataclasses.replace(params, device=device)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

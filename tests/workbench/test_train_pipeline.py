@@ -1,0 +1,196 @@
+"""Targets that feed drafters in processes of their own: the same drafter comes out, and a fault in any of
+them ends the run with its traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import plotly.graph_objects as go
+import polars as pl
+import pytest
+import torch
+
+from dflash_lab.data.samples import Sample, write_samples
+from dflash_lab.drafter.checkpoint import load_checkpoint
+from dflash_lab.drafter.crew import WorkerFailed
+from dflash_lab.errors import InputError
+from dflash_lab.workbench.figures import train_drafter as figures
+from dflash_lab.workbench.progress import Stopped
+from dflash_lab.workbench.stage import execute
+from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+
+TINY = dict(
+    device="cpu",
+    interactive=False,
+    source="live",
+    num_layers=2,
+    block_size=4,
+    context_tokens=96,
+    anchors=24,
+    soft_weight=0.15,
+    lr=1e-2,
+    max_steps=8,
+    log_every=2,
+    eval_every=4,
+    eval_rows=2,
+    checkpoint_every=4,
+    tau_samples=2,
+    tap_ids=[1, 3, 5],
+)
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("samples") / "samples.parquet"
+    generator = np.random.default_rng(0)
+    rows = [
+        Sample(f"s{i}", generator.integers(0, 256, n), (np.arange(n) >= n // 3).astype(np.uint8), "test")
+        for i, n in enumerate([20, 31, 17, 44, 25, 38, 29, 33, 18, 40, 22, 27, 35, 30])
+    ]
+    write_samples(path, rows, heldout_fraction=0.3, provenance={"test": True})
+    return path
+
+
+def params(folder, samples, tiny_target, **changes) -> TrainDrafterParams:
+    values = {**TINY, "run_dir": str(folder), "samples": str(samples), "target": str(tiny_target("llama"))}
+    return TrainDrafterParams(**{**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def alone(samples, tiny_target, tmp_path_factory):
+    """The run that one process makes."""
+    chosen = params(tmp_path_factory.mktemp("alone"), samples, tiny_target)
+    execute(chosen)
+    return chosen.folder
+
+
+def last(folder: Path) -> dict[str, torch.Tensor]:
+    newest = sorted((folder / "run" / "checkpoints").glob("step-*"))[-1]
+    assert newest.name == "step-00000008"
+    return load_checkpoint(newest).state_dict()
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_two_targets_and_one_drafter_train_the_drafter_of_one_process(alone, samples, tiny_target, tmp_path):
+    chosen = params(tmp_path, samples, tiny_target, targets=[0, 1], drafters=[0])
+    result = execute(chosen)
+    assert same(last(chosen.folder), last(alone))
+    frame = result.pipeline
+    made = frame.filter(pl.col("worker") != "drafter-0")
+    used = frame.filter(worker="drafter-0")
+    assert used["turn"].to_list() == list(range(8))
+    for number in (0, 1):
+        turns = made.filter(worker=f"target-{number}")["turn"].to_list()
+        assert turns[:4] == list(range(number, 8, 2)) and len(turns) <= 4 + 3  # what lay ready at the end
+    assert made["forward_ms"].min() > 0 and used["depth"].max() <= 2 * 2
+    for name in ("drafter_busy_pct", "target_busy_pct"):
+        assert 0 <= result.figures[name] <= 100
+    assert result.figures["limit"] in ("targets", "drafters")
+    figure = figures.queues(frame)
+    assert isinstance(figure, go.Figure) and len(figure.data) >= 4
+    assert execute(chosen).pipeline.equals(frame)
+
+
+def test_one_target_and_two_drafters_train_one_drafter(alone, samples, tiny_target, tmp_path):
+    """The global batch is that of one process with two rows a step."""
+    chosen = params(tmp_path / "pair", samples, tiny_target, targets=[0], drafters=[0, 1], max_steps=4,
+                    checkpoint_every=4)  # fmt: skip
+    execute(chosen)
+    single = params(tmp_path / "single", samples, tiny_target, accumulate=2, max_steps=4, checkpoint_every=4)
+    execute(single)
+    mine, theirs = (
+        load_checkpoint(p.folder / "run" / "checkpoints" / "step-00000004").state_dict()
+        for p in (chosen, single)
+    )
+    for name, value in theirs.items():
+        assert (mine[name] - value).norm() <= 1e-4 * value.norm(), name
+
+
+def test_stopped_pipeline_goes_on_exactly(alone, samples, tiny_target, tmp_path):
+    chosen = params(tmp_path, samples, tiny_target, targets=[0, 1], drafters=[0], max_steps=8)
+
+    def stop(description, done, total, **facts):
+        if done >= 1:
+            raise Stopped("enough")
+
+    with pytest.raises(Stopped):
+        execute(chosen, stop)
+    saved = sorted((chosen.folder / "run" / "checkpoints").glob("step-*"))
+    assert saved, "a stop leaves a checkpoint"
+    execute(chosen)
+    assert same(last(chosen.folder), last(alone))
+
+
+def test_an_error_in_a_target_ends_the_run_with_its_traceback(samples, tiny_target, tmp_path):
+    """The second target cannot read its weights: the message is its own, not that of those who waited."""
+    import shutil
+
+    broken = tmp_path / "target"
+    shutil.copytree(tiny_target("llama"), broken)
+    chosen = params(tmp_path, samples, tiny_target, targets=[0, 1], drafters=[0], target=str(broken))
+    weights = broken / "model.safetensors"
+
+    from dflash_lab.drafter.crew import Job, run_crew
+
+    with pytest.raises(WorkerFailed, match=r"target-1 failed:[\s\S]*ZeroDivisionError") as caught:
+        run_crew(
+            [Job("drafter-0", _sleep, (60,), True), Job("target-1", _divide, (1, 0), False)],
+            tmp_path / "crew",
+        )
+    assert "drafter-0" not in str(caught.value)
+    weights.write_bytes(b"nothing of use")
+    with pytest.raises(WorkerFailed, match=r"failed:[\s\S]*Traceback"):
+        execute(chosen)
+    assert "WorkerFailed" in (chosen.folder / "failure.json").read_text()
+
+
+def _sleep(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def _divide(a: int, b: int) -> float:
+    return a / b
+
+
+@pytest.mark.parametrize("victim", ["target-1", "drafter-0"])
+def test_a_killed_worker_ends_the_run(samples, tiny_target, tmp_path, victim):
+    chosen = params(tmp_path, samples, tiny_target, targets=[0, 1], drafters=[0], max_steps=100_000,
+                    checkpoint_every=10, eval_every=10**6, log_every=10)  # fmt: skip
+    began = threading.Event()
+
+    def progress(description, done, total, **facts):
+        if done >= 20 and not began.is_set():
+            began.set()
+            os.kill(_child_named(victim), signal.SIGKILL)
+
+    with pytest.raises(WorkerFailed, match=f"{victim} was killed by SIGKILL"):
+        execute(chosen, progress)
+    assert began.is_set()
+    import multiprocessing
+
+    assert not [child for child in multiprocessing.active_children() if child.is_alive()]
+    assert list((chosen.folder / "run" / "checkpoints").glob("step-*")), "what was saved is still there"
+
+
+def _child_named(name: str) -> int:
+    import multiprocessing
+
+    return next(child.pid for child in multiprocessing.active_children() if child.name == name)
+
+
+def test_placement_is_checked(samples, tiny_target, tmp_path):
+    with pytest.raises(InputError, match="both targets and drafters"):
+        params(tmp_path, samples, tiny_target, targets=[0])
+    with pytest.raises(InputError, match="source: live"):
+        params(tmp_path, samples, tiny_target, targets=[0], drafters=[1], source="store", tap_ids=[])
+    with pytest.raises(InputError, match="drafters says how many"):
+        params(tmp_path, samples, tiny_target, targets=[0], drafters=[1], processes=2)
