@@ -101,13 +101,13 @@ def write_data(
             temperature=temperature,
         ),
     }  # fmt: skip
-    write_samples(out / "samples.parquet", taken, heldout_fraction=0.0, provenance=facts)
+    write_samples(out / "samples.parquet", taken, heldout_fraction=0.01, provenance=facts)
     if whole:
         # The same tokens with blocks in the user's turns too, which the target also wrote.
         opening = len(user_frame(target.tokenizer)[0])
         for sample in taken:
             sample.loss_mask[opening:] = 1
-        write_samples(out / "whole.parquet", taken, heldout_fraction=0.0, provenance=facts)
+        write_samples(out / "whole.parquet", taken, heldout_fraction=0.01, provenance=facts)
     facts["seconds"] = round(time.perf_counter() - started, 2)
     log.info("data: %s", facts)
     return facts
