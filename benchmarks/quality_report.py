@@ -60,7 +60,8 @@ def rows_figure(rows: dict[str, dict[str, Any]], title: str) -> go.Figure:
     for column, (key, (label, color)) in enumerate(SETS.items(), start=1):
         taus = [rows[name]["tau"][key] for name in order]
         fig.add_scatter(
-            x=[tau["tau"] for tau in taus], y=order, mode="markers", name=label, marker={"size": 9, "color": color},
+            x=[tau["tau"] for tau in taus], y=order, mode="markers", name=label,
+            marker={"size": 9, "color": color},
             error_x={
                 "array": [tau["high"] - tau["tau"] for tau in taus],
                 "arrayminus": [tau["tau"] - tau["low"] for tau in taus],
