@@ -4,7 +4,8 @@ Under each limit the device is made smaller by the allocator's own cap. Extracti
 real skewed lengths through the 27B shape cut to a few layers, the weights and captured states of the
 missing ones lying there as ballast, so that a batch meets the memory of the whole model in a fraction of
 its time; then, for each length, the batch that fills the budget to its margin. Training: 1,000 steps with
-as many anchors as fit a small budget, all memory above it filled.
+as many anchors as fit a small budget, all memory above it filled; then steps with more anchors than that, to
+see whether a bolder setting would have been faster.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,14 @@ import torch
 
 from dflash_lab.data.batching import plan_batches
 from dflash_lab.drafter.config import DrafterConfig
+from dflash_lab.extraction.fast.apply import speed_up
 from dflash_lab.extraction.oom import classify
 from dflash_lab.memory.extraction_account import OUTSIDE_TORCH, extraction_account
 from dflash_lab.memory.fake_training import TrainingStep, training_parts
 from dflash_lab.memory.measure import capped, clean, forward_once
 from dflash_lab.memory.planner import ExtractionBudget, extraction_budget, training_fits, usable
 from dflash_lab.memory.setups import ExtractionSetup, Kernels, TrainingSetup
-from dflash_lab.memory.shapes import CHUNK, GIB, target_shape
+from dflash_lab.memory.shapes import CHUNK, GIB, TargetShape, target_shape
 from dflash_lab.memory.training_account import with_chunk
 from dflash_lab.target.loading import load_target
 from dflash_lab.target.sources import load_config
@@ -41,8 +43,10 @@ LARGE, SMALL = "random:qwen3.6-27b", "random:smollm2-135m"
 MAX_LENGTH = 4096
 LIMITS_GIB = (94.97, 80.0, 60.0)
 HAND_SET = (2048, 4096, 8192, 16384, 32768, 65536)
+BOLDER = (1.25, 1.6)  # times the planned anchors
 TOKEN_CAP = 65536  # beyond some 120,000 tokens kernels overflow 32-bit indices
 TRAIN_BUDGET_GIB = 1.5
+Keep = Callable[[dict[str, Any]], None]
 log = logging.getLogger("memory")
 
 
@@ -95,10 +99,11 @@ class CutTarget:
         self.shape = target_shape(config)
         self.taps = tuple(default_tap_ids(config.num_hidden_layers))
         self.target = load(LARGE, device, layers - 1)
+        fused = bool(speed_up(self.target, "auto").errors)
         types, sparse = self.shape.layer_types[:layers], self.shape.sparse[:layers]
         self.cut = replace(self.shape, layer_types=types, sparse=sparse)
         kept = tuple(range(max(0, layers - len(self.taps)), layers))
-        self.setup = ExtractionSetup(batch=1, length=1, tap_ids=kept, kernels=kernels())
+        self.setup = ExtractionSetup(batch=1, length=1, tap_ids=kept, kernels=kernels(), fused=fused)
         missing = self.shape.body_parameters(self.taps[-1] + 1) - self.cut.body_parameters()
         self.weights = torch.empty(2 * missing, dtype=torch.uint8, device=device)
 
@@ -143,14 +148,24 @@ def batches_of(lengths: np.ndarray, token_budget: int, max_batch: int, count: in
     return [found[index] for index in sorted(set(keep.tolist()))]
 
 
+def unlimited(device: torch.device) -> None:
+    """Give the device its whole memory back."""
+    torch.cuda.set_per_process_memory_fraction(1.0, device)
+    clean(device)
+
+
 def limited(device: torch.device, limit_gib: float) -> None:
     """Make the device as small as a card of `limit_gib`: what torch does not manage would lie there too."""
     clean(device)
     capped(device, limit_gib - OUTSIDE_TORCH / GIB)
 
 
-def extraction_runs(device: torch.device, clock: Clock, layers: int, count: int) -> dict[str, Any]:
-    """Run the planner's budgets under each limit, and budgets set by hand once for comparison."""
+def extraction_runs(
+    device: torch.device, clock: Clock, layers: int, count: int, limits: Sequence[float], keep: Keep
+) -> dict[str, Any]:
+    """Run the planner's budgets under each limit, and budgets set by hand once for comparison; `keep` is
+    called with what there is after each.
+    """
     cut = CutTarget(device, layers)
     lengths = real_lengths(200_000)
     cut.run([(8, 335), (2, MAX_LENGTH)], 120)  # compiles and tunes
@@ -158,12 +173,19 @@ def extraction_runs(device: torch.device, clock: Clock, layers: int, count: int)
         budget: cut.run(batches_of(lengths, budget, 512, 24), 3)["padded_tokens_per_s"] for budget in HAND_SET
     }
     runs: dict[str, Any] = {"hand_set_tokens_per_s": {str(budget): rate for budget, rate in hand.items()}}
-    for number, limit in enumerate(LIMITS_GIB):
+    for number, limit in enumerate(limits):
         limited(device, limit)
         torch.cuda.reset_peak_memory_stats(device)
-        budget = extraction_budget(cut.shape, limit, tap_ids=cut.taps, longest=MAX_LENGTH, kernels=kernels())
+        budget = extraction_budget(
+            cut.shape,
+            limit,
+            tap_ids=cut.taps,
+            longest=MAX_LENGTH,
+            kernels=cut.setup.kernels,
+            fused=cut.setup.fused,
+        )
         planned = batches_of(lengths, budget.token_budget, budget.max_batch, count)
-        share = clock.left() / (len(LIMITS_GIB) - number)
+        share = clock.left() / (len(limits) - number)
         found = cut.run(planned, max(5.0, 0.75 * share))
         steady = cut.run(batches_of(lengths, budget.token_budget, budget.max_batch, 24), 3)
         runs[f"{limit:g}"] = {
@@ -175,7 +197,8 @@ def extraction_runs(device: torch.device, clock: Clock, layers: int, count: int)
             "share_of_best_pct": round(100 * steady["padded_tokens_per_s"] / max(hand.values()), 1),
         }
         log.info("extraction under %g GiB: %s", limit, runs[f"{limit:g}"])
-    torch.cuda.set_per_process_memory_fraction(1.0, device)
+        keep(runs)
+    unlimited(device)
     del cut
     clean(device)
     return runs
@@ -198,44 +221,86 @@ def filled(cut: CutTarget, limit_gib: float, budget: ExtractionBudget, seconds: 
     return total
 
 
-def training_runs(device: torch.device, clock: Clock, steps: int, drafter: DrafterConfig) -> dict[str, Any]:
-    """Train with as many anchors as fit a small budget, the rest of each limit filled."""
+def training_runs(
+    device: torch.device,
+    clock: Clock,
+    steps: int,
+    drafter: DrafterConfig,
+    limits: Sequence[float],
+    keep: Keep,
+) -> dict[str, Any]:
+    """Train with as many anchors as fit a small budget, the rest of each limit filled; after the last limit
+    try bolder settings.
+    """
     shape = target_shape(load_config(SMALL))
     torch.compiler.reset()
-    runs = {}
-    for number, limit in enumerate(LIMITS_GIB):
-        limited(device, limit)
-        fits = training_fits(shape, drafter, TRAIN_BUDGET_GIB, anchors=2048, context=4096)
-        setup = TrainingSetup(anchors=min(fits.largest_anchors, 2048), context=4096, block_size=16)
-        ballast = torch.empty(int((limit - TRAIN_BUDGET_GIB) * GIB), dtype=torch.uint8, device=device)
-        parts = training_parts(shape, drafter, with_chunk(setup, shape.vocab), device)
-        step = TrainingStep(*parts, with_chunk(setup, shape.vocab), None)
-        failed = done = 0
-        start = time.perf_counter()
-        end = start + max(5.0, clock.left() / (len(LIMITS_GIB) - number))
-        while done < steps and time.perf_counter() < end:
-            failed += not fitted(step.run)
-            done += 1
-        torch.cuda.synchronize()
-        spent = round(time.perf_counter() - start, 1)
-        counts = {"steps": done, "out_of_memory": failed, "seconds": spent}
-        runs[f"{limit:g}"] = {"anchors": setup.anchors, **counts}
+    fits = training_fits(shape, drafter, TRAIN_BUDGET_GIB, anchors=2048, context=4096)
+    planned = min(fits.largest_anchors, 2048)
+    runs: dict[str, Any] = {}
+    for number, limit in enumerate(limits):
+        seconds = max(5.0, 0.9 * clock.left() / (len(limits) - number))
+        runs[f"{limit:g}"] = trained(device, limit, shape, drafter, planned, steps, seconds)
         log.info("training under %g GiB: %s", limit, runs[f"{limit:g}"])
-        del ballast, parts, step
-    torch.cuda.set_per_process_memory_fraction(1.0, device)
-    clean(device)
+        keep(runs)
+    few = max(10, steps // 50)
+    bolder = {
+        f"{anchors}": trained(device, limits[-1], shape, drafter, anchors, few, 15)
+        for anchors in (int(planned * factor) // 8 * 8 for factor in BOLDER)
+    }
+    runs["bolder"] = bolder
+    keep(runs)
+    unlimited(device)
     return runs
+
+
+def trained(
+    device: torch.device,
+    limit: float,
+    shape: TargetShape,
+    drafter: DrafterConfig,
+    anchors: int,
+    steps: int,
+    seconds: float,
+) -> dict[str, Any]:
+    """Train `steps` steps under `limit` GiB, all but the small budget filled; stop after `seconds`."""
+    limited(device, limit)
+    torch.cuda.reset_peak_memory_stats(device)
+    setup = TrainingSetup(anchors=anchors, context=4096, block_size=drafter.block_size)
+    setup = with_chunk(setup, shape.vocab)
+    ballast = torch.empty(int((limit - TRAIN_BUDGET_GIB) * GIB), dtype=torch.uint8, device=device)
+    step = TrainingStep(*training_parts(shape, drafter, setup, device), setup, None)
+    failed = 0 if fitted(step.run) else 1  # the first one compiles
+    torch.cuda.synchronize(device)
+    start, done = time.perf_counter(), 1
+    while done < steps and time.perf_counter() - start < seconds:
+        failed += not fitted(step.run)
+        done += 1
+    torch.cuda.synchronize(device)
+    spent = time.perf_counter() - start
+    peak = torch.cuda.max_memory_reserved(device) - ballast.nbytes
+    return {
+        "anchors": anchors,
+        "steps": done,
+        "out_of_memory": failed,
+        "seconds": round(spent, 1),
+        "anchors_per_s": round(anchors * (done - 1) / spent) if spent and not failed else 0,
+        "reserved_gib": round(peak / GIB, 3),
+        "budget_gib": TRAIN_BUDGET_GIB - round(OUTSIDE_TORCH / GIB, 3),
+    }
 
 
 def run_figures(extraction: dict[str, Any], training: dict[str, Any]) -> dict[str, float]:
     """Return the flat figures of both."""
-    limits = [extraction[f"{limit:g}"] for limit in LIMITS_GIB]
+    limits = [found for found in extraction.values() if "planned" in found]
+    steps = [found for name, found in training.items() if name != "bolder"]
+    best = max(one["anchors_per_s"] for one in [*steps, *training["bolder"].values()])
     return {
         "run_batches": sum(one["planned"]["batches"] for one in limits),
         "run_out_of_memory": sum(one["planned"]["out_of_memory"] for one in limits),
         "run_share_of_best_pct": min(one["share_of_best_pct"] for one in limits),
         "filled_batches": sum(one["filled"]["batches"] for one in limits),
         "filled_out_of_memory": sum(one["filled"]["out_of_memory"] for one in limits),
-        "train_steps": sum(one["steps"] for one in training.values()),
-        "train_out_of_memory": sum(one["out_of_memory"] for one in training.values()),
+        "train_steps": sum(one["steps"] for one in steps),
+        "train_out_of_memory": sum(one["out_of_memory"] for one in steps),
+        "train_share_of_best_pct": round(100 * min(one["anchors_per_s"] for one in steps) / max(best, 1), 1),
     }

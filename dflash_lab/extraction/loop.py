@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_lab import provenance
+from dflash_lab import files, provenance
 from dflash_lab.data.batching import plan_batches
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.extraction import manifest as manifests
@@ -22,6 +22,8 @@ from dflash_lab.extraction.verify import drop_part, stored_keys
 from dflash_lab.extraction.writer import Written
 from dflash_lab.target.model import Target
 from dflash_lab.target.taps import check_tap_ids
+
+BUFFERS = 3  # on the host; the device runs as many batches ahead of their copies
 
 
 def store_identity(target: Target, layout: Layout, samples_hash: str) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def extract(
     storage: str = "bf16",
     window: int = 32768,
     part_gib: float = 4.0,
-    buffers: int = 3,
+    buffers: int = BUFFERS,
     seal_seconds: float = 300.0,
     recheck: bool = False,
     notes: dict[str, Any] | None = None,
@@ -74,7 +76,7 @@ def extract(
     layers = [*check_tap_ids(tap_ids, target.num_layers), *([last] if store_final else [])]
     layout = Layout(tuple(tap_ids), target.hidden_size, store_final, find_codec(storage))
     folder = store / manifests.shard_name(shard, num_shards)
-    store.mkdir(parents=True, exist_ok=True)
+    files.make_folder(store)
     refuse_other_counts(store, num_shards)
     with shard_lock(folder):
         with store_lock(store):

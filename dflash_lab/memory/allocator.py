@@ -124,8 +124,9 @@ class CachingAllocator:
         else:
             segment = -(-size // SEGMENT_ROUND) * SEGMENT_ROUND
         self._take(segment)
+        block = _Block(self._next_start, segment, pool)
         self._next_start += segment
-        return _Block(self._next_start, segment, pool)
+        return block
 
     def _take(self, size: int) -> None:
         if self.limit is not None and self.reserved + size > self.limit:

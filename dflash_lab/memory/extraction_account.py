@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from dflash_lab.memory.account import Account, Moment, account_of
+from dflash_lab.memory.fused_account import Live, fusable, fused_mixer
 from dflash_lab.memory.setups import ExtractionSetup
 from dflash_lab.memory.shapes import (
     CHUNK,
@@ -22,8 +23,6 @@ from dflash_lab.memory.shapes import (
     repeats_keys,
     target_shape,
 )
-
-Live = dict[str, tuple[int, str]]
 
 WORKSPACE = 32 * MIB  # cuBLAS keeps this on Hopper; 8 MiB before it
 # Share of what a batch brings that the allocator needs beside it, by `expandable`: replays of counted runs
@@ -105,6 +104,12 @@ def _always(shape: TargetShape, setup: ExtractionSetup, last: int, size: int, cu
     if setup.use_cache:
         cached = sum(cache_bytes(shape, setup, index) for index in range(last + 1))
         live["cache"] = (cached, "attention layer: T 2 n_kv d s; linear layer: B (n_v k v 4 + conv tail)")
+    if setup.in_flight:
+        states = len(setup.tap_ids) + setup.store_final
+        live["packed states in flight"] = (
+            setup.in_flight * states * tokens * hidden * size,
+            f"{setup.in_flight} batches before x taps x T H s: launched, not yet copied",
+        )
     if cuda:
         live["workspace"] = (WORKSPACE, "cuBLAS")
         live["outside torch"] = (OUTSIDE_TORCH, "CUDA context and loaded kernels, typical")
@@ -135,6 +140,8 @@ def _captured(shape: TargetShape, setup: ExtractionSetup, index: int, captured: 
 
 
 def _mixer(shape: TargetShape, setup: ExtractionSetup, index: int, size: int) -> list[tuple[str, Live]]:
+    if fusable(shape, setup, index):
+        return fused_mixer(shape, setup, index, size)
     if shape.layer_types[index] == LINEAR:
         return _delta_net(shape, setup, size)
     tokens = setup.tokens

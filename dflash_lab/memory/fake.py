@@ -17,6 +17,7 @@ import torch
 from dflash_lab.memory.account import Account
 from dflash_lab.memory.allocator import replay
 from dflash_lab.memory.extraction_account import cache_bytes, target_weight_bytes
+from dflash_lab.memory.fused_layers import fuse
 from dflash_lab.memory.kernels import kernels_of
 from dflash_lab.memory.setups import ExtractionSetup
 from dflash_lab.memory.shapes import TargetShape, dtype_bytes, target_shape
@@ -57,6 +58,8 @@ def count_extraction(config: Any, setup: ExtractionSetup) -> tuple[Account, Live
     tracker = LiveTensors()
     with FakeTensorMode(), torch.no_grad(), kernels_of(shape.model_type, setup.kernels):
         model = fake_model(config, kept, setup.dtype, head=setup.logits)
+        if setup.fused:
+            fuse(model, tracker)
         ids = torch.zeros(setup.batch, setup.length, dtype=torch.long)
         with module_scopes(tracker, layer_labels(model)), tracker:
             tracker.add(model.parameters(), "target weights")
@@ -75,6 +78,10 @@ def count_extraction(config: Any, setup: ExtractionSetup) -> tuple[Account, Live
     if setup.capture == "output_hidden_states":
         extra = missing * setup.tokens * shape.hidden * dtype_bytes(setup.dtype)
         terms["stored hidden states"] = terms.get("stored hidden states", 0) + extra
+    if setup.in_flight:
+        states = len(setup.tap_ids) + setup.store_final
+        each = states * setup.tokens * shape.hidden * dtype_bytes(setup.dtype)
+        terms["packed states in flight"] = setup.in_flight * each
     if setup.use_cache:
         absent = [index for index in range(last + 1) if index not in kept]
         terms["cache"] = terms.get("cache", 0) + sum(cache_bytes(shape, setup, index) for index in absent)

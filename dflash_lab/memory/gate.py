@@ -59,6 +59,8 @@ def clear_extraction(
     dtype: str = "bfloat16",
     store_final: bool = False,
     kernels: Kernels = "fla",
+    fused: bool = False,
+    in_flight: int = 0,
     token_budget: int = 0,
     max_batch: int = 512,
     cuda: bool = True,
@@ -72,7 +74,14 @@ def clear_extraction(
     """
     shape = target_shape(config)
     setup = ExtractionSetup(
-        batch=1, length=longest, tap_ids=tuple(tap_ids), dtype=dtype, store_final=store_final, kernels=kernels
+        batch=1,
+        length=longest,
+        tap_ids=tuple(tap_ids),
+        dtype=dtype,
+        store_final=store_final,
+        kernels=kernels,
+        fused=fused,
+        in_flight=in_flight,
     )
     if not token_budget:
         planned = extraction_budget(
@@ -83,6 +92,8 @@ def clear_extraction(
             dtype=dtype,
             store_final=store_final,
             kernels=kernels,
+            fused=fused,
+            in_flight=in_flight,
             max_batch=max_batch,
             cuda=cuda,
             margin=margin,
@@ -166,17 +177,24 @@ def suggestion(advice: Advice) -> str:
 def outcome(clearance: Clearance, device: Any) -> dict[str, float]:
     """Return predicted and measured peak in GiB and the error in percent, for a run's result.
 
-    The measured peak is what the allocator reserved plus what lies outside torch; only CUDA knows one, so
-    on a CPU there is the prediction alone.
+    Compared is what this process's tensors held at most, on the device's clock: blocks that a copy under way
+    still reads are among them. What lies outside torch is in neither number (no driver tells whose it is),
+    nor are fragments; `reserved_peak_gib` is what the allocator took for both. Only CUDA knows a peak: on a
+    CPU there is the prediction alone.
     """
     import torch
 
-    figures = {"predicted_peak_gib": round(clearance.account.peak_gib, 4)}
+    outside = clearance.account.terms.get("outside torch", 0)
+    predicted = (clearance.account.live - outside) / GIB
+    figures = {"predicted_peak_gib": round(predicted, 4)}
     device = torch.device(device)
     if device.type != "cuda":
         return figures
-    free, total = torch.cuda.mem_get_info(device)
-    outside = max(0, total - free - torch.cuda.memory_reserved(device))
-    measured = (torch.cuda.max_memory_reserved(device) + outside) / GIB
-    error = 100 * (clearance.account.peak_gib / measured - 1)
-    return {**figures, "measured_peak_gib": round(measured, 4), "memory_error_pct": round(error, 2)}
+    stats = torch.cuda.memory_stats(device)
+    measured, reserved = (stats[f"{name}_bytes.all.peak"] / GIB for name in ("active", "reserved"))
+    return {
+        **figures,
+        "measured_peak_gib": round(measured, 4),
+        "reserved_peak_gib": round(reserved, 4),
+        "memory_error_pct": round(100 * (predicted / measured - 1), 2) if measured else 0.0,
+    }

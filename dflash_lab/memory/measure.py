@@ -241,5 +241,7 @@ def capped(device: torch.device | str, limit_gib: float) -> None:
     """Let this process use at most `limit_gib` of the device; the allocator then fails as a smaller card
     would.
     """
-    total = torch.cuda.get_device_properties(torch.device(device)).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib * GIB / total), torch.device(device))
+    index = torch.device(device).index
+    index = torch.cuda.current_device() if index is None else index  # this call takes no bare "cuda"
+    total = torch.cuda.get_device_properties(index).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib * GIB / total), index)

@@ -119,6 +119,8 @@ def extraction_budget(
     dtype: str = "bfloat16",
     store_final: bool = False,
     kernels: str = "fla",
+    fused: bool = False,
+    in_flight: int = 0,
     max_batch: int = 512,
     knee_tokens: int = 0,
     cuda: bool = True,
@@ -141,6 +143,8 @@ def extraction_budget(
             dtype=dtype,
             store_final=store_final,
             kernels=kernels,  # type: ignore[arg-type]
+            fused=fused,
+            in_flight=in_flight,
         )
 
         def account(batch: int, setup: ExtractionSetup = setup) -> Account:
@@ -216,7 +220,8 @@ def device_budget_gib(device: Any) -> float:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        fraction = torch.cuda.get_per_process_memory_fraction(device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        fraction = torch.cuda.get_per_process_memory_fraction(index)
         return min(free + unused, int(total * fraction)) / GIB
     meminfo = Path("/proc/meminfo")
     for line in meminfo.read_text().splitlines() if meminfo.exists() else ():

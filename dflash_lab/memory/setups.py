@@ -38,6 +38,8 @@ class ExtractionSetup:
     stop_early: bool = True  # layers after the last one needed are not even loaded
     packed: bool = True  # taps are concatenated on the device into [T, K*H] before the one copy to the host
     kernels: Kernels = "fla"
+    fused: bool = False  # the lab's fused layers (extraction/fast) instead of transformers' own
+    in_flight: int = 0  # batches before this one whose packed states are still being copied to the host
     expandable: bool = False  # the allocator's expandable_segments:True
 
     def __post_init__(self) -> None:

@@ -34,6 +34,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, gates: Gates) -> Ten
     decay, beta = delta_gates(rows, gates, q.shape[0], CHUNK)
     w, u, _ = chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=decay, beta=beta, chunk_size=CHUNK)
     states, values, _ = chunk_gated_delta_rule_fwd_h(k=k, w=w, u=u, g=decay, chunk_size=CHUNK)
+    del w, u, _  # a batch's peak comes about here
     return chunk_fwd_o(q=q, k=k, v=values, h=states, g=decay, scale=q.shape[-1] ** -0.5, chunk_size=CHUNK)
 
 

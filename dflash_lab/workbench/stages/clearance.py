@@ -28,6 +28,7 @@ def ask_extraction(
     """Clear the worst batch that the budgets allow of samples up to `longest` tokens; `DoesNotFit` if it is
     not.
     """
+    from dflash_lab.extraction.loop import BUFFERS
     from dflash_lab.memory.gate import clear_extraction
     from dflash_lab.memory.planner import device_budget_gib
     from dflash_lab.target.loading import choose_dtype
@@ -42,6 +43,8 @@ def ask_extraction(
             dtype=str(choose_dtype(params.dtype, config)).removeprefix("torch."),
             store_final=params.store_final,
             kernels="fla" if cuda and not params.allow_slow_kernels else "torch",
+            fused=cuda and params.fast != "off",
+            in_flight=BUFFERS if cuda else 0,
             token_budget=params.token_budget,
             max_batch=params.max_batch,
             cuda=cuda,
@@ -75,7 +78,12 @@ def ask_training(
             cuda=device.type == "cuda",
             force=params.force,
             dtype=str(dtype).removeprefix("torch."),
-            soft_targets=bool(params.soft_weight or params.tv_weight or params.lk_weight),
+            soft_targets=bool(
+                params.soft_weight
+                or params.tv_weight
+                or params.lk_weight
+                or (params.length_weight and params.acceptance == "overlap")
+            ),
             checkpointing="layers" if params.gradient_checkpointing else "none",
             optimizer=_optimizer(params),
             expandable=expandable_segments(),

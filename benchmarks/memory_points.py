@@ -1,0 +1,283 @@
+"""Are the memory predictions right? The first part of `memory.py`, which runs it and writes its figures.
+
+A point is a batch or a step: counted on fake tensors without a device (here or on another machine, see
+`memory.py --predict`), then measured on one. Every row keeps both raw, so that an account that was mended
+later, or another fit, can be judged on the same measurements without a device (`memory.py --refit`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from memory_runs import Clock, kernels, load
+
+from dflash_lab.drafter import attention
+from dflash_lab.drafter.config import DrafterConfig
+from dflash_lab.extraction.fast.apply import speed_up
+from dflash_lab.memory.account import Account
+from dflash_lab.memory.extraction_account import extraction_account
+from dflash_lab.memory.fake import count_extraction
+from dflash_lab.memory.fake_training import TrainingStep, count_training, training_parts
+from dflash_lab.memory.fit import Point, as_plain, error_figures, fit
+from dflash_lab.memory.measure import clean, count_forward, forward_once, measure_cuda
+from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
+from dflash_lab.memory.shapes import GIB, target_shape
+from dflash_lab.memory.training_account import training_account
+from dflash_lab.target.sources import load_config
+from dflash_lab.target.taps import default_tap_ids
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "random:qwen3.6-27b": {"num_layers": 5, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128},
+    "random:qwen3-8b": {"num_layers": 5},
+    "random:smollm2-135m": {"num_layers": 3},
+}
+# batch x length: short and wide, long and narrow, around whole chunks of 64, and the middle.
+GRID = [
+    (1, 64), (1, 335), (4, 335), (16, 335), (64, 335), (64, 64), (64, 65), (256, 16), (512, 8), (512, 48),
+    (128, 128), (1, 4096), (3, 4096), (6, 2731), (2, 8192), (12, 1024),
+]  # fmt: skip
+PLAIN_GRID = [(4, 335), (64, 65), (512, 8), (3, 4096)]  # with transformers' own layers
+SMALL_GRID = [(batch, length) for batch in (1, 2, 5) for length in (16, 64, 65, 200)]
+SHAPES = [(512, 16, 4096), (192, 24, 2048)]  # anchors, block, context; attention compiles once for each
+CHUNKS = (256, 512, 1024, 4096)
+Setup = ExtractionSetup | TrainingSetup
+log = logging.getLogger("memory")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A point to predict and to measure."""
+
+    target: str
+    setup: Setup
+
+    @property
+    def what(self) -> str:
+        return "extraction" if isinstance(self.setup, ExtractionSetup) else "training"
+
+    @property
+    def key(self) -> str:
+        """The same task in every file."""
+        return f"{self.what} {self.target} {json.dumps(as_plain(self.setup), sort_keys=True)}"
+
+    def __str__(self) -> str:
+        if isinstance(self.setup, ExtractionSetup):
+            layers = "fused" if self.setup.fused else "plain"
+            return f"{self.target} {self.setup.batch} x {self.setup.length}, {layers} layers"
+        soft = "soft" if self.setup.soft_targets else "hard"
+        size = f"{self.setup.anchors} x {self.setup.block_size}"
+        return f"{self.target} {size}, chunk {self.setup.chunk}, {soft}"
+
+
+def drafter_of(name: str, block: int) -> DrafterConfig:
+    """The drafter that is measured for a target."""
+    return DrafterConfig.from_target(load_config(name), mask_token_id=0, block_size=block, **DRAFTERS[name])
+
+
+def tasks(name: str, *, cuda: bool, smoke: bool = False) -> list[Task]:
+    """Every point of a target in the order measured: plain layers, fused ones, training steps."""
+    taps = tuple(default_tap_ids(load_config(name).num_hidden_layers))
+    if not cuda:
+        small = ExtractionSetup(batch=1, length=1, tap_ids=taps, dtype="float32", kernels=kernels())
+        return [Task(name, replace(small, batch=batch, length=length)) for batch, length in SMALL_GRID]
+    grid = ExtractionSetup(batch=1, length=1, tap_ids=taps, kernels="fla")
+    found: list[Setup] = [
+        replace(grid, batch=batch, length=length, fused=fused)
+        for fused, points in ((False, PLAIN_GRID), (True, GRID))
+        for batch, length in (points[:3] if smoke else points)
+    ]
+    found += [
+        TrainingSetup(anchors=anchors, context=context, block_size=block, chunk=chunk, soft_targets=soft)
+        for anchors, block, context in (SHAPES[:1] if smoke or "smollm2" in name else SHAPES)
+        for soft in (True, False)
+        for chunk in (CHUNKS[:2] if smoke else CHUNKS)
+    ]
+    return [Task(name, setup) for setup in found]
+
+
+def predict(wanted: list[Task], workers: int) -> dict[str, dict[str, Any]]:
+    """Count every task on fake tensors in processes that see no device; return accounts by key."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_without_device) as pool:
+        counted = pool.map(_count, wanted)
+        found = {}
+        for task, (account, seconds) in zip(wanted, counted):
+            log.info("%s: predicted %.3f GiB in %.1f s", task, (account.live - account.static) / GIB, seconds)
+            found[task.key] = {
+                "terms": dict(account.terms), "moment": account.moment,
+                "live": account.live, "static": account.static, "reserved": account.reserved,
+                "seconds": round(seconds, 2),
+            }  # fmt: skip
+    return found
+
+
+def _without_device() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a counting process would take a context of its own there
+    torch.set_num_threads(1)
+
+
+def _count(task: Task) -> tuple[Account, float]:
+    started = time.perf_counter()
+    config, setup = load_config(task.target), task.setup
+    if isinstance(setup, ExtractionSetup):
+        account, _ = count_extraction(config, setup)
+    else:
+        account, _ = count_training(config, drafter_of(task.target, setup.block_size), setup)
+    return account, time.perf_counter() - started
+
+
+def analytic(task: Task, cuda: bool) -> Account:
+    """The account by formulas."""
+    shape, setup = target_shape(load_config(task.target)), task.setup
+    if isinstance(setup, ExtractionSetup):
+        return extraction_account(shape, setup, cuda=cuda)
+    return training_account(shape, drafter_of(task.target, setup.block_size), setup, cuda=cuda)
+
+
+def measure(wanted: list[Task], device: torch.device, clock: Clock) -> Iterator[tuple[Task, dict[str, Any]]]:
+    """Measure tasks of one target in order, one kind after another; ends early when time is up."""
+    extraction = [task for task in wanted if isinstance(task.setup, ExtractionSetup)]
+    if extraction:
+        yield from _measure_extraction(extraction, device, clock)
+        clean(device)
+    steps: dict[tuple[int, int, int], list[Task]] = {}
+    for task in wanted:
+        if isinstance(task.setup, TrainingSetup):
+            size = (task.setup.anchors, task.setup.block_size, task.setup.context)
+            steps.setdefault(size, []).append(task)
+    for group in steps.values():
+        if clock.left() < 0:
+            return
+        yield from _measure_training(group, device, clock)
+        clean(device)
+
+
+def _measure_extraction(
+    wanted: list[Task], device: torch.device, clock: Clock
+) -> Iterator[tuple[Task, dict[str, Any]]]:
+    first: Any = wanted[0].setup
+    target = load(wanted[0].target, device, first.tap_ids[-1], first.dtype)
+    fused = False
+    for task in wanted:
+        setup: Any = task.setup
+        if clock.left() < 0:
+            return
+        if setup.fused and not fused:
+            fused = bool(speed_up(target, "on"))
+        if device.type != "cuda":
+            account, _ = count_forward(target, setup)
+            allocated = account.static + account.moving
+            yield task, {"allocated": allocated, "static": account.static, "out_of_memory": False}
+            continue
+        yield task, _plain(measure_cuda(partial(forward_once, target, setup), device), device)
+
+
+def _measure_training(
+    wanted: list[Task], device: torch.device, clock: Clock
+) -> Iterator[tuple[Task, dict[str, Any]]]:
+    """Weights, optimizer and the row stand there before a step."""
+    first: Any = wanted[0].setup
+    shape = target_shape(load_config(wanted[0].target))
+    torch.compiler.reset()
+    attention._compiled_flex.cache_clear()
+    model, head, row = training_parts(shape, drafter_of(wanted[0].target, first.block_size), first, device)
+    for task in wanted:
+        if clock.left() < 0:
+            return
+        setup: Any = task.setup
+        step = TrainingStep(model, head, row if setup.soft_targets else replace(row, final=None), setup, None)
+        yield task, _plain(measure_cuda(step.run, device), device)
+        del step
+
+
+def _plain(found: Any, device: torch.device) -> dict[str, Any]:
+    clean(device)
+    names = ("allocated", "reserved", "static", "outside", "out_of_memory", "seconds")
+    return {name: getattr(found, name) for name in names}
+
+
+def row_of(task: Task, counted: Mapping[str, Any], measured: Mapping[str, Any], cuda: bool) -> dict[str, Any]:
+    """One raw row: the task, what was predicted, what was measured."""
+    formulas = analytic(task, cuda)
+    return {
+        "what": task.what, "target": task.target, "setup": as_plain(task.setup),
+        "fake": dict(counted), "measured": dict(measured),
+        "analytic": {"terms": dict(formulas.terms), "live": formulas.live, "static": formulas.static,
+                     "moment": formulas.moment},
+    }  # fmt: skip
+
+
+def task_of(row: Mapping[str, Any]) -> Task:
+    """The task of a stored row."""
+    kind = ExtractionSetup if row["what"] == "extraction" else TrainingSetup
+    return Task(row["target"], kind(**row["setup"]))
+
+
+def brought(row: Mapping[str, Any], kind: str) -> int:
+    """Bytes that the batch or step brings, as predicted (`fake`, `analytic`) or `measured`.
+
+    Inputs that lie there before a training step are left out on both sides.
+    """
+    found = row[kind]
+    if kind == "measured":
+        return found["allocated"] - found["static"]
+    given = ("captured states", "target final states") if row["what"] == "training" else ()
+    return found["live"] - found["static"] - sum(found["terms"].get(name, 0) for name in given)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Fit each target's extraction and training on a third of the points and judge on the rest."""
+    measured = [row for row in rows if not row["measured"]["out_of_memory"]]
+    heldout: list[float] = []
+    groups: dict[str, Any] = {}
+    for key in sorted({_group(row) for row in measured}):
+        mine = [row for row in measured if _group(row) == key]
+        group: dict[str, Any] = {"points": len(mine)}
+        for kind in ("fake", "analytic"):
+            group[f"{kind}_median_error_pct"], group[f"{kind}_worst_error_pct"] = error_figures(
+                _errors(mine, kind)
+            )
+        if len(mine) >= 6:
+            points = [
+                Point(task_of(row).setup, brought(row, "fake"), brought(row, "measured")) for row in mine
+            ]
+            found = fit(points, target=key)
+            heldout += found.heldout
+            group |= {"heldout": found.heldout_points, "median_error_pct": found.median_error_pct}
+            group |= {"worst_error_pct": found.worst_error_pct, "coefficients": dict(found.coefficients)}
+        groups[key] = group
+    figures: dict[str, float] = {"points": len(heldout), "measured_points": len(measured)}
+    reserved = [row for row in measured if "reserved" in row["measured"]]
+    peaks = [100 * (row["fake"]["reserved"] / row["measured"]["reserved"] - 1) for row in reserved]
+    for prefix, errors in (
+        ("", heldout),
+        ("fake_", _errors(measured, "fake")),
+        ("analytic_", _errors(measured, "analytic")),
+        ("peak_fake_", peaks),
+    ):
+        median, worst = error_figures(errors)
+        figures |= {
+            f"{prefix}median_error_pct": round(median, 3),
+            f"{prefix}worst_error_pct": round(worst, 3),
+        }
+    figures["slowest_prediction_s"] = max((row["fake"]["seconds"] for row in rows), default=0.0)
+    return {"figures": figures, "groups": groups}
+
+
+def _group(row: Mapping[str, Any]) -> str:
+    fused = " fused" if row["setup"].get("fused") else ""
+    return f"{row['what']} {row['target']}{fused}"
+
+
+def _errors(rows: list[dict[str, Any]], kind: str) -> list[float]:
+    return [100 * (brought(row, kind) / brought(row, "measured") - 1) for row in rows]
