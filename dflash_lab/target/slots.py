@@ -96,7 +96,7 @@ class _Slots:
         token = torch.where(in_prompt, own, chosen)
         self.text[self.job, new] = token.int()
         full = new + 1 >= self.limits[self.job]
-        done = ~in_prompt & (torch.isin(token, stop) | full) & (self.job < nobody)
+        done = ~in_prompt & ((token[:, None] == stop).any(1) | full) & (self.job < nobody)
         self.ends[self.job] = torch.where(done, new + 1, self.ends[self.job])
         following = (self.queue + done.cumsum(0) - 1).clamp(max=nobody)
         self.job.copy_(torch.where(done, following, self.job))
@@ -160,12 +160,9 @@ def _attention(target: Target) -> Iterator[None]:
 
 def _recorded(step: Callable[[], None], generator: torch.Generator) -> Callable[[], None]:
     """Run `step` twice to build kernels and buffers, then record it; what it did so far is for nothing."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-        step()
-    torch.cuda.current_stream().wait_stream(side)
+    step()
+    step()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     graph.register_generator_state(generator)
     with torch.cuda.graph(graph):
