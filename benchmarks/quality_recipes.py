@@ -1,37 +1,18 @@
 """The recipes that the quality study compares: one base, and rows that change one thing of it.
 
-A row is a set of `train_drafter`'s parameters; the base is what `params/quality/` holds. Two more words are
-known: `samples` names a file that `quality.py data` wrote, `start_layers` layers of the target that the
+A row is a set of `train_drafter`'s parameters; the base is params/quality/train_drafter.yaml. Two more words
+are known: `samples` names a file that `quality.py data` wrote, `start_layers` layers of the target that the
 drafter's start from (`quality_warm.py`).
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-# SmolLM2 has no unused embedding row: masked slots hold <reponame>, which no chat contains.
-BASE: dict[str, Any] = dict(
-    source="live",
-    num_layers=5,
-    block_size=8,
-    mask_token_id=4,
-    context_tokens=8192,
-    anchors=3072,
-    gamma=4.0,
-    hard_weight=0.85,
-    soft_weight=0.15,
-    optimizer="muon",
-    lr=1e-3,
-    muon_lr=5e-3,
-    warmup=0.04,
-    log_every=50,
-    eval_every=500,
-    eval_rows=4,
-    tau_samples=0,
-    checkpoint_every=10**6,
-    keep=1,
-    export="last",
-)
+import yaml
+
+PARAMS = Path(__file__).resolve().parents[1] / "params" / "quality" / "train_drafter.yaml"
 HARD = dict(hard_weight=1.0, soft_weight=0.0)
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -63,5 +44,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def recipe(name: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of row `name`, with `changes` on top."""
-    return {**BASE, **ROWS[name], **changes}
+    """Parameters of row `name`, with `changes` on top; how long it trains is for the caller to say."""
+    base = yaml.safe_load(PARAMS.read_text())
+    base.pop("time_limit_s")
+    return {**base, **ROWS[name], **changes}
