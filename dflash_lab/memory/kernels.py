@@ -1,12 +1,13 @@
 """Stand-ins for kernels that cannot run on fake tensors: they allocate what the kernel allocates and
 compute nothing.
 
-Two departures of a fake run from a real one are undone here. Transformers takes fake tensors for tracing
+Three departures of a fake run from a real one are undone here. Transformers takes fake tensors for tracing
 and then builds a causal mask that an eager run without padding never has (and attention loses its fused
 path with it). And the gated delta rule of flash-linear-attention is a chain of Triton kernels; a fake run
 without it would count the torch fallback, whose chunk tensors are twice as large. The shapes below are
 those its forward makes (fla-core 0.6): normed queries and keys, the solved [64, 64] blocks, w and u, one
-[K, V] state a chunk in the input's dtype, new values, output.
+[K, V] state a chunk in the input's dtype, new values, output. Experts multiply grouped rows, which fake
+tensors know in bf16 only; the result's shape is all that matters.
 """
 
 from __future__ import annotations
@@ -60,6 +61,11 @@ def fla_gated_delta_rule(
     return output, final
 
 
+def grouped_product(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """Allocate as a grouped matrix product does: rows [S, I], weight [E, I, O] -> [S, O]."""
+    return rows.new_empty(rows.shape[0], weight.shape[-1], dtype=weight.dtype)
+
+
 @contextlib.contextmanager
 def kernels_of(model_type: str, kernels: Kernels) -> Iterator[None]:
     """Let models of `model_type` run on fake tensors as if `kernels` were used (``"fla"`` or ``"torch"``)."""
@@ -69,6 +75,8 @@ def kernels_of(model_type: str, kernels: Kernels) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         # Positions are 0..L-1 in every row here, for which a run on real tensors returns None.
         stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", lambda *_, **__: None))
+        moe = importlib.import_module("transformers.integrations.moe")
+        stack.enter_context(mock.patch.object(moe, "_grouped_mm", grouped_product))
         if model_type in HYBRID_MODULES:
             module = importlib.import_module(HYBRID_MODULES[model_type])
             rule, conv = getattr(module, _RULE), module.causal_conv1d_fn
