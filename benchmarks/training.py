@@ -67,7 +67,7 @@ class Case:
     final: bool = True
 
 
-def large_case(toy: bool) -> Case:
+def large_case(toy: bool, steps: int = 0) -> Case:
     """The drafter of a 27B target; its rows are single documents, the most that attention can have to do."""
     size = (4096, 64, 96, 4, 2, 16) if toy else (248_320, 5120, 17_408, 32, 8, 128)
     vocab, hidden, intermediate, heads, kv_heads, head_dim = size
@@ -82,7 +82,7 @@ def large_case(toy: bool) -> Case:
         max_steps=1000, context_tokens=context, anchors=anchors, loss=BLENDED, gamma=10.0, noise_std=0.05,
         optimizer=OptimizerConfig(lr=1e-5), eval_rows=0,
     )  # fmt: skip
-    return Case(config, settings, (context,) * 4, 2 if toy else 8)
+    return Case(config, settings, (context,) * 4, steps or (2 if toy else 8))
 
 
 def small_case(toy: bool, **changes: Any) -> Case:

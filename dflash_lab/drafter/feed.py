@@ -41,10 +41,11 @@ def feed(rows: Iterable[tuple[int, int, Row]], device: torch.device) -> Iterator
     if device.type != "cuda":
         yield from (Fed(epoch, index, row, row.to(device)) for epoch, index, row in rows)
         return
+    torch.cuda.set_device(device)  # each thread has its own
     stream = torch.cuda.Stream(device)
     for epoch, index, row in rows:
         host = row.pinned()
-        with torch.cuda.device(device), torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):
             sent = host.to(device)
             copied = torch.cuda.Event()
             copied.record(stream)

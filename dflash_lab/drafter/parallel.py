@@ -82,7 +82,11 @@ class Replicated(Single):
 
     def wrap(self, drafter: Drafter) -> nn.Module:
         device = drafter.fc.weight.device
-        return DistributedDataParallel(drafter, device_ids=[device] if device.type == "cuda" else None)
+        return DistributedDataParallel(
+            drafter,
+            device_ids=[device] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,  # else every gradient exists twice
+        )
 
     def exchange(self, model: nn.Module, wanted: bool) -> None:
         model.require_backward_grad_sync = wanted  # type: ignore[assignment]

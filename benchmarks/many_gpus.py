@@ -1,0 +1,256 @@
+"""How extraction, training and the online pipeline scale over the GPUs of one machine.
+
+    python benchmarks/many_gpus.py --json FILE --gpus N [--params FILE.yaml] [--scratch /dev/shm]
+
+Extraction: one process a GPU, each its shard, for every count up to N; a GPU's work stays the same (weak
+scaling), efficiency is tokens/s over N times those of one GPU, skew the time between the first and the last
+GPU to finish as a share of the run. Training: the 1.73 B drafter of `training.py` under DDP and FSDP2, a row
+a GPU, from a store; gradients of the first step beside those of one GPU that accumulates the same rows; the
+loss with the head in shards over NCCL. Pipeline: `pipeline.py` for each split of the parameter file. With
+`--device cpu` everything runs at toy sizes, for tests of the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from extraction import real_lengths
+from random_store import write_random_store
+from training import large_case
+
+from dflash_lab import files
+from dflash_lab.data.samples import Sample, write_samples
+from dflash_lab.provenance import provenance
+from dflash_lab.target.sources import load_config
+
+HERE = Path(__file__).resolve().parent
+WORKERS = HERE / "many_gpus_workers.py"
+TINY = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 10, "hidden_size": 64,
+    "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": 512, "tie_word_embeddings": True, "max_position_embeddings": 4096, "eos_token_id": 1,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e4, "dtype": "float32",
+}  # fmt: skip
+
+
+def environment(gpu: int | None, gpus: int) -> dict[str, str]:
+    """Of a worker: the one GPU it may see, and its share of the cores."""
+    threads = str(max(1, (os.cpu_count() or 1) // gpus))
+    seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": visible()[gpu]}
+    return {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), **seen}
+
+
+def visible() -> list[str]:
+    """Names of the GPUs this process may use."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return listed.split(",") if listed else [str(number) for number in range(torch.cuda.device_count())]
+
+
+def make_samples(path: Path, tokens: int, vocabulary: int, longest: int) -> Path:
+    """Samples of real skewed lengths with `tokens` tokens in all."""
+    lengths = np.minimum(real_lengths(max(8, tokens // 40)), longest)
+    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
+    generator = np.random.default_rng(1)
+    samples = (
+        Sample(str(n), generator.integers(0, vocabulary, length), np.ones(length, np.uint8), "benchmark")
+        for n, length in enumerate(lengths)
+    )
+    write_samples(path, samples, heldout_fraction=0.0, provenance={"benchmark": "many_gpus"})
+    return path
+
+
+def extraction(params: dict[str, Any], counts: list[int], device: str, scratch: Path) -> list[dict[str, Any]]:
+    """Sharded extraction on each count of GPUs; the targets are loaded once."""
+    most, target = max(counts), params["target"]
+    vocabulary = load_config(f"random:{target}").vocab_size
+    longest = 4096 if device == "cuda" else 64
+    tokens = params["tokens_per_gpu"]
+    warm = make_samples(scratch / "warm.parquet", 2 * params["token_budget"], vocabulary, longest)
+    order = {"target": target, "device": device, "token_budget": params["token_budget"], "warm": str(warm)}
+    workers = []
+    for gpu in range(most):
+        text = json.dumps(order | {"scratch": str(scratch / f"warm-{gpu}")})
+        command = [sys.executable, str(WORKERS), "extract", text]
+        env = environment(gpu if device == "cuda" else None, most)
+        workers.append(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        )
+    try:
+        for worker in workers:
+            answer(worker)
+        return [
+            extract_round(workers[:count], count, tokens, vocabulary, longest, scratch) for count in counts
+        ]
+    finally:
+        for worker in workers:
+            assert worker.stdin is not None
+            worker.stdin.close()
+            worker.wait(60)
+
+
+def answer(worker: subprocess.Popen) -> dict[str, Any]:
+    """The next JSON line of a worker; RuntimeError when it died."""
+    assert worker.stdout is not None
+    for line in worker.stdout:
+        if line.startswith("{"):
+            return json.loads(line)
+    raise RuntimeError(f"an extraction worker ended with code {worker.wait()}; its message is above")
+
+
+def extract_round(
+    workers: list[subprocess.Popen], count: int, tokens: int, vocabulary: int, longest: int, scratch: Path
+) -> dict[str, Any]:
+    """One count of GPUs."""
+    samples = make_samples(scratch / f"samples-{count}.parquet", tokens * count, vocabulary, longest)
+    with tempfile.TemporaryDirectory(dir=scratch) as store:
+        for shard, worker in enumerate(workers):
+            assert worker.stdin is not None
+            asked = {"samples": str(samples), "store": store, "shard": shard, "num_shards": count}
+            print(json.dumps(asked), file=worker.stdin, flush=True)
+        found = [answer(worker) for worker in workers]
+    began, ended = min(f["began"] for f in found), [f["ended"] for f in found]
+    seconds = max(ended) - began
+    return {
+        "gpus": count,
+        "seconds": seconds,
+        "tokens": sum(f["tokens"] for f in found),
+        "tokens_per_s": sum(f["tokens"] for f in found) / seconds,
+        "skew_pct": 100 * (max(ended) - min(ended)) / seconds,
+        "write_gb_per_s": sum(f["bytes"] for f in found) / seconds / 1e9,
+        "host_gib": sum(f["host_gib"] for f in found),
+        "gpu_idle_pct": [f["gpu_idle_pct"] for f in found],
+    }
+
+
+def training(params: dict[str, Any], counts: list[int], device: str, scratch: Path) -> list[dict[str, Any]]:
+    """DDP and FSDP2 on each count of GPUs."""
+    case = large_case(device != "cuda")
+    rows = max(4, 2 * max(counts))
+    on = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    store = write_random_store(scratch / "store", case.config, case.lengths[:1] * rows, final=True, device=on)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    more = [count for count in counts if count > 1]
+    results = []
+    for count in counts:
+        result = scratch / f"train-{count}.json"
+        order = {
+            "modes": params["modes"] if count > 1 else ["one"], "device": device, "store": str(store),
+            "steps": params["train_steps"] if device == "cuda" else 2, "scratch": str(scratch),
+            "reference": str(scratch / "gradients"), "rows": more, "result": str(result),
+            "vocabulary_parallel": params["vocabulary_parallel"],
+        }  # fmt: skip
+        command = [sys.executable]
+        if count > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        command += [str(WORKERS), "train", json.dumps(order)]
+        subprocess.run(command, check=True, env=environment(None, count))
+        results.append({"gpus": count, **files.read_json(result)})
+    return results
+
+
+def pipelines(params: dict[str, Any], gpus: int, scratch: Path) -> list[dict[str, Any]]:
+    """The online pipeline at each split that these GPUs allow."""
+    results = []
+    for split in params["pipelines"]:
+        if max(split["targets"] + split["drafters"]) >= gpus:
+            continue
+        path = scratch / "pipeline.json"
+        command = [sys.executable, str(HERE / "pipeline.py"), "--json", str(path)]
+        for name in ("targets", "drafters"):
+            command += [f"--{name}", *map(str, split[name])]
+        subprocess.run(command, check=True)
+        results.append({**split, **files.read_json(path)})
+    return results
+
+
+def summary(result: dict[str, Any]) -> dict[str, float]:
+    """The headline figures: at the largest count, against one GPU."""
+    figures: dict[str, float] = {}
+    extracted, trained = result.get("extraction", []), result.get("training", [])
+    if extracted:
+        first, last = extracted[0], extracted[-1]
+        for row in extracted:
+            row["efficiency"] = row["tokens_per_s"] / (row["gpus"] / first["gpus"] * first["tokens_per_s"])
+        figures |= {
+            "extraction_gpus": last["gpus"], "extraction_tokens_per_s": last["tokens_per_s"],
+            "extraction_efficiency": last["efficiency"], "extraction_skew_pct": last["skew_pct"],
+            "extraction_write_gb_per_s": last["write_gb_per_s"], "extraction_host_gib": last["host_gib"],
+        }  # fmt: skip
+    if trained:
+        alone = trained[0]["one"]["step_ms"]
+        for row in trained:
+            for name, run in row.items():
+                if isinstance(run, dict) and "step_ms" in run:
+                    run["efficiency"] = alone / run["step_ms"]
+                    if row["gpus"] > 1:
+                        figures[f"{name}_{row['gpus']}_efficiency"] = run["efficiency"]
+                        figures[f"{name}_{row['gpus']}_step_ms"] = run["step_ms"]
+                        figures[f"{name}_{row['gpus']}_peak_gib"] = run["peak_gib"]
+                        figures[f"{name}_{row['gpus']}_gradient_rel_error"] = run["gradient_rel_error"]
+            if "vocabulary_parallel" in row:
+                split = row["vocabulary_parallel"]
+                figures[f"vocabulary_parallel_{row['gpus']}_speedup"] = split["whole_ms"] / split["shards_ms"]
+                figures[f"vocabulary_parallel_{row['gpus']}_gradient_rel_error"] = split["gradient_rel_error"]
+        figures["one_gpu_step_ms"] = alone
+    return figures
+
+
+def main() -> None:
+    """Run the parts that were asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, required=True, help="where the results go")
+    parser.add_argument(
+        "--gpus", type=int, required=True, help="GPUs of this machine to use (processes on a CPU)"
+    )
+    parser.add_argument("--params", type=Path, default=HERE / "many_gpus.yaml", help="parameter file")
+    parser.add_argument("--scratch", type=Path, default=None, help="folder for stores (fast: /dev/shm)")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--only", nargs="+", default=["extraction", "training", "pipeline"])
+    options = parser.parse_args()
+    params = yaml.safe_load(options.params.read_text(encoding="utf-8"))
+    counts = sorted({count for count in params["gpu_counts"] if count <= options.gpus} | {options.gpus})
+    if options.device == "cuda" and torch.cuda.device_count() < options.gpus:
+        parser.error(f"--gpus {options.gpus}: this machine shows {torch.cuda.device_count()}")
+    result: dict[str, Any] = {
+        "figures": {},
+        "sizes": "full" if options.device == "cuda" else "toy: these figures test the script only",
+        "parameters": params,
+        "gpus": options.gpus,
+        "seconds": {},
+        **provenance(),
+    }
+    with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+        scratch = Path(folder)
+        if options.device == "cpu":
+            files.write_json(scratch / "tiny.json", TINY)
+            params |= {"target": str(scratch / "tiny.json"), "tokens_per_gpu": 2000, "token_budget": 512}
+        parts = {
+            "extraction": lambda: extraction(params, counts, options.device, scratch),
+            "training": lambda: training(params, counts, options.device, scratch),
+            "pipeline": lambda: pipelines(params, options.gpus, scratch),
+        }
+        for name in options.only:
+            began = time.perf_counter()
+            result[name] = parts[name]()
+            result["seconds"][name] = time.perf_counter() - began
+            result["figures"] = summary(result)
+            files.write_json(options.json, result)
+    print(json.dumps(result["figures"], indent=1))
+
+
+if __name__ == "__main__":
+    main()

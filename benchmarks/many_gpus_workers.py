@@ -1,0 +1,189 @@
+"""One process a GPU of `many_gpus.py`: `extract` answers orders on its standard input, `train` runs under
+torchrun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import resource
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from training import large_case, measure, new_trainer, random_head
+
+from dflash_lab import files
+from dflash_lab.drafter.feed import feed
+from dflash_lab.drafter.loss.config import LossConfig
+from dflash_lab.drafter.loss.fused import fused_draft_loss
+from dflash_lab.drafter.loss.shard import VocabShard
+from dflash_lab.drafter.outcomes import catch_up
+from dflash_lab.drafter.parallel import join
+from dflash_lab.drafter.rows import prefetch
+from dflash_lab.drafter.trainer import Trainer
+
+
+def extract_worker(order: dict[str, Any]) -> None:
+    """Load the target once, then extract the shards that are asked for, one JSON line each way."""
+    from dflash_lab.extraction.fast.apply import speed_up
+    from dflash_lab.extraction.loop import extract
+    from dflash_lab.target.loading import load_target
+    from dflash_lab.target.sources import load_config
+    from dflash_lab.target.taps import default_tap_ids
+
+    name = f"random:{order['target']}"
+    taps = default_tap_ids(load_config(name).num_hidden_layers)
+    target = load_target(
+        name, device=order["device"], dtype="bfloat16", last_layer=max(taps), with_head=False
+    )
+    speed_up(target, "auto")
+    run = dict(tap_ids=taps, token_budget=order["token_budget"], max_batch=512)
+    extract(target, order["warm"], order["scratch"], **run)
+    shutil.rmtree(order["scratch"])
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        began = time.time()
+        report = extract(
+            target,
+            asked["samples"],
+            asked["store"],
+            shard=asked["shard"],
+            num_shards=asked["num_shards"],
+            **run,
+        )
+        found = {"began": began, "ended": time.time(), "tokens": report.tokens_stored,
+                 "bytes": report.bytes_written, "gpu_idle_pct": report.gpu_idle_pct,
+                 "host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # fmt: skip
+        print(json.dumps(found), flush=True)
+
+
+def train_worker(order: dict[str, Any]) -> None:
+    """Train in each mode of the order with all processes; rank 0 leaves the result."""
+    found: dict[str, Any] = {}
+    group = None
+    for mode in order["modes"]:
+        group, device = join(mode, order["device"])
+        case = large_case(device.type != "cuda", steps=order["steps"])
+        with contextlib.closing(Scratch(order["scratch"], mode, group.rank)) as folder:
+            trainer = new_trainer(case, Path(order["store"]), folder.path, device, group)
+            first = first_gradients(trainer, order["reference"], order["rows"])
+            result = measure(case, trainer, profile=False)
+        if device.type == "cuda":
+            result["peak_gib"] = group.longest(torch.cuda.max_memory_allocated() / 2**30)
+        found[mode] = result | first
+        del trainer
+        gc.collect()
+    if group is not None and group.world > 1 and order["vocabulary_parallel"]:
+        found["vocabulary_parallel"] = vocabulary_parallel(order, device)
+    if group is None or group.rank == 0:
+        files.write_json(Path(order["result"]), found)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Scratch:
+    """A folder of one process, removed at the end."""
+
+    def __init__(self, root: str, mode: str, rank: int) -> None:
+        self.path = Path(root) / f"{mode}-{rank}"
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def first_gradients(trainer: Trainer, reference: str, counts: list[int]) -> dict[str, Any]:
+    """Error of the first step's gradients against those of one process on the same rows, accumulated. One
+    process leaves these in files, for each count of rows.
+    """
+    world = trainer.group.world
+    if world == 1:
+        for rows in counts:
+            save_file(gradients(trainer, rows), f"{reference}-{rows}.safetensors")
+        return {}
+    mine = gradients(trainer, 1)
+    if trainer.group.rank:
+        return {}
+    wanted = load_file(f"{reference}-{world}.safetensors", device=str(trainer.device))
+    above = sum(float((mine[n].to(w.device).float() - w.float()).square().sum()) for n, w in wanted.items())
+    below = sum(float(w.float().square().sum()) for w in wanted.values())
+    return {"gradient_rel_error": (above / below) ** 0.5}
+
+
+def gradients(trainer: Trainer, rows: int) -> dict[str, Tensor]:
+    """Gradients of one step over `rows` rows of this process, whole, divided by the step's denominator; the
+    weights stay.
+    """
+    kept: dict[str, Tensor] = {}
+    step, settings, place = trainer.optimizer.step, trainer.settings, dict(trainer.place)
+
+    def keep(factor: float, scale: Tensor, go: Tensor) -> None:
+        named = {n: p.grad * scale.to(p.grad.dtype) for n, p in trainer.drafter.named_parameters()}
+        kept.update({n: g.cpu().contiguous() for n, g in trainer.group.whole(named).items()})
+
+    trainer.optimizer.step = keep  # type: ignore[method-assign, assignment]
+    trainer.settings = dataclasses.replace(settings, accumulate=rows)
+    with contextlib.closing(prefetch(feed(trainer.stream(), trainer.device))) as stream:
+        trainer.train_step(stream)
+        catch_up(trainer)
+    trainer.optimizer.step, trainer.settings, trainer.place = step, settings, place  # type: ignore[method-assign]
+    return kept
+
+
+def vocabulary_parallel(order: dict[str, Any], device: torch.device) -> dict[str, float]:
+    """The draft loss with the head in shards over all processes, beside one process with the whole head."""
+    toy = device.type != "cuda"
+    case = large_case(toy)
+    config, dtype = case.config, torch.float32 if toy else torch.bfloat16
+    head = random_head(config, device, dtype).weight
+    anchors = case.settings.anchors
+    g = torch.Generator(device).manual_seed(0)
+    shape = anchors, config.block_size, config.hidden_size
+    hidden = nn.Parameter(torch.randn(shape, generator=g, device=device, dtype=dtype))
+    target = torch.randn(8 * anchors, config.hidden_size, generator=g, device=device, dtype=dtype)
+    host = torch.Generator().manual_seed(0)
+    labels = torch.randint(config.vocab_size, shape[:2], generator=host)
+    rows = (torch.arange(anchors)[:, None] * 8 + torch.arange(config.block_size)).clamp(max=8 * anchors - 1)
+    weights = torch.ones(shape[:2])
+    weights[:, 0] = 0
+    shard = VocabShard.of(config.vocab_size)
+    loss = LossConfig(hard_weight=0.85, soft_weight=0.15, cap_weight=0.1)
+    parts = {"whole": (head, None), "shards": (head[shard.slice()].contiguous(), shard)}
+    times, grads, totals = {}, {}, {}
+    for name, (weight, split) in parts.items():
+        for _ in range(3):
+            hidden.grad = None
+            synchronize(device)
+            dist.barrier()
+            began = time.perf_counter()
+            result = fused_draft_loss(
+                hidden, weight, labels, weights, target_hidden=target, target_rows=rows, config=loss,
+                shard=split, scale=1e-4,
+            )  # fmt: skip
+            result.total.backward()
+            synchronize(device)
+            times[name] = (time.perf_counter() - began) * 1e3
+        grads[name], totals[name] = hidden.grad, float(result.total.detach())
+    error = (grads["shards"].float() - grads["whole"].float()).norm() / grads["whole"].float().norm()
+    return {"whole_ms": times["whole"], "shards_ms": times["shards"], "gradient_rel_error": float(error),
+            "loss_rel_error": abs(totals["shards"] / totals["whole"] - 1)}  # fmt: skip
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    kind, text = sys.argv[1:3]
+    {"extract": extract_worker, "train": train_worker}[kind](json.loads(text))
