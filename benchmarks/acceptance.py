@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from dflash_lab import files, provenance
-from dflash_lab.acceptance.decode import PHASES, decode
+from dflash_lab.acceptance.clock import PHASES
+from dflash_lab.acceptance.decode import decode
 from dflash_lab.acceptance.evaluate import Evaluator
 from dflash_lab.acceptance.evaluation import Evaluation
 from dflash_lab.acceptance.live import stored_items

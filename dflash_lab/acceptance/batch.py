@@ -14,13 +14,22 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
-from dflash_lab.acceptance.decode import Decoded, Outcome, Sampling, append, finish, prefill, stop_tokens
+from dflash_lab.acceptance.decode import (
+    Decoded,
+    Outcome,
+    Sampling,
+    append,
+    check_block_size,
+    finish,
+    prefill,
+    stop_tokens,
+)
 from dflash_lab.acceptance.proposals import Draft, Proposer, check_pair
 from dflash_lab.acceptance.rejection import verify_sampled
 from dflash_lab.acceptance.rollback import (
@@ -50,16 +59,16 @@ def decode_batch(
     top_k: int = 0,
     stop_ids: Collection[int] | None = None,
     generator: torch.Generator | None = None,
+    on_round: Callable[[int], None] | None = None,
 ) -> list[Decoded]:
     """Decode all `prompts` together with chains of drafts; `max_new_tokens` may differ by prompt.
 
     The arguments are those of `decode`. Each answer's `seconds` run from the end of all prefills until it was
-    finished.
+    finished. on_round(tokens of all answers so far) is called after each round.
     """
     check_pair(target, drafter)
     size = drafter.config.block_size if block_size is None else block_size
-    if size < 2:
-        raise InputError(f"block_size {size}: a block is an anchor and at least one draft.")
+    check_block_size(size)
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if len(limits) != len(prompts):
         raise InputError(f"{len(limits)} values of max_new_tokens for {len(prompts)} prompts.")
@@ -90,6 +99,8 @@ def decode_batch(
                         finish(answer, start, target.device)
                     done.append(over)
                 batch.drop(done)
+                if on_round is not None:
+                    on_round(sum(len(answer.tokens) for answer in answers))
     return answers
 
 

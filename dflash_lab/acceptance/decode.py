@@ -15,12 +15,13 @@ for a tree.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
+from dflash_lab.acceptance.clock import PHASES, Clock
 from dflash_lab.acceptance.proposals import Draft, Proposer, check_pair
 from dflash_lab.acceptance.rejection import draw, probabilities, verify_sampled
 from dflash_lab.acceptance.target_run import TargetRun, check_tree_target
@@ -28,8 +29,6 @@ from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError
 from dflash_lab.target.head import TargetHead
 from dflash_lab.target.model import Target
-
-PHASES = ("draft", "build", "verify", "commit")
 
 
 class Round(NamedTuple):
@@ -94,24 +93,6 @@ class Sampling:
         return probabilities(logits, self.temperature, self.top_p, self.top_k)
 
 
-class Clock:
-    """Adds wall-clock to named phases; with `wait` the device is drained first, so that its work is counted
-    where it arose."""
-
-    def __init__(self, device: torch.device, wait: bool) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self._wait = wait and device.type == "cuda"
-        self._last = time.perf_counter()
-
-    def lap(self, phase: str | None = None) -> None:
-        if self._wait:
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        if phase is not None:
-            self.seconds[phase] += now - self._last
-        self._last = now
-
-
 class Outcome(NamedTuple):
     """What a verification decided: accepted rows of the step (the anchor's is the first), tokens, and the
     round."""
@@ -139,6 +120,7 @@ def decode(
     generator: torch.Generator | None = None,
     last_block: str = "full",
     profile: bool = False,
+    on_round: Callable[[int], None] | None = None,
 ) -> Decoded:
     """Decode `prompt_ids` with `drafter` guessing `block_size` - 1 tokens a round (default: as it was
     trained).
@@ -147,14 +129,11 @@ def decode(
     forward, or with its leaf ``paths`` as a batch, which any target can. stop_ids None: the target's own.
     last_block: ``full`` drafts whole blocks to the end; ``shrink`` cuts the last block to the tokens still
     allowed, as the dflash 0.1.0 package does. `max_new_tokens` counts the first token, which the prefill
-    gives.
+    gives. on_round(tokens so far) is called after each round.
     """
     check_pair(target, drafter)
     size = drafter.config.block_size if block_size is None else block_size
-    if size < 2:
-        raise InputError(
-            f"block_size {size}: a block is an anchor and at least one draft. plain_decode drafts none."
-        )
+    check_block_size(size)
     if last_block not in ("full", "shrink"):
         raise InputError(f"last_block {last_block!r}: choose 'full' or 'shrink'.")
     if tree_mode not in ("mask", "paths"):
@@ -184,6 +163,8 @@ def decode(
                 outcome, anchor, taps = _verify_chain(run, head, draft, sampling, clock)
             clock.lap("commit")
             append(answer, outcome, left, stops)
+            if on_round is not None:
+                on_round(len(answer.tokens))
         finish(answer, start, target.device)
         answer.phase_seconds = clock.seconds
     return answer
@@ -200,6 +181,7 @@ def plain_decode(
     top_k: int = 0,
     stop_ids: Collection[int] | None = None,
     generator: torch.Generator | None = None,
+    on_round: Callable[[int], None] | None = None,
 ) -> Decoded:
     """Decode one token a forward with the same target code: the baseline of every speed-up."""
     sampling = Sampling(temperature, top_p, top_k, generator)
@@ -214,8 +196,18 @@ def plain_decode(
             token = int(sampling.choose(head.logits(step.normed))[0])
             answer.tokens.append(token)
             answer.stopped = token in stops
+            if on_round is not None:
+                on_round(len(answer.tokens))
         finish(answer, start, target.device)
     return answer
+
+
+def check_block_size(size: int) -> None:
+    """Raise `InputError` for a block without a draft."""
+    if size < 2:
+        raise InputError(
+            f"block_size {size}: a block is an anchor and at least one draft. plain_decode drafts none."
+        )
 
 
 def stop_tokens(target: Target, stop_ids: Collection[int] | None) -> frozenset[int]:

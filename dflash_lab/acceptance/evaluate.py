@@ -4,6 +4,7 @@ to run it.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,15 +14,16 @@ import polars as pl
 import torch
 
 from dflash_lab.acceptance import diagnosis
-from dflash_lab.acceptance.decode import Decoded, decode, plain_decode
+from dflash_lab.acceptance.answers import Answers
+from dflash_lab.acceptance.decode import Decoded
 from dflash_lab.acceptance.evaluation import Evaluation
-from dflash_lab.acceptance.live import live_items, stored_items
+from dflash_lab.acceptance.methods import Method, Methods
 from dflash_lab.acceptance.offline import offline
 from dflash_lab.acceptance.offline_report import OfflineReport
 from dflash_lab.acceptance.operating import (
     Operating,
     measure_operating_points,
-    speed_sentence,
+    speeds,
     typical_context,
 )
 from dflash_lab.acceptance.prompts import choose, load_prompts
@@ -38,12 +40,11 @@ from dflash_lab.acceptance.study import (
 )
 from dflash_lab.acceptance.target_run import check_tree_target
 from dflash_lab.acceptance.tau import compare
+from dflash_lab.acceptance.together import run_together
 from dflash_lab.data.items import FeatureItem
-from dflash_lab.data.samples import scan_samples
 from dflash_lab.drafter.checkpoint import load_checkpoint
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.errors import InputError, UnsupportedTarget
-from dflash_lab.extraction.store import open_store
+from dflash_lab.errors import UnsupportedTarget
 from dflash_lab.target.loading import choose_device, load_target
 
 logger = logging.getLogger(__name__)
@@ -57,24 +58,28 @@ class Evaluator:
 
     def __init__(self, params: Any, progress: Any = None) -> None:
         self.params, self.progress = params, progress
-        self.store = open_store(params.store_path) if params.prompts == "heldout" else None
         device = choose_device(params.device)
         self.target = load_target(params.target, device=device, dtype=params.dtype, seed=params.seed)
         self.drafter = self._load(params.drafter_path)
         self.size = params.block_size or self.drafter.config.block_size
-        tap_ids = self.drafter.config.tap_ids
-        if self.store is not None and tuple(self.store.tap_ids) != tap_ids:
-            raise InputError(
-                f"{params.store_path} holds taps {list(self.store.tap_ids)}, the drafter was made for "
-                f"{list(tap_ids)}: give the store that it was trained from."
-            )
+        self.answers = Answers(params, self.target, self.drafter.config.tap_ids)
         available = load_prompts(
             params.prompts, params.samples_path, lambda: self.target.tokenizer, thinking=params.thinking
         )
         self.prompts = choose(available, params.num_prompts, params.seed)
+        self.methods = Methods(
+            self.target,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            seed=params.seed,
+        )
         self.studies: dict[str, Study] = {}
         self.figures: dict[str, Any] = {"prompts": len(self.prompts), "prompts_available": len(available)}
-        self.facts: dict[str, Any] = {"hybrid": self.target.is_hybrid}
+        self.facts: dict[str, Any] = {
+            "hybrid": self.target.is_hybrid,
+            "decoding": self.methods.sentence,
+        }
 
     def evaluate(self) -> Evaluation:
         """Do everything in order."""
@@ -83,6 +88,7 @@ class Evaluator:
         report = self._offline()
         operating = self._operating(report)
         self._decode_best()
+        self._decode_together()
         checks = self._checks()
         self._speed()
         self.facts["protocol"] = Protocol.of(params, self.target, len(self.prompts), self.size).as_dict()
@@ -118,36 +124,38 @@ class Evaluator:
     def _text(self, token: int) -> str:
         return str(self.target.tokenizer.decode([token]))
 
-    def _study(self, method: str, answer: Callable[..., Decoded], limit: int) -> Study:
+    def _study(self, method: str, answer: Method, limit: int) -> Study:
         """Decode all prompts with `answer`, and hold the outcome against plain decoding under greedy
         choice.
         """
-        params = self.params
-        generator = torch.Generator(self.target.device).manual_seed(params.seed)
-        sampling = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
 
-        def one(ids: Sequence[int], count: int) -> Decoded:
-            return answer(prompt_ids=ids, max_new_tokens=count, generator=generator, **sampling)
+        def one(ids: Sequence[int], count: int, tick: Callable[[int], None]) -> Decoded:
+            return answer(ids, max_new_tokens=count, on_round=tick)
 
         many = any(len(prompt.turns) > 1 for prompt in self.prompts)
-        follow = next_turn(self.target, params.thinking) if many else None
+        follow = next_turn(self.target, self.params.thinking) if many else None
         study = run_study(
             method, self.prompts, one, max_new_tokens=limit, follow=follow, progress=self.progress
         )
+        return self._keep(method, study)
+
+    def _keep(self, method: str, study: Study) -> Study:
         self.studies[method] = study
-        if method != "plain" and params.temperature == 0:
+        if method != "plain" and self.params.temperature == 0:
             found = differences(self.target, self.studies["plain"], study)
             self.facts.setdefault("differences", {})[method] = [vars(d) for d in found]
         return study
 
-    def _speculative(self, method: str, drafter: Drafter, limit: int, **options: Any) -> Study:
-        options.setdefault("block_size", self.size)
-        return self._study(method, partial(decode, self.target, drafter, **options), limit)
+    def _speculative(
+        self, method: str, drafter: Drafter, limit: int, *, block_size: int = 0, budget: int = 0
+    ) -> Study:
+        answer = self.methods.speculative(drafter, block_size or self.size, budget)
+        return self._study(method, answer, limit)
 
     def _decode_basics(self) -> None:
         """Plain decoding, the trained drafter, an untrained one, and the drafter to compare with."""
         params = self.params
-        self._study("plain", partial(plain_decode, self.target), params.max_new_tokens)
+        self._study("plain", self.methods.plain(), params.max_new_tokens)
         tau = self._speculative("trained", self.drafter, params.max_new_tokens).tau(params.seed)
         self.figures |= tau.figures("tau_trained")
         if params.untrained_tokens:
@@ -177,27 +185,20 @@ class Evaluator:
         """
         params = self.params
         items = self._items(extra=params.offline_samples)
-        self.facts["offline_source"] = "answers of plain decoding" if self.store is None else "stored answers"
-        has_final = self.store is None or self.store.has_final
-        done = 0
-
-        def tick(tokens: int) -> None:
-            nonlocal done
-            done += 1
-            if self.progress is not None:
-                self.progress("offline", done, len(items), tokens=tokens)
-
+        self.facts["offline_source"] = self.answers.source
+        with_temperatures = self.answers.has_final and not self.drafter.config.is_second
+        done = itertools.count(1)
         report = offline(
             items,
             self.target.head,
             self.drafter,
             block_size=self.size,
             budgets=params.budgets,
-            temperatures=params.temperatures if has_final and not self.drafter.config.is_second else (),
-            on_item=tick,
+            temperatures=params.temperatures if with_temperatures else (),
+            on_item=lambda tokens: self._tick("offline", next(done), len(items)),
         )
         own = list(range(report.num_answers))
-        if self.store is not None:
+        if self.answers.stored:
             firsts = report.anchors.group_by("sample", maintain_order=True).agg(pl.col("answer").first())
             answer_of = dict(firsts.iter_rows())
             own = [answer_of[prompt.hash] for prompt in self.prompts if prompt.hash in answer_of]
@@ -214,16 +215,10 @@ class Evaluator:
         return report
 
     def _items(self, extra: int) -> Sequence[FeatureItem]:
-        """Answers with states: the stored ones of our prompts and `extra` more, or those just decoded."""
-        if self.store is None:
-            return live_items(self.target, self.drafter.config.tap_ids, self.studies["plain"])
-        return stored_items(self.store, [prompt.hash for prompt in self.prompts], extra=extra)
+        return self.answers.items(self.prompts, self.studies["plain"], extra=extra)
 
     def _breaks(self, report: OfflineReport) -> pl.DataFrame:
-        source = {prompt.hash: prompt.source for prompt in self.prompts}
-        if self.store is not None:
-            known = scan_samples(self.params.samples_path).select("content_hash", "source").collect()
-            source = dict(known.iter_rows())
+        source = self.answers.sources(self.prompts)
         return breaks_frame(report, self._text, source, self.params.prompts)
 
     def _operating(self, report: OfflineReport) -> Operating:
@@ -237,6 +232,8 @@ class Evaluator:
             tree_steps=self._can_tree(),
             context_tokens=typical_context(plain.asked, [answer.tokens for answer in plain.answers]),
             repeats=self.params.cost_repeats,
+            workspace=self.methods.workspace,
+            on_point=partial(self._tick, "costs of a round"),
         )
         self.figures["best_block_size"] = found.block_size
         if found.budget:
@@ -245,6 +242,10 @@ class Evaluator:
             built = found.costs.filter((pl.col("what") == "build") & (pl.col("size") == found.budget))
             self.figures["tree_build_ms"] = round(built["ms"][0], 3)
         return found
+
+    def _tick(self, what: str, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress(what, done, total)
 
     def _can_tree(self) -> bool:
         try:
@@ -263,28 +264,36 @@ class Evaluator:
             self.figures["tau_best_block"] = round(study.tau(params.seed).mean, 4)
         if params.decode_tree and "tree_budget" in self.figures and self._can_tree():
             budget = self.figures["tree_budget"]
-            study = self._speculative("tree", self.drafter, params.max_new_tokens, tree_budget=budget)
+            study = self._speculative("tree", self.drafter, params.max_new_tokens, budget=budget)
             self.figures |= study.tau(params.seed).figures("tau_tree_decoded")
+
+    def _decode_together(self) -> None:
+        """Decode the prompts in batches: the same tokens, and how many a second come out of it."""
+        params = self.params
+        if params.batch == 1:
+            return
+        study, tokens_per_s = run_together(
+            self.target,
+            self.drafter,
+            self.prompts,
+            batch=params.batch,
+            max_new_tokens=params.max_new_tokens,
+            progress=self.progress,
+            block_size=self.size,
+            **self.methods.sampling(),
+        )
+        self._keep("together", study)
+        self.figures["tau_together"] = round(study.tau(params.seed).mean, 4)
+        self.figures["together_tokens_per_s"] = round(tokens_per_s, 2)
 
     def _speed(self) -> None:
         """Speed-ups over plain decoding, equality of outputs, and the reason when decoding is slower."""
-        plain = self.studies["plain"].seconds_per_token
-        self.figures["plain_ms_per_token"] = round(1e3 * plain, 3)
-        speeds = {
-            name: plain / study.seconds_per_token for name, study in self.studies.items() if name != "plain"
-        }
-        chains = {name: speeds[name] for name in ("trained", "best block") if name in speeds}
-        self.figures["speedup_chain"] = round(max(chains.values()), 4)
-        self.figures["speedup_trained_block"] = round(speeds["trained"], 4)
-        if "tree" in speeds:
-            self.figures["speedup_tree"] = round(speeds["tree"], 4)
+        found, self.facts["speed"] = speeds(self.studies, self.size, self.figures["best_block_size"])
+        self.figures |= found
         if self.params.temperature == 0:
-            found = self.facts["differences"]
-            self.figures["greedy_different"] = sum(len(rows) for rows in found.values())
-            self.figures["greedy_ties"] = sum(row["tie"] for rows in found.values() for row in rows)
-        best = max(chains, key=chains.__getitem__)
-        size = self.size if best == "trained" else self.figures["best_block_size"]
-        self.facts["speed"] = speed_sentence(self.studies[best], size, 1e3 * plain)
+            rows = [row for rows in self.facts["differences"].values() for row in rows]
+            self.figures["greedy_different"] = len(rows)
+            self.figures["greedy_ties"] = sum(row["tie"] for row in rows)
 
     def _checks(self) -> pl.DataFrame:
         """Run the diagnosis when asked for, or when offline and decoded tau disagree."""
@@ -302,7 +311,7 @@ class Evaluator:
             self.target,
             self.drafter,
             self._items(extra=0),
-            samples=params.samples_path if self.store is not None else None,
+            samples=params.samples_path if self.answers.stored else None,
             progress=self.progress,
         )
         self.facts["cause"] = diagnosis.likely_cause(checks, disagree)

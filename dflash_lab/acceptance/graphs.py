@@ -8,18 +8,19 @@ other devices the function is called as it is, so that the same code is tested w
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 Call = Callable[[], None]
 
 
-def new_pool(device: torch.device) -> tuple[int, int] | None:
+def new_pool(device: torch.device) -> Any:
     """Return a memory pool that graphs replayed one after the other may share; None where there are none."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
-def captured(call: Call, device: torch.device, pool: tuple[int, int] | None) -> Call:
+def captured(call: Call, device: torch.device, pool: Any) -> Call:
     """Return `call` as a CUDA graph on a CUDA device, itself elsewhere.
 
     `call` takes and returns nothing: it reads and writes tensors that outlive it, and never looks at one from

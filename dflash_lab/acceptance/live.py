@@ -1,11 +1,12 @@
-"""Items for the offline metrics: from a feature store, or captured now from answers that were just
-decoded.
+"""Items for the offline metrics: from a feature store, or with states that the target makes now, of stored
+samples or of answers that were just decoded.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ import torch
 from dflash_lab.acceptance.study import Study
 from dflash_lab.acceptance.target_run import TargetRun
 from dflash_lab.data.items import FeatureItem
+from dflash_lab.drafter.live import SampleItems
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.store import FeatureStore
 from dflash_lab.target.model import Target
@@ -52,20 +54,58 @@ def stored_items(store: FeatureStore, hashes: Sequence[str], *, extra: int = 0) 
     return StoredItems(store, indices + others[:extra])
 
 
-@torch.no_grad()
-def live_items(target: Target, tap_ids: tuple[int, ...], study: Study) -> list[FeatureItem]:
-    """Run the target over every answer of `study` and its prompt; keep the tapped and final states."""
-    items = []
-    for asked, answer in zip(study.asked, study.answers):
-        ids = torch.tensor([*asked, *answer.tokens], device=target.device)
-        wanted = sorted({*tap_ids, target.num_layers - 1})
-        with TargetRun(target, tuple(wanted)) as run:
-            states = run.step(ids, certain=True).taps
+class LiveItems(Sequence[FeatureItem]):
+    """Texts whose states the target makes when they are asked for; nothing is kept."""
+
+    def __init__(
+        self,
+        target: Target,
+        tap_ids: tuple[int, ...],
+        texts: Sequence[tuple[str, torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """`texts`: hash, token ids [L] and loss mask [L] of each."""
+        self._target, self._tap_ids, self._texts = target, tap_ids, texts
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    @torch.no_grad()
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if isinstance(index, slice):
+            return LiveItems(self._target, self._tap_ids, self._texts[index])
+        name, ids, mask = self._texts[index]
+        last = self._target.num_layers - 1
+        wanted = sorted({*self._tap_ids, last})
+        with TargetRun(self._target, tuple(wanted)) as run:
+            states = run.step(ids.long().to(self._target.device), certain=True).taps
         assert states is not None
         of_layer = dict(zip(wanted, states.chunk(len(wanted), dim=-1)))
-        taps = torch.cat([of_layer[layer] for layer in tap_ids], dim=-1)
+        taps = torch.cat([of_layer[layer] for layer in self._tap_ids], dim=-1)
+        return FeatureItem(name, ids.int(), mask, taps, of_layer[last], True)
+
+
+def answered_items(target: Target, tap_ids: tuple[int, ...], study: Study) -> LiveItems:
+    """Return every answer of `study` with its prompt, and states of the target."""
+    texts = []
+    for asked, answer in zip(study.asked, study.answers):
+        ids = torch.tensor([*asked, *answer.tokens])
         mask = torch.zeros(len(ids), dtype=torch.uint8)
         mask[len(asked) :] = 1
-        name = hashlib.sha256(repr(ids.tolist()).encode()).hexdigest()[:32]
-        items.append(FeatureItem(name, ids.int().cpu(), mask, taps, of_layer[target.num_layers - 1], True))
-    return items
+        texts.append((hashlib.sha256(repr(ids.tolist()).encode()).hexdigest()[:32], ids, mask))
+    return LiveItems(target, tap_ids, texts)
+
+
+def sample_items(
+    target: Target, tap_ids: tuple[int, ...], samples: Path, hashes: Sequence[str], *, extra: int = 0
+) -> LiveItems:
+    """Return the samples of a file with these hashes, in that order, then up to `extra` other held-out ones,
+    with states of the target: what `stored_items` reads from a store.
+    """
+    chosen = SampleItems(samples, target.hidden_size, list(tap_ids))
+    chosen.check_vocabulary(target.vocab_size)
+    number = {name: index for index, name in enumerate(chosen.hashes)}
+    indices = [number[name] for name in hashes]
+    taken = set(indices)
+    indices += [i for i in np.flatnonzero(chosen.heldout).tolist() if i not in taken][:extra]
+    bare = [chosen.bare(index) for index in indices]
+    return LiveItems(target, tap_ids, [(item.hash, item.input_ids, item.loss_mask) for item in bare])

@@ -4,14 +4,15 @@ reported on the rest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import polars as pl
 
-from dflash_lab.acceptance.costs import measure_costs
+from dflash_lab.acceptance.costs import measure_costs, measure_fixed_costs
 from dflash_lab.acceptance.offline_report import OfflineReport
 from dflash_lab.acceptance.prompts import split_dev
+from dflash_lab.acceptance.static_decode import Workspace
 from dflash_lab.acceptance.study import Study
 from dflash_lab.acceptance.whatif import Costs, operating_points
 from dflash_lab.drafter.model import Drafter
@@ -42,23 +43,27 @@ def measure_operating_points(
     tree_steps: bool,
     context_tokens: int,
     repeats: int,
+    workspace: Workspace | None = None,
+    on_point: Callable[[int, int], None] | None = None,
 ) -> Operating:
     """Measure what rounds cost, and combine it with what the offline report says they give.
 
     tree_steps: also time target steps as wide as the trees; else their cost is extrapolated from the chains'
-    widths.
+    widths. workspace: measure decoding at fixed shapes.
     """
     sizes = sorted({*(size for size in BLOCK_SIZES if size < report.block_size), report.block_size})
     wide = (report.block_size + budget for budget in report.budgets if tree_steps)
-    costs = measure_costs(
-        target,
-        drafter,
-        widths=sorted({1, *sizes, *wide}),
+    options: dict[str, Any] = dict(
         block_sizes=sizes,
         budgets=report.budgets,
         context_tokens=context_tokens,
         repeats=repeats,
+        on_point=on_point,
     )
+    if workspace is not None:
+        costs = measure_fixed_costs(workspace, drafter, **options)
+    else:
+        costs = measure_costs(target, drafter, widths=sorted({1, *sizes, *wide}), **options)
     dev, test = split_dev(report.num_answers, dev_share)
     taus = [(size, 0, report.tau(block_size=size, answers=dev).mean) for size in sizes]
     taus += [(report.block_size, budget, report.tau(budget, answers=dev).mean) for budget in report.budgets]
@@ -87,6 +92,24 @@ def typical_context(asked: Sequence[Sequence[int]], answers: Sequence[Sequence[i
     """Return the median of prompt and half an answer, in tokens."""
     lengths = sorted(len(ids) + len(tokens) // 2 for ids, tokens in zip(asked, answers))
     return max(8, lengths[len(lengths) // 2])
+
+
+def speeds(studies: Mapping[str, Study], size: int, best_size: int) -> tuple[dict[str, float], str]:
+    """Return figures of how much faster than plain decoding each method was, and a sentence on the fastest
+    chain: blocks of `size` slots (``trained``) or of `best_size` (``best block``).
+    """
+    plain = studies["plain"].seconds_per_token
+    faster = {name: plain / study.seconds_per_token for name, study in studies.items() if name != "plain"}
+    chains = {name: faster[name] for name in ("trained", "best block") if name in faster}
+    best = max(chains, key=chains.__getitem__)
+    figures = {
+        "plain_ms_per_token": round(1e3 * plain, 3),
+        "speedup_chain": round(chains[best], 4),
+        "speedup_trained_block": round(faster["trained"], 4),
+    }
+    if "tree" in faster:
+        figures["speedup_tree"] = round(faster["tree"], 4)
+    return figures, speed_sentence(studies[best], size if best == "trained" else best_size, 1e3 * plain)
 
 
 def speed_sentence(study: Study, size: int, plain_ms: float) -> str:

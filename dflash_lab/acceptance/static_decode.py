@@ -15,12 +15,13 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
+from dflash_lab.acceptance.clock import Clock
 from dflash_lab.acceptance.decode import (
-    Clock,
     Decoded,
     Outcome,
     Sampling,
     append,
+    check_block_size,
     finish,
     prefill,
     stop_tokens,
@@ -31,55 +32,69 @@ from dflash_lab.acceptance.static_context import StaticContext
 from dflash_lab.acceptance.static_round import StaticRound
 from dflash_lab.acceptance.target_run import TargetRun
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.errors import InputError, UnsupportedTarget
+from dflash_lab.errors import UnsupportedTarget
 from dflash_lab.target.model import Target
 
 LEAST_CAPACITY = 512
 
 
 class Workspace:
-    """Keys, values and context by capacity, shared by decoders of one target and drafter that take turns."""
+    """Keys, values and contexts by capacity, shared by decoders of one target that take turns."""
 
-    def __init__(self, target: Target, drafter: Drafter | None = None) -> None:
+    def __init__(self, target: Target) -> None:
         if why := why_not(target):
             raise UnsupportedTarget(f"{target.name} cannot be decoded at fixed shapes: {why}.")
-        if drafter is not None:
-            check_pair(target, drafter)
-        self.target, self.drafter = target, drafter
+        self.target = target
         self._keys: dict[int, StaticKeys] = {}
-        self._contexts: dict[int, StaticContext] = {}
+        self._contexts: dict[tuple[Drafter, int], StaticContext] = {}
 
-    def round(self, capacity: int, block_size: int, budget: int) -> StaticRound:
-        """Make a round; block size 1 is a step of plain decoding."""
+    def round(self, drafter: Drafter | None, capacity: int, block_size: int, budget: int) -> StaticRound:
+        """Make a round; without a drafter it is a step of plain decoding."""
         if capacity not in self._keys:
             self._keys[capacity] = StaticKeys(self.target, capacity)
-        keys = self._keys[capacity]
-        if block_size == 1:
-            return StaticRound(self.target, keys)
-        assert self.drafter is not None
-        if capacity not in self._contexts:
-            self._contexts[capacity] = StaticContext(self.drafter, capacity)
-        context = self._contexts[capacity]
-        return StaticRound(self.target, keys, self.drafter, context, block_size=block_size, budget=budget)
+        if drafter is None:
+            return StaticRound(self.target, self._keys[capacity])
+        place = (drafter, capacity)
+        if place not in self._contexts:
+            self._contexts[place] = StaticContext(drafter, capacity)
+        return StaticRound(
+            self.target,
+            self._keys[capacity],
+            drafter,
+            self._contexts[place],
+            block_size=block_size,
+            budget=budget,
+        )
 
 
 class StaticDecoder:
-    """`decode` (block_size > 1) or `plain_decode` (block_size 1) for greedy choice, at fixed shapes."""
+    """`decode`, or `plain_decode` where no drafter is given, for greedy choice at fixed shapes."""
 
-    def __init__(self, workspace: Workspace, *, block_size: int = 1, budget: int = 0) -> None:
-        if block_size > 1 and workspace.drafter is None:
-            raise InputError("block_size above 1 needs a drafter.")
-        self.workspace, self.block_size, self.budget = workspace, block_size, budget
+    def __init__(
+        self,
+        workspace: Workspace,
+        drafter: Drafter | None = None,
+        *,
+        block_size: int | None = None,
+        budget: int = 0,
+    ) -> None:
+        self.workspace, self.drafter, self.budget = workspace, drafter, budget
+        self.block_size = 1
+        if drafter is not None:
+            check_pair(workspace.target, drafter)
+            self.block_size = drafter.config.block_size if block_size is None else block_size
+            check_block_size(self.block_size)
         self._rounds: dict[int, StaticRound] = {}
 
     def prepared(self, tokens: int) -> StaticRound:
         """Return the round for sequences of up to `tokens`, made now if need be."""
-        width = self.block_size + self.budget
         capacity = LEAST_CAPACITY
-        while capacity < tokens + 2 * self.block_size + width:
+        while capacity < tokens + 3 * self.block_size + self.budget:
             capacity *= 2
         if capacity not in self._rounds:
-            self._rounds[capacity] = self.workspace.round(capacity, self.block_size, self.budget)
+            self._rounds[capacity] = self.workspace.round(
+                self.drafter, capacity, self.block_size, self.budget
+            )
         return self._rounds[capacity]
 
     @torch.no_grad()
@@ -93,13 +108,13 @@ class StaticDecoder:
         on_round: Callable[[int], None] | None = None,
     ) -> Decoded:
         """Decode `prompt_ids`; see `decode.decode` for the arguments."""
-        target, drafter = self.workspace.target, self.workspace.drafter
+        target, drafter = self.workspace.target, self.drafter
         stops = stop_tokens(target, stop_ids)
         now = self.prepared(len(prompt_ids) + max_new_tokens)
-        tap_ids = drafter.config.tap_ids if drafter is not None and self.block_size > 1 else ()
+        tap_ids = drafter.config.tap_ids if drafter is not None else ()
         with TargetRun(target, tap_ids) as run:
             answer, taps = prefill(run, target.head, prompt_ids, Sampling(), stops)
-            now.load(run.cache, taps if tap_ids else None, answer.tokens[0], run.length)
+            now.load(run.cache, taps, answer.tokens[0], run.length)
         reader = _Reader(now.record, ahead=1 if profile else 2)
         clock = Clock(target.device, profile)
         start = time.perf_counter()
@@ -116,7 +131,7 @@ class StaticDecoder:
             if on_round is not None:
                 on_round(len(answer.tokens))
         finish(answer, start, target.device)
-        if self.block_size == 1:
+        if drafter is None:
             answer.rounds.clear()  # plain decoding has none
         answer.phase_seconds = clock.seconds
         answer.waits = reader.waits

@@ -11,6 +11,8 @@ from graphs as what is compared with it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import Cache
 
@@ -61,7 +63,7 @@ class StaticRound:
         steps = {"verify": self._verify, "commit": self._commit}
         if drafter is not None:
             wide = len(drafter.config.tap_ids) * target.hidden_size
-            options = {"dtype": target.dtype, "device": device}
+            options: Any = {"dtype": target.dtype, "device": device}
             self._taps = torch.zeros(block_size, wide, **options)  # of the tokens committed last, in order
             self._new_taps = torch.zeros(self.width, wide, **options)
             self._logits = torch.zeros(slots, target.vocab_size, **options)
@@ -76,10 +78,10 @@ class StaticRound:
             self.steps: dict[str, Call] = {name: captured(call, device, pool) for name, call in steps.items()}
 
     @torch.no_grad()
-    def load(self, cache: Cache, taps: torch.Tensor | None, anchor: int, length: int) -> None:
+    def load(self, cache: Cache, taps: torch.Tensor, anchor: int, length: int) -> None:
         """Start from a prefilled prompt of `length` tokens, its tap states, and its first answer token."""
         self.keys.load(cache, length)
-        if self.context is not None and taps is not None:
+        if self.context is not None:
             self.context.extend(taps, self.length.new_zeros(1))
         self.length.fill_(length)
         self.anchor.fill_(anchor)

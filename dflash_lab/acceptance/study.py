@@ -16,7 +16,8 @@ import numpy as np
 import polars as pl
 import torch
 
-from dflash_lab.acceptance.decode import PHASES, Decoded
+from dflash_lab.acceptance.clock import PHASES
+from dflash_lab.acceptance.decode import Decoded
 from dflash_lab.acceptance.offline_report import OfflineReport
 from dflash_lab.acceptance.prompts import Prompt
 from dflash_lab.acceptance.tau import Tau, summarize
@@ -59,31 +60,39 @@ class Study:
 def run_study(
     method: str,
     prompts: Sequence[Prompt],
-    answer: Callable[[Sequence[int], int], Decoded],
+    answer: Callable[[Sequence[int], int, Callable[[int], None]], Decoded],
     *,
     max_new_tokens: int,
     follow: Callable[[Prompt, list[list[int]]], list[int] | None] | None = None,
     progress: Callable[..., None] | None = None,
 ) -> Study:
-    """Call `answer(ids, max_new_tokens)` for every prompt; an answer is never longer than a stored one.
+    """Call `answer(ids, max_new_tokens, on_round)` for every prompt; an answer is never longer than a stored
+    one.
 
+    on_round(tokens of the answer so far) reports progress, which may raise to stop: a slow machine takes
+    minutes for a prompt.
     follow: given a prompt and its answers so far, return the ids of its next turn, or None after the last.
     """
     study = Study(method)
-    tokens = 0
+    tokens = done = 0
+
+    def tick(new: int = 0) -> None:
+        if progress is not None:
+            progress(f"decode {method}", done, len(prompts), tokens=tokens + new)
+
     for index, prompt in enumerate(prompts):
         limit = min(max_new_tokens, len(prompt.answer)) if prompt.answer else max_new_tokens
         ids: list[int] | None = list(prompt.input_ids)
         given: list[list[int]] = []
         while ids is not None:
-            study.answers.append(answer(ids, limit))
+            study.answers.append(answer(ids, limit, tick))
             study.asked.append(tuple(ids))
             study.prompt.append(index)
             given.append(study.answers[-1].tokens)
             tokens += len(given[-1])
             ids = follow(prompt, given) if follow is not None else None
-        if progress is not None:
-            progress(f"decode {method}", index + 1, len(prompts), tokens=tokens)
+        done = index + 1
+        tick()
     return study
 
 

@@ -81,6 +81,25 @@ class FeatureStore:
         self.hashes = all_hashes[kept]
         self._by_hash = {row.tobytes(): number for number, row in enumerate(self.hashes)}
 
+    def check_made_by(self, target: str, weights: str, hidden_size: int) -> None:
+        """Refuse states of other weights: width alone cannot tell a model from its fine-tune.
+
+        `weights` and `hidden_size` are those of `target` (`target.identity`).
+        """
+        if self.hidden_size != hidden_size:
+            raise InputError(
+                f"{self.path} has states of width {self.hidden_size}, target {target} has {hidden_size}: the "
+                "store was made by another target."
+            )
+        made = self.manifest.get("target", {})
+        if made.get("weights") != weights:
+            random = " (a random target's weights follow the seed)" if target.startswith("random:") else ""
+            raise InputError(
+                f"{self.path} was made by {made.get('name')!r} with other weights than those of target "
+                f"{target!r}{random}: give the target it was made by, or extract with this one into another "
+                "store."
+            )
+
     @property
     def num_samples(self) -> int:
         """Distinct samples stored."""

@@ -11,7 +11,7 @@ from support.tiny_targets import build_tiny
 
 from dflash_lab.acceptance.batch import decode_batch
 from dflash_lab.acceptance.decode import decode, plain_decode
-from dflash_lab.acceptance.live import live_items
+from dflash_lab.acceptance.live import answered_items
 from dflash_lab.acceptance.study import Study
 from dflash_lab.errors import InputError, UnsupportedTarget
 from dflash_lab.target.loading import load_target
@@ -37,7 +37,10 @@ def trained(loaded):
                 study.answers.append(plain_decode(target, prompt, max_new_tokens=30, stop_ids=()))
                 study.asked.append(tuple(prompt))
             drafter = random_drafter(target, block_size=6, initializer_range=0.1)
-            made[kind] = target, overfit(target, drafter, live_items(target, (1, 4), study), steps=15)
+            made[kind] = (
+                target,
+                overfit(target, drafter, list(answered_items(target, (1, 4), study)), steps=15),
+            )
         return made[kind]
 
     return get

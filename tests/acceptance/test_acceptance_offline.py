@@ -168,7 +168,7 @@ def test_expected_acceptance_under_sampling_equals_simulation(loaded):
     """At one anchor of a one-token draft the expectation is 1 - TV, which simulated rejection sampling
     must meet.
     """
-    from dflash_lab.acceptance.live import live_items
+    from dflash_lab.acceptance.live import answered_items
     from dflash_lab.acceptance.rejection import draw, probabilities, verify_sampled
     from dflash_lab.acceptance.study import Study
 
@@ -177,7 +177,7 @@ def test_expected_acceptance_under_sampling_equals_simulation(loaded):
     study = Study("plain")
     study.answers.append(plain_decode(target, PROMPTS[0], max_new_tokens=6, stop_ids=()))
     study.asked.append(tuple(PROMPTS[0]))
-    (item,) = live_items(target, drafter.config.tap_ids, study)
+    (item,) = answered_items(target, drafter.config.tap_ids, study)
     report = offline([item], target.head, drafter, budgets=(), temperatures=(0.7,))
     row = report.anchors.row(2, named=True)
     place = row["anchor"]

@@ -16,7 +16,7 @@ import torch
 from drafters import overfit, random_drafter, second_drafter
 
 from dflash_lab.acceptance.decode import decode, plain_decode
-from dflash_lab.acceptance.live import live_items
+from dflash_lab.acceptance.live import answered_items
 from dflash_lab.acceptance.study import Study
 from dflash_lab.drafter.checkpoint import load_checkpoint, save_checkpoint
 
@@ -56,7 +56,7 @@ def test_acceptance_lengths_and_tokens_equal_the_clients(client, loaded, tiny_ta
         drafter = random_drafter(target, sliding_layers=1, sliding_window=8, **options)
     else:
         drafter = random_drafter(target, **options)
-    overfit(target, drafter, live_items(target, drafter.config.tap_ids, study), steps=25)
+    overfit(target, drafter, list(answered_items(target, drafter.config.tap_ids, study)), steps=25)
     save_checkpoint(tmp_path, drafter)
     ours = load_checkpoint(tmp_path).eval()
     build = client.DFlash2DraftModel if shape == "second" else client.DFlashDraftModel

@@ -63,8 +63,7 @@ def test_plain_decoding_equals_the_growing_cache(loaded, kind):
 def test_rounds_equal_those_of_the_growing_cache(loaded, kind, budget, second):
     target = loaded(kind)
     drafter = second_drafter(target) if second else random_drafter(target, initializer_range=0.6)
-    space = Workspace(target, drafter)
-    fast = StaticDecoder(space, block_size=6, budget=budget)
+    fast = StaticDecoder(Workspace(target), drafter, block_size=6, budget=budget)
     for prompt in (PROMPT, PROMPT[:4]):
         options = {"max_new_tokens": COUNT, "stop_ids": ()}
         wanted = decode(target, drafter, prompt, block_size=6, tree_budget=budget, **options)
@@ -79,8 +78,7 @@ def test_rounds_equal_those_of_the_growing_cache(loaded, kind, budget, second):
 def test_partial_acceptance_leaves_the_plain_answer(loaded, budget, lie):
     target = loaded("llama")
     tokens = plain_decode(target, PROMPT, max_new_tokens=COUNT, stop_ids=()).tokens
-    space = Workspace(target, random_drafter(target))
-    fast = StaticDecoder(space, block_size=6, budget=budget)
+    fast = StaticDecoder(Workspace(target), random_drafter(target), block_size=6, budget=budget)
     now = fast.prepared(len(PROMPT) + COUNT)
     draft, generator = now.steps["draft"], torch.Generator().manual_seed(0)
 
@@ -184,7 +182,7 @@ def test_graphs_equal_the_growing_cache(on_cuda, kind, budget, second):
     target = on_cuda(kind)
     make = second_drafter if second else random_drafter
     drafter = make(target, initializer_range=0.6).to("cuda")
-    fast = StaticDecoder(Workspace(target, drafter), block_size=6, budget=budget)
+    fast = StaticDecoder(Workspace(target), drafter, block_size=6, budget=budget)
     for prompt in (PROMPT, PROMPT[:4]):
         options = {"max_new_tokens": COUNT, "stop_ids": ()}
         wanted = decode(target, drafter, prompt, block_size=6, tree_budget=budget, **options)
@@ -207,7 +205,7 @@ def test_plain_graphs_equal_the_growing_cache(on_cuda):
 def test_a_round_does_not_wait_for_the_device(on_cuda):
     target = on_cuda("llama")
     drafter = random_drafter(target).to("cuda")
-    fast = StaticDecoder(Workspace(target, drafter), block_size=6, budget=40)
+    fast = StaticDecoder(Workspace(target), drafter, block_size=6, budget=40)
     fast(PROMPT, max_new_tokens=4, stop_ids=())
     torch.cuda.set_sync_debug_mode("error")
     try:

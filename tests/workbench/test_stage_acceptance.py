@@ -156,3 +156,33 @@ def test_wrong_parameters_say_what_to_type(run_of, tmp_path):
         execute(AcceptanceParams(prompts="nothing.jsonl", **base))
     with pytest.raises(InputError, match="no drafter at"):
         execute(AcceptanceParams(drafter=str(tmp_path), **base))
+
+
+def test_without_a_store_the_target_makes_the_states_and_prompts_go_together(run_of, tmp_path):
+    import shutil
+
+    target, run = run_of("llama")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("samples.parquet", "samples.json"):
+        shutil.copy(run / name, bare / name)
+    shutil.copytree(run / "drafter", bare / "drafter")
+    result = execute(AcceptanceParams(run_dir=str(bare), target=str(target), batch=3, **FAST))
+    assert result.facts["offline_source"] == "stored answers, states of the live target"
+    assert result.figures["tau_offline"] == pytest.approx(result.figures["tau_trained"], rel=0.03)
+    assert result.figures["tau_together"] == result.figures["tau_trained"]
+    assert result.figures["greedy_different"] == 0 and result.figures["together_tokens_per_s"] > 0
+
+
+def test_a_store_of_another_target_is_refused_at_once(run_of, tmp_path):
+    import json
+    import shutil
+
+    target, run = run_of("llama")
+    store = tmp_path / "store"
+    shutil.copytree(run / "store", store)
+    identity = json.loads((store / "store.json").read_text())
+    identity["target"]["weights"] = "of a fine-tune"
+    (store / "store.json").write_text(json.dumps(identity))
+    with pytest.raises(InputError, match="other weights"):
+        execute(AcceptanceParams(run_dir=str(run), target=str(target), store=str(store), **FAST))

@@ -25,11 +25,14 @@ class AcceptanceParams(StageParams):
     drafter: str = param("", "drafter checkpoint folder; empty: <run_dir>/drafter")
     other_drafter: str = param("", "a second drafter to compare with, same prompts; empty: none")
     samples: str = param("", "samples file; empty: <run_dir>/samples.parquet")
-    store: str = param("", "feature store folder; empty: <run_dir>/store")
+    store: str = param("", "feature store; empty: <run_dir>/store, or live states where there is none")
     prompts: str = param("heldout", "heldout (of the samples), humaneval, or the path of a .jsonl file")
     num_prompts: int = param(8, "prompts decoded, drawn with the seed; 0: all", low=0)
     max_new_tokens: int = param(
         128, "longest answer; a stored answer's length also ends one", unit="tokens", low=2
+    )
+    batch: int = param(
+        1, "also decode this many prompts together with the trained drafter; 1: no", low=1, high=256
     )
     thinking: bool = param(False, "open prompts from files with thinking on")
     block_size: int = param(0, "slots of a block, the anchor included; 0: as trained", low=0, high=256)
@@ -75,7 +78,8 @@ class AcceptanceParams(StageParams):
         """Drafters, prompts and store."""
         paths = [self.drafter_path, *([Path(self.other_drafter)] if self.other_drafter else [])]
         if self.prompts == "heldout":
-            return [*paths, self.samples_path, self.store_path]
+            stored = self.store or self.store_path.exists()
+            return [*paths, self.samples_path, *([self.store_path] if stored else [])]
         return paths if self.prompts == "humaneval" else [*paths, Path(self.prompts)]
 
 

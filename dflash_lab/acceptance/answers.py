@@ -1,0 +1,67 @@
+"""The answers that offline metrics look at, with the target's states: where they come from.
+
+Held-out samples have stored answers; their states are read from the feature store, or made by the target now
+where nothing was extracted. Prompts without an answer take what plain decoding has just said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dflash_lab.acceptance.live import answered_items, sample_items, stored_items
+from dflash_lab.acceptance.prompts import Prompt
+from dflash_lab.acceptance.study import Study
+from dflash_lab.data.items import FeatureItem
+from dflash_lab.data.samples import scan_samples
+from dflash_lab.errors import InputError
+from dflash_lab.extraction.store import FeatureStore, open_store
+from dflash_lab.target.model import Target
+
+
+class Answers:
+    """Answers of an evaluation with the stage's `params`, for a drafter with taps `tap_ids`.
+
+    `stored`: whether the prompts have answers in the samples file. `has_final`: whether the items will have
+    final states. Raises `InputError` for a store of another target or of other taps.
+    """
+
+    def __init__(self, params: Any, target: Target, tap_ids: tuple[int, ...]) -> None:
+        self._params, self._target, self._tap_ids = params, target, tap_ids
+        self.stored = params.prompts == "heldout"
+        self._store = self._open() if self.stored and (params.store or params.store_path.exists()) else None
+        self.has_final = self._store is None or self._store.has_final
+
+    @property
+    def source(self) -> str:
+        """Where answers and states come from, for the report."""
+        if not self.stored:
+            return "answers of plain decoding"
+        return "stored answers" if self._store is not None else "stored answers, states of the live target"
+
+    def _open(self) -> FeatureStore:
+        params = self._params
+        store = open_store(params.store_path)
+        store.check_made_by(params.target, self._target.identity["weights"], self._target.hidden_size)
+        if tuple(store.tap_ids) != self._tap_ids:
+            raise InputError(
+                f"{params.store_path} holds taps {list(store.tap_ids)}, the drafter was made for "
+                f"{list(self._tap_ids)}: give the store that it was trained from."
+            )
+        return store
+
+    def items(self, prompts: Sequence[Prompt], plain: Study, *, extra: int = 0) -> Sequence[FeatureItem]:
+        """Return the answers of `prompts`, then up to `extra` more held-out ones."""
+        if not self.stored:
+            return answered_items(self._target, self._tap_ids, plain)
+        hashes = [prompt.hash for prompt in prompts]
+        if self._store is not None:
+            return stored_items(self._store, hashes, extra=extra)
+        return sample_items(self._target, self._tap_ids, self._params.samples_path, hashes, extra=extra)
+
+    def sources(self, prompts: Sequence[Prompt]) -> dict[str, str]:
+        """Return the source of each sample by its hash."""
+        if not self.stored:
+            return {prompt.hash: prompt.source for prompt in prompts}
+        known = scan_samples(self._params.samples_path).select("content_hash", "source").collect()
+        return dict(known.iter_rows())
