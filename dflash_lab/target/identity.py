@@ -8,13 +8,14 @@ states are others. `full=True` reads everything.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from dflash_lab import files
-from dflash_lab.target.checkpoint import Checkpoint
+from dflash_lab.target.checkpoint import Checkpoint, local_file
 from dflash_lab.target.sources import Source, has_tokenizer, source_tokenizer, whole_config
 
 # Fields that say where or with what a config was read, not what the model computes.
@@ -54,7 +55,7 @@ def identify(source: Source, *, seed: int = 0, full: bool = False) -> dict[str, 
     identity: dict[str, Any] = {
         "name": source.name,
         "config": _hash(fields),
-        "revision": getattr(config, "_commit_hash", None) or "",
+        "revision": _revision(source),
     }
     if source.checkpoint is None:
         return {**identity, "weights": f"random, seed {seed}", "tokenizer": "", "template": ""}
@@ -66,6 +67,13 @@ def identify(source: Source, *, seed: int = 0, full: bool = False) -> dict[str, 
         return {**identity, "tokenizer": "", "template": ""}
     tokenizer = source_tokenizer(source)
     return {**identity, "tokenizer": tokenizer_hash(tokenizer), "template": template_hash(tokenizer)}
+
+
+def _revision(source: Source) -> str:
+    """Return the commit of a hub's checkpoint, named by its place in the cache; empty for other folders."""
+    config = None if source.checkpoint is None else local_file(source.checkpoint, "config.json")
+    found = re.search(r"/snapshots/([0-9a-f]{40})/", "" if config is None else config.as_posix())
+    return found.group(1) if found else ""
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

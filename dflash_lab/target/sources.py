@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Pretrained
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from dflash_lab.errors import InputError, LabError, near
-from dflash_lab.target import shapes, smollm2, structure
+from dflash_lab.target import hub, shapes, smollm2, structure
 from dflash_lab.target.checkpoint import local_file
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -47,12 +47,13 @@ def resolve(target: str, *, trust_remote_code: bool = False) -> Source:
         return Source(target, None, target.removeprefix("random:"))
     if is_folder(target):
         return Source(target, str(Path(target).expanduser()), None, trust_remote_code)
-    if _HUB_ID.fullmatch(target) and not os.path.exists(target):
-        return Source(target, target, None, trust_remote_code)
     known = ["smollm2", *(f"random:{name}" for name in shapes.shape_names())]
+    if _HUB_ID.fullmatch(target) and not os.path.exists(target):
+        return Source(target, hub.checkpoint_of(target, known), None, trust_remote_code)
+    meant = near(target, [*known, *hub.folders_beside(target)])
     raise InputError(
-        f"target {target!r} is no folder, no Hugging Face id (owner/name) and no known name"
-        f"{near(target, known)}. Known names: {', '.join(known)}, random:<path of a config.json>."
+        f"target {target!r} is no folder, no Hugging Face id (owner/name) and no known name{meant}. "
+        f"Known names: {', '.join(known)}, random:<path of a config.json>."
     )
 
 
