@@ -1,0 +1,72 @@
+"""The quality study's recipes are parameters of the stage, and its data is what it says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from quality_recipes import ROWS, recipe
+
+
+@pytest.mark.parametrize("row", sorted(ROWS))
+def test_every_row_is_a_setting_of_the_stage_and_differs_from_the_base(row):
+    values = recipe(row, {"max_steps": 3})
+    values.pop("start_layers", None)
+    params = TrainDrafterParams(run_dir="r", target="smollm2", **values)
+    assert params.max_steps == 3 and params.source == "live" and not params.time_limit_s
+    assert (recipe(row, {}) == recipe("base", {})) == (row == "base")
+
+
+def test_data_is_the_targets_own_and_what_is_measured_is_apart(tiny_target, tmp_path, monkeypatch):
+    import quality_data
+
+    from dflash_lab.data.samples import read_samples
+    from dflash_lab.target.generation import generate
+    from dflash_lab.target.loading import load_target
+
+    target = load_target(str(tiny_target("llama")))
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text(
+        "".join(
+            json.dumps({"task_id": f"HumanEval/{i}", "prompt": f"def f{i}():", "entry_point": f"f{i}"}) + "\n"
+            for i in range(3)
+        )
+    )
+    monkeypatch.setattr(quality_data, "humaneval_file", lambda: problems)
+    monkeypatch.setattr(quality_data, "MEASURED_TOKENS", 9)
+    facts = quality_data.write_data(
+        target,
+        tmp_path / "out",
+        tokens=700,
+        answer_tokens=8,
+        temperature=2.0,
+        heldout=3,
+        problems=2,
+        whole=True,
+    )
+    taught, whole, kept_out, code = (
+        read_samples(tmp_path / "out" / f"{name}.parquet")
+        for name in ("samples", "whole", "heldout", "humaneval")
+    )
+    assert facts["tokens"] == taught["length"].sum() <= 700 and facts["tokens"] > 400
+    assert set(taught["source"]) == {"self", "code"} and facts["samples"] == len(taught)
+    assert len(kept_out) <= 3 and len(code) == 2 and set(kept_out["split"]) == {"heldout"}
+
+    def prompts(frame):
+        return [ids[:start] for ids, start in zip(frame["input_ids"].to_list(), frame["response_start"])]
+
+    asked = prompts(taught)
+    assert not {tuple(ids) for ids in asked} & {tuple(ids) for ids in prompts(kept_out)}
+    answers = [ids[len(prompt) :] for ids, prompt in zip(taught["input_ids"].to_list(), asked)]
+    assert answers == generate(target, asked, max_new_tokens=8)
+    assert whole["length"].sum() == taught["length"].sum()
+    assert sum(map(sum, whole["loss_mask"].to_list())) > sum(map(sum, taught["loss_mask"].to_list()))
+    assert np.all(whole["response_start"].to_numpy() == whole["response_start"][0])
