@@ -82,6 +82,9 @@ class Replicated(Single):
 
     def wrap(self, drafter: Drafter) -> nn.Module:
         device = drafter.fc.weight.device
+        # Layers are compiled one by one, so gradients already leave in between; splitting their graphs
+        # further, as the compiler would, cannot be done with attention in them.
+        torch._dynamo.config.optimize_ddp = False
         return DistributedDataParallel(
             drafter,
             device_ids=[device] if device.type == "cuda" else None,
