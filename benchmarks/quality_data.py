@@ -45,7 +45,7 @@ def write_data(
     tokens: int,
     seed: int = 0,
     code_share: float = 0.3,
-    answer_tokens: int = 160,
+    answer_tokens: int = 136,
     temperature: float = 0.8,
     heldout: int = 512,
     problems: int = 0,
