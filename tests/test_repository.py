@@ -184,7 +184,9 @@ def test_module_is_short_documented_and_honest(path):
         if isinstance(node, ast.ExceptHandler):
             assert not (len(node.body) == 1 and isinstance(node.body[0], ast.Pass)), f"line {node.lineno}"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and "cli" not in path.stem:
-            assert node.func.id != "print" or path.name == "commands.py", f"print at line {node.lineno}"
+            assert node.func.id != "print" or path.name in ("commands.py", "exchange.py"), (
+                f"print at line {node.lineno}"
+            )
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             called = ast.unparse(node.func)
             assert called not in ("torch.load", "pickle.load", "pickle.loads", "yaml.unsafe_load"), (

@@ -107,12 +107,15 @@ def import_speculators(folder: Path | str, *, num_target_layers: int = 0) -> Dra
     path = folder / "config.json"
     if not path.is_file():
         raise InputError(f"{path} is missing; give the folder of a speculators checkpoint.")
-    config = read_speculators_json(files.read_json(path), num_target_layers)
+    try:
+        config = read_speculators_json(files.read_json(path), num_target_layers)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path}: no configuration of a speculators drafter ({error}).") from error
     tensors = read_tensors(folder / WEIGHTS)
     size = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else config.vocab_size
     if "d2t" in tensors and size != config.vocab_size:
         raise UnsupportedTarget(
-            f"{folder}: its vocabulary is cut to {size} of {config.vocab_size} ; only full ones are read."
+            f"{folder}: its vocabulary is cut to {size} of {config.vocab_size}; only full ones are read."
         )
     tensors = {name: tensor for name, tensor in tensors.items() if name not in _BORROWED}
     drafter = Drafter(config)
@@ -139,7 +142,8 @@ def read_speculators_json(values: dict[str, Any], num_target_layers: int = 0) ->
     aux = values["aux_hidden_state_layer_ids"]
     if not depth:
         raise InputError(
-            f"the config does not say how many layers the target has (taps {aux}); give num_target_layers."
+            f"the config does not say how many layers the target has (taps {aux}); give num_target_layers "
+            "(--layers in the shell)."
         )
     inner["dflash_config"] = {
         "block_size": values["block_size"],

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dflash_lab import __version__
 from dflash_lab.errors import LabError, near
-from dflash_lab.workbench import commands
+from dflash_lab.workbench import commands, exchange
 from dflash_lab.workbench.registry import PURPOSES, STAGES
 
 _STAGE_HELP = """\
@@ -89,6 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("run", help="a run folder, such as runs/demo")
     verify = add("verify", "check every part of a feature store against its manifest", commands.verify)
     verify.add_argument("store", help="the store's folder, such as runs/demo/store")
+    _add_exchange(add)
     completion = add(
         "completion", 'print a completion script: eval "$(dflash-lab completion bash)"', commands.completion
     )
@@ -105,6 +106,37 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("-h", "--help", action=_StageHelp, nargs=0, help="show the stage's parameters")
         _add_parameters(command, with_run=True)
     return parser
+
+
+def _add_exchange(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the commands that pass samples and drafters on."""
+    merge = add("merge", "join samples files of several runs, each sample once", exchange.merge)
+    merge.add_argument("output", help="the file to write, such as runs/all/samples.parquet")
+    merge.add_argument("inputs", nargs="+", metavar="input", help="samples.parquet of a run; one or more")
+    merge.add_argument(
+        "--heldout-fraction",
+        type=float,
+        default=-1.0,
+        metavar="SHARE",
+        help="share held out, by content hash (default: that of the files, if they agree)",
+    )
+    export = add("export", "write a drafter in the speculators layout", exchange.export_drafter)
+    export.add_argument("drafter", help="a drafter's folder, such as runs/demo/drafter")
+    export.add_argument("output", help="the folder to write")
+    export.add_argument("--target", required=True, help="hub id or path by which its users load the target")
+    export.add_argument(
+        "--architecture", default="", help="the target's class, such as Qwen3ForCausalLM, for the config"
+    )
+    bring = add("import", "read a drafter of the speculators layout", exchange.import_drafter)
+    bring.add_argument("folder", help="a folder in the speculators layout")
+    bring.add_argument("output", help="the folder to write, in the layout that the stages read")
+    bring.add_argument(
+        "--layers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="decoder layers of the target (default: as its config says)",
+    )
 
 
 def _add_parameters(command: argparse.ArgumentParser, *, with_run: bool) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from dflash_lab.errors import InputError
 from dflash_lab.workbench.registry import PURPOSES, STAGES, params_class
 
-COMMANDS = ("stages", "run", "runs", "report", "verify", "completion", *STAGES)
+COMMANDS = ("stages", "run", "runs", "report", "verify", "merge", "export", "import", "completion", *STAGES)
 
 
 def stage(options: argparse.Namespace, extra: list[str]) -> int:
