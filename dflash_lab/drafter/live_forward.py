@@ -251,16 +251,17 @@ class _Graph:
     def __init__(self, forward: Any, inputs: tuple[Tensor, ...]) -> None:
         self._inputs = tuple(tensor.clone() for tensor in inputs)
         device = inputs[0].device
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                forward(*self._inputs)
-        torch.cuda.current_stream(device).wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        # A prefetch thread may pin memory meanwhile, which a recording of all threads would not survive.
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._outputs = forward(*self._inputs)
+        with torch.cuda.device(device):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UPS):
+                    forward(*self._inputs)
+            torch.cuda.current_stream().wait_stream(side)
+            # A prefetch thread may pin memory meanwhile, which a recording of all threads would not survive.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._outputs = forward(*self._inputs)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         for mine, given in zip(self._inputs, inputs, strict=True):

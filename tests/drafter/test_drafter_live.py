@@ -205,3 +205,28 @@ def test_padding_a_bare_row_keeps_it_bare(samples, tiny_target):
     row = PackedRows(items, [0, 1], config, context_tokens=CONTEXT, anchors=4, seed=0).row(0, 0)
     assert padded(row, CONTEXT, 8, config).taps.shape == (CONTEXT, 0)
     assert dataclasses.replace(row).final is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
+def test_packed_rows_on_cuda_equal_plain_forwards(samples, tiny_target, kind, compile):
+    """Recorded or not, compiled or not, a row repeats itself and equals its documents run alone."""
+    target = load_target(str(tiny_target(kind)), device="cuda", dtype="bfloat16")
+    items = LiveItems(samples, target, tap_ids=TAPS, context_tokens=128, compile=compile)
+    assert items.forward.path == "packed"
+    assert bool(items.forward._graphs) == (kind != "qwen3_moe")
+    config = drafter_for(tiny_target(kind)).config
+    source = PackedRows(items, range(13), config, context_tokens=128, anchors=24, seed=0, pad=True)
+    alone = load_target(str(tiny_target(kind)), device="cuda", dtype="float32")
+    plain = RowForward(alone, TAPS, row_tokens=128, longest=128)
+    assert plain.path == "padded"
+    for index in range(source.count(0)):
+        row = source.row(0, index).to("cuda")
+        found, again = items.fill(row, 0, index), items.fill(row, 0, index)
+        assert torch.equal(found.taps, again.taps) and torch.equal(found.final, again.final)
+        bounds = [(p.context_start, p.context_stop) for p in row.layout.segments if p.context_stop]
+        taps, _ = plain(row.input_ids, row.layout.positions, bounds)
+        if kind != "qwen3_moe":  # whose routing a rounding may change
+            assert relative_error(found.taps, taps) < 5e-2
+        assert not found.taps[found.tokens :].any() and torch.isfinite(found.taps).all()

@@ -194,3 +194,31 @@ def test_placement_is_checked(samples, tiny_target, tmp_path):
         params(tmp_path, samples, tiny_target, targets=[0], drafters=[1], source="store", tap_ids=[])
     with pytest.raises(InputError, match="drafters says how many"):
         params(tmp_path, samples, tiny_target, targets=[0], drafters=[1], processes=2)
+
+
+@pytest.mark.gpu
+def test_processes_on_one_gpu_train_the_drafter_of_one_process(samples, tiny_target, tmp_path):
+    """Slots lie on a GPU: what the target writes there from its own process is what the drafter reads."""
+    common = dict(device="cuda", dtype="bfloat16", drafter_dtype="float32", context_tokens=128)
+    chosen = params(tmp_path / "apart", samples, tiny_target, targets=[0, 0], drafters=[0], **common)
+    result = execute(chosen)
+    single = params(tmp_path / "alone", samples, tiny_target, **common)
+    execute(single)
+    mine, theirs = last(chosen.folder), last(single.folder)
+    for name, value in theirs.items():
+        assert (mine[name] - value).norm() <= 1e-2 * value.norm(), name
+    assert 0 <= result.figures["drafter_busy_pct"] <= 100
+
+
+@pytest.mark.gpu
+def test_the_frozen_head_may_live_on_another_gpu(samples, tiny_target, tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    common = dict(device="cuda:0", dtype="bfloat16", drafter_dtype="float32", context_tokens=128)
+    losses = [
+        execute(params(tmp_path / str(head), samples, tiny_target, head=head, **common))
+        .steps["loss"]
+        .to_list()
+        for head in (-1, 1)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)

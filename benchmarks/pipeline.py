@@ -1,0 +1,282 @@
+"""Online training on GPUs of its own for each side, against both sides on one GPU: the same rows, the same
+drafter.
+
+    python benchmarks/pipeline.py --json FILE                      two GPUs, a setting balanced first
+    python benchmarks/pipeline.py --json FILE --splits 5+1 --layers 64    five targets feed one drafter
+    python benchmarks/pipeline.py --json FILE --splits 7+1 6+2 5+3 4+4    which split of eight is best
+
+Weights are random, documents have lengths as measured in chats. Balanced means: the number of target layers
+is chosen so that a row through the target takes `--share` of what the drafter's step takes (both measured on
+one GPU before), for only then can two GPUs be twice as fast as one. Every process compiles before its clock
+starts; the first `WARM` steps of each run are left out. `pipeline_drafter_busy_pct` is the share of the rest
+in which the drafter's GPU did not stand still for want of a row, by events on that GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from dflash_lab import files, provenance
+from dflash_lab.data.lengths import synthetic_lengths
+from dflash_lab.data.samples import Sample, write_samples
+from dflash_lab.drafter.crew import Job, run_crew
+from dflash_lab.drafter.journal import read_journal
+from dflash_lab.workbench.params import from_mapping
+from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+from dflash_lab.workbench.train_pipeline import DIARY, SUMMARY, train_pipeline
+
+REAL = Path(__file__).resolve().parent.parent / "tests" / "data" / "lengths_public_chat.parquet"
+SHAPES = Path(__file__).resolve().parent.parent / "params" / "targets"
+WARM = 8  # first steps, left out: the queue fills, caches and clocks settle
+log = logging.getLogger("pipeline")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is trained: a target's shape, rows, and the drafter's step."""
+
+    shape: str = "qwen3-8b"  # params/targets, or a path to a config
+    layers: int = 0  # of the target; 0: those that balance it with the drafter
+    share: float = 0.97  # target time / drafter time when balanced
+    context_tokens: int = 8192
+    anchors: int = 512
+    block_size: int = 16
+    draft_layers: int = 5
+    steps: int = 48
+    queue_rows: int = 2
+    device: str = "auto"
+    compile: bool = True
+    soft_weight: float = 0.15
+
+    def config(self) -> dict[str, Any]:
+        """The target's config."""
+        path = Path(self.shape) if self.shape.endswith(".json") else SHAPES / f"{self.shape}.json"
+        return json.loads(path.read_text())
+
+
+def make_samples(work: Work, path: Path) -> None:
+    """Random tokens in documents as long as measured chats, enough for every row to be new."""
+    lengths = pl.read_parquet(REAL)["length"].to_numpy()
+    mean = min(335, work.context_tokens // 4)
+    count = 2 * work.context_tokens * work.steps // mean
+    drawn = synthetic_lengths(lengths, count, mean=mean, longest=work.context_tokens // 2, seed=0)
+    generator = np.random.default_rng(0)
+    vocabulary = int(work.config()["vocab_size"])
+    samples = (
+        Sample(
+            f"s{i}", generator.integers(0, vocabulary, n), (np.arange(n) >= n // 4).astype(np.uint8), "random"
+        )
+        for i, n in enumerate(np.maximum(drawn, 4).tolist())
+    )
+    write_samples(path, samples, heldout_fraction=0.0, provenance={"lengths": REAL.name})
+
+
+def parameters(work: Work, folder: Path, samples: Path, layers: int, **changes: Any) -> TrainDrafterParams:
+    """A run of the stage in `folder` with a random target of `layers` layers."""
+    config = {**work.config(), "num_hidden_layers": layers}
+    config.pop("layer_types", None)
+    shape = folder / "target.json"
+    files.write_json(shape, config)
+    values: dict[str, Any] = dict(
+        run_dir=str(folder),
+        target=f"random:{shape}",
+        source="live",
+        samples=str(samples),
+        num_layers=work.draft_layers,
+        mask_token_id=int(config["vocab_size"]) - 1,
+        drafter_dtype="bfloat16" if work.device != "cpu" else "float32",
+        interactive=False,
+        force=True,
+        log_every=WARM,
+        eval_every=10**9,
+        eval_rows=0,
+        tau_samples=0,
+        checkpoint_every=10**9,
+        max_steps=work.steps,
+    )
+    same = ("device", "context_tokens", "anchors", "block_size", "compile", "queue_rows", "soft_weight")
+    return TrainDrafterParams(**values, **{name: getattr(work, name) for name in same}, **changes)
+
+
+def train_alone(values: dict[str, Any]) -> dict[str, float]:
+    """In a process of its own: both sides on one device; milliseconds of a row through the target, and of a
+    whole step.
+    """
+    import torch
+
+    from dflash_lab.workbench.stages.train_setup import open_states, packed_rows, train_here
+
+    params = from_mapping(TrainDrafterParams, values)
+    timed: dict[str, float] = {}
+
+    def open_and_time(params: TrainDrafterParams, device: torch.device, dtype: torch.dtype) -> Any:
+        began = time.perf_counter()
+        items, head = open_states(params, device, dtype)
+        rows, _ = packed_rows(params, items)  # type: ignore[arg-type]
+        made = [rows.row(0, i).to(device) for i in range(4)]
+        spans = []
+        for row in (made[0], *made):
+            _wait(device)
+            start = time.perf_counter()
+            items.fill(row, 0, 0)  # type: ignore[union-attr]
+            _wait(device)
+            spans.append(time.perf_counter() - start)
+        timed["forward_ms"] = 1e3 * float(np.median(spans[1:]))
+        timed["start_s"] = time.perf_counter() - began
+        return items, head
+
+    report = train_here(params, None, open_with=open_and_time)
+    device = torch.device(params.device if params.device != "auto" else "cuda")
+    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+    compiled = float(report.compile_seconds)
+    return {
+        **timed,
+        "step_ms": steady_step_ms(params.folder / "run"),
+        "peak_gib": peak,
+        "compile_s": compiled,
+    }
+
+
+def _wait(device: Any) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def steady_step_ms(run: Path) -> float:
+    """Milliseconds of a step between the first and the last record of a run's diary."""
+    records = [record for record in read_journal(run) if record["kind"] == "train"]
+    first, last = records[0], records[-1]
+    return 1e3 * (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])
+
+
+def alone(work: Work, folder: Path, samples: Path, layers: int) -> dict[str, float]:
+    """Run `train_alone` and wait for it."""
+    folder.mkdir(parents=True)
+    params = parameters(work, folder, samples, layers)
+    return run_crew([Job("alone", train_alone, (params.as_dict(),), True)], folder / "workers")["alone"]
+
+
+def apart(
+    work: Work, folder: Path, samples: Path, layers: int, split: tuple[list[int], list[int]]
+) -> dict[str, Any]:
+    """Train with targets and drafters on GPUs of their own."""
+    folder.mkdir(parents=True)
+    params = parameters(work, folder, samples, layers, targets=split[0], drafters=split[1])
+    train_pipeline(params)
+    frame = pl.read_parquet(params.folder / DIARY)
+    mine = frame.filter(pl.col("worker").str.starts_with("drafter"), pl.col("turn") >= WARM * len(split[1]))
+    spans = mine.group_by("worker").agg(
+        (pl.col("time").max() - pl.col("time").min()).alias("seconds"),
+        pl.col("waited_ms").sort_by("turn").slice(1).sum(),
+        pl.len() - 1,
+    )
+    busy = 1 - spans["waited_ms"] / 1e3 / spans["seconds"]
+    depths = frame.filter(pl.col("depth").is_not_null()).group_by("depth").len().sort("depth")
+    return {
+        **files.read_json(params.folder / SUMMARY),
+        "step_ms": 1e3 * float((spans["seconds"] / spans["len"]).max()),  # type: ignore[arg-type]
+        "drafter_busy_pct": 100 * float(busy.mean()),  # type: ignore[arg-type]
+        "depths": dict(depths.iter_rows()),
+        "targets": split[0],
+        "drafters": split[1],
+    }
+
+
+def balanced_layers(work: Work, folder: Path, samples: Path) -> tuple[int, dict[str, float]]:
+    """How many target layers take `share` of the time of the drafter's step, and what that came from."""
+    layers = int(work.config()["num_hidden_layers"])
+    found = alone(dataclasses.replace(work, steps=3 * WARM), folder / "probe", samples, layers)
+    drafter_ms = found["step_ms"] - found["forward_ms"]
+    wanted = work.share * drafter_ms / found["forward_ms"] * layers
+    return max(8, int(wanted)), {**found, "layers": layers}
+
+
+def pipeline_figures(
+    work: Work, splits: list[tuple[list[int], list[int]]], scratch: Path | str | None = None
+) -> dict[str, Any]:
+    """Measure; `figures` holds `pipeline_drafter_busy_pct` and `pipeline_speedup` of the first split."""
+    with tempfile.TemporaryDirectory(dir=scratch) as name:
+        folder = Path(name)
+        samples = folder / "samples.parquet"
+        make_samples(work, samples)
+        probe: dict[str, float] = {}
+        layers = work.layers
+        if not layers:
+            layers, probe = balanced_layers(work, folder, samples)
+            log.info("balanced with %d layers: %s", layers, probe)
+        one = alone(work, folder / "alone", samples, layers)
+        log.info("both on one device: %s", one)
+        rows = []
+        for number, split in enumerate(splits):
+            rows.append(apart(work, folder / f"apart-{number}", samples, layers, split))
+            log.info("%s", rows[-1])
+    drafter_ms = one["step_ms"] - one["forward_ms"]
+    best = rows[0]
+    # A step of the pipeline uses one row of each drafter, a step of one device one row.
+    speedups = [len(row["drafters"]) * one["step_ms"] / row["step_ms"] for row in rows]
+    return {
+        "figures": {
+            "pipeline_drafter_busy_pct": best["drafter_busy_pct"],
+            "pipeline_speedup": speedups[0],
+            "pipeline_target_share": one["forward_ms"] / drafter_ms,
+            "pipeline_step_ms": best["step_ms"],
+            "pipeline_one_device_step_ms": one["step_ms"],
+        },
+        "work": dataclasses.asdict(work),
+        "layers": layers,
+        "probe": probe,
+        "one_device": one,
+        "splits": [{**row, "speedup": speedup} for row, speedup in zip(rows, speedups, strict=True)],
+    }
+
+
+def read_split(text: str) -> tuple[list[int], list[int]]:
+    """`5+1`: targets on GPUs 0..4, the drafter on 5; `0,0+1`: GPUs named one by one."""
+    left, right = text.split("+")
+    if "," in text or left == "0":
+        return [int(x) for x in left.split(",")], [int(x) for x in right.split(",")]
+    return list(range(int(left))), list(range(int(left), int(left) + int(right)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument(
+        "--splits", nargs="+", default=["1+1"], help="targets+drafters, each on a GPU of its own"
+    )
+    parser.add_argument("--scratch", type=Path, help="folder for samples, checkpoints and logs while it runs")
+    for field in dataclasses.fields(Work):
+        name, default = field.name.replace("_", "-"), field.default
+        if isinstance(default, bool):
+            parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=default)
+        else:
+            parser.add_argument(f"--{name}", type=type(default), default=default)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    work = Work(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Work)})
+    began = time.perf_counter()
+    found = pipeline_figures(work, [read_split(text) for text in options.splits], options.scratch)
+    seconds = time.perf_counter() - began
+    command = "python benchmarks/pipeline.py " + " ".join(f"--splits {s}" for s in options.splits)
+    files.write_json(
+        options.json, {"command": command, "seconds": seconds, **provenance.provenance(), **found}
+    )
+    print(json.dumps(found["figures"], indent=1))
+
+
+if __name__ == "__main__":
+    main()
