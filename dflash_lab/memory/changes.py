@@ -121,11 +121,10 @@ def training_options(setup: TrainingSetup, most: int) -> list[Option]:
         why = "the target's side is projected there; with chunks, one chunk of its logits still comes here"
         options.append(Option("target logits on a second GPU", {"target_logits_elsewhere": True}, -8.0, why))
     if setup.optimizer == "adamw":
-        why = "moments in 8 bits with a scale a block"
-        options.append(Option("8-bit optimizer", {"optimizer": "adamw8bit"}, 1.0, why, built_in=False))
-        why = "moments and masters stay on the host; a matrix at a time is staged here"
-        option = Option("optimizer on the CPU", {"optimizer": "cpu-offload"}, 30.0, why, built_in=False)
-        options.append(option)
+        why = "moments: int8, a byte each with a scale a block; making the codes takes room for a moment"
+        options.append(Option("8-bit optimizer", {"optimizer": "adamw8bit"}, 1.0, why))
+        why = "offload: true; moments and masters stay on the host, a matrix at a time comes here"
+        options.append(Option("optimizer on the CPU", {"optimizer": "cpu-offload"}, 30.0, why))
     if 8 <= most < setup.anchors:
         options.append(anchor_cap(setup, most))
     for block in (16, 8):

@@ -38,6 +38,10 @@ def count_training(
         raise InputError(
             f"loss {setup.loss!r} is not run here: the lab trains with 'fused'; see predict_training."
         )
+    if setup.optimizer == "cpu-offload":
+        raise InputError(
+            "An optimizer on the CPU is not run here: meta tensors cannot be copied; see predict_training."
+        )
     shape = target if isinstance(target, TargetShape) else target_shape(target)
     setup = with_chunk(setup, shape.vocab)
     tracker = LiveTensors(device="meta")
@@ -145,12 +149,19 @@ class TrainingStep:
         )
         self.objective = Objective(head, model.config, settings)
         self.objective.fused.plan = ChunkPlan(rows=max(setup.block_size, min(setup.chunk, setup.rows)))
-        self.optimizer = Optimizer(model.named_parameters(), OptimizerConfig())
+        moments = "int8" if setup.optimizer == "adamw8bit" else "fp32"
+        config = OptimizerConfig(moments=moments, offload=setup.optimizer == "cpu-offload")
+        self.optimizer = Optimizer(model.named_parameters(), config)
+        self._name_state()
         if tracker is not None:
-            for name, tensor in self.optimizer.tensors().items():
-                tracker.relabel(tensor, "fp32 masters" if name.startswith("master.") else "optimizer moments")
             for parameter in model.parameters():
                 parameter.register_post_accumulate_grad_hook(self._name_gradient)
+
+    def _name_state(self) -> None:
+        if self.tracker is not None:
+            for name, tensor in self.optimizer.tensors().items():
+                label = "fp32 masters" if name.startswith("master.") else "optimizer moments"
+                self.tracker.relabel(tensor, label)
 
     def _name_gradient(self, parameter: torch.nn.Parameter) -> None:
         if self.tracker is not None and parameter.grad is not None:
@@ -169,6 +180,7 @@ class TrainingStep:
             self.optimizer.step(1.0, 1.0)
             self.optimizer.zero_grad()
             del norm
+            self._name_state()  # moments in int8 are new tensors every step
 
     def _scope(self, label: str) -> Any:
         import contextlib

@@ -1,8 +1,9 @@
 """The analytic account of a training step: closed formulas for what the drafter, its loss and its optimizer
 hold.
 
-Three moments compete: the loss (all activations saved, and logits in some form), the backward of the last
-layer (activations, and the feed-forward's gradients), and the update (gradients, and temporaries of the
+Moments compete: the loss (all activations saved, and logits in some form), the backward of the last layer
+(activations, and the feed-forward's gradients) and of the first (all other layers' gradients), the backward
+of the context's norm (fp32 copies of S rows), and the update (gradients, and what the optimizer needs of the
 largest matrix). N = anchors x block rows, S context tokens, H hidden, I feed-forward, V vocabulary, K taps,
 q = n_q d, kv = n_kv d, c chunk rows, s bytes an element, P parameters. Norms compute in fp32 and save that
 copy; the tests hold the sums to the count of the real modules on fake tensors.
@@ -24,6 +25,12 @@ FRAGMENTS = {
     True: 0.03,
 }  # as in extraction: the large tensors of training return in the same sizes
 OPTIMIZER_BYTES = {"adamw": 8.0, "adamw8bit": 2.03, "cpu-offload": 0.0}  # of moments, a parameter
+UPDATE_BYTES = {"adamw": 0, "adamw8bit": 46, "cpu-offload": 12}  # an element of the largest matrix
+UPDATE_FORMULA = {
+    "adamw": "one kernel a parameter: nothing",
+    "adamw8bit": "largest matrix x 11 fp32 copies: codes are made in plain tensor operations",
+    "cpu-offload": "largest matrix x 3 fp32 copies: master and moments come and go",
+}
 
 
 def predict_training(
@@ -73,9 +80,17 @@ def training_account(shape: TargetShape, drafter: Any, setup: TrainingSetup, *, 
     moments.append(
         Moment("the backward of the first layer", {**inputs, **alone, **hidden, **inside, **first})
     )
+    context, hidden_size = setup.context, drafter.hidden_size
+    layers = parameters - len(drafter.tap_ids) * hidden_size**2
+    copies = 6 * context * hidden_size * 4
+    entry: Live = {
+        "gradients": (layers * size, "s x parameters of all layers"),
+        "fc output and its norm": (copies, "6 S H 4: the norm's input and its gradient's fp32 copies"),
+    }
+    moments.append(Moment("the backward of the context's norm", {**inputs, **entry}))
     update: Live = {
         "gradients": (parameters * size, "P s"),
-        "update temporaries": (largest * 12, "largest matrix x 3 fp32 copies"),
+        "update temporaries": (largest * UPDATE_BYTES[setup.optimizer], UPDATE_FORMULA[setup.optimizer]),
     }
     moments.append(Moment("the update", {**inputs, **update}))
     title = f"training {setup.anchors} x {setup.block_size}, {setup.context} context tokens"
@@ -180,10 +195,11 @@ def loss_terms(vocab: int, hidden: int, setup: TrainingSetup) -> Live:
 
 def _static(shape: TargetShape, drafter: Any, setup: TrainingSetup, cuda: bool) -> Live:
     size = dtype_bytes(setup.dtype)
-    parameters, largest = drafter_parameters(drafter)
+    parameters, _ = drafter_parameters(drafter)
     matrix = shape.vocab * shape.hidden * size
     ends = matrix // setup.vocabulary_shards + (0 if shape.tied else matrix)
-    masters = 4 * parameters if setup.masters and size < 4 else 0
+    here = setup.masters and size < 4 and setup.optimizer != "cpu-offload"
+    masters = 4 * parameters if here else 0
     moments = int(OPTIMIZER_BYTES[setup.optimizer] * parameters)
     live: Live = {
         "drafter weights": (parameters * size, f"P s, P = {parameters / 1e9:.3f}e9"),
@@ -192,8 +208,6 @@ def _static(shape: TargetShape, drafter: Any, setup: TrainingSetup, cuda: bool) 
         "head and embedding": (ends, "V H s each (once if tied)"),
         "target weights": (resident_target_bytes(shape, drafter, setup), "target layers on this device"),
     }
-    if setup.optimizer == "cpu-offload":
-        live["fp32 masters"] = (2 * 4 * largest, "two staging buffers of the largest matrix")
     if cuda:
         live["workspace"] = (WORKSPACE, "cuBLAS")
         live["outside torch"] = (OUTSIDE_TORCH, "CUDA context and loaded kernels, typical")

@@ -5,8 +5,10 @@ its rows on the host from real labels and weights. Code that asks whether a tens
 CPU path then; these stand-ins put the CUDA path back. What is replaced, and by what:
 
 - flex attention over a whole row: output and log-sum-exp forward; gradients of query, keys and values
-backward; - the head's products, which write float32 straight from the matmul unit: nothing beyond their
-output; - the fused row pass: its [n] sums.
+  backward;
+- the head's products, which write float32 straight from the matmul unit: nothing beyond their output;
+- the fused row pass: its [n] sums;
+- AdamW: one kernel a parameter, nothing.
 """
 
 from __future__ import annotations
@@ -63,6 +65,16 @@ def _project_back(grad: Tensor, head: Tensor, out: Tensor) -> Tensor:
     return out
 
 
+def _update(*_arguments: Any) -> None:
+    """AdamW is one kernel a parameter: it allocates nothing."""
+
+
+def _encode(values: Tensor, _generator: Any, *, signed: bool) -> tuple[Tensor, Tensor]:
+    from dflash_lab.drafter import moments
+
+    return moments.encode(values, None, signed=signed)  # type: ignore[arg-type]
+
+
 class FusedRowPass:
     """The torch row pass on eight columns of the vocabulary: what it returns a row is the same, its
     temporaries vanish.
@@ -100,7 +112,7 @@ def cuda_training_path(row_pass: RowPassKind, vocab: int) -> Iterator[None]:
 
     `vocab` is the width of the logits.
     """
-    from dflash_lab.drafter import attention
+    from dflash_lab.drafter import attention, optimizer
     from dflash_lab.drafter.loss import fused, rows_torch, sweep, teacher
 
     plain = fused.load_backend("torch")
@@ -113,5 +125,10 @@ def cuda_training_path(row_pass: RowPassKind, vocab: int) -> Iterator[None]:
         stack.enter_context(mock.patch.object(fused, "load_backend", lambda name: chosen))
         # Autocast has no notion of meta tensors; the loss only ever switches it off.
         stack.enter_context(mock.patch.object(torch, "autocast", lambda *_, **__: contextlib.nullcontext()))
+        stack.enter_context(mock.patch.object(optimizer, "adam_update", _update))
+        # Nor are there values, such as the number of steps, or generators of random numbers.
+        stack.enter_context(mock.patch.object(optimizer.Optimizer, "steps", 1))
+        stack.enter_context(mock.patch.object(torch, "Generator", mock.Mock()))
+        stack.enter_context(mock.patch.object(optimizer, "encode", _encode))
         stack.enter_context(mock.patch.dict(rows_torch.STRIP_ELEMENTS, {"meta": _STRIP}))
         yield

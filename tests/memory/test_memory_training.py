@@ -65,6 +65,31 @@ def test_formulas_agree_with_the_counted_step(name, setup):
     assert account.terms["head and embedding"] == pytest.approx(counted.terms["head and embedding"], rel=1e-4)
 
 
+def test_moments_in_a_byte_agree_too():
+    config, drafter = drafter_of("smollm2-135m")
+    for anchors in (8, 512):  # the peak is the update's, then the loss's
+        setup = TrainingSetup(anchors=anchors, context=1024, block_size=16, optimizer="adamw8bit")
+        setup = with_chunk(setup, config.vocab_size)
+        counted, _ = count_training(config, drafter, setup)
+        account = training_account(target_shape(config), drafter, setup, cuda=False)
+        assert account.live == pytest.approx(counted.live, rel=0.03)
+        assert account.terms["optimizer moments"] == pytest.approx(
+            counted.terms["optimizer moments"], rel=0.1
+        )
+
+
+def test_an_optimizer_on_the_host_leaves_weights_and_gradients():
+    config, drafter = drafter_of("qwen3-8b")
+    here, there = (
+        predict_training(config, drafter, anchors=64, context=1024, optimizer=kind)
+        for kind in ("adamw", "cpu-offload")
+    )
+    assert here.static - there.static == 12 * drafter_parameters(drafter)[0]
+    with pytest.raises(InputError, match="not run here"):
+        setup = TrainingSetup(anchors=64, context=1024, block_size=16, optimizer="cpu-offload")
+        count_training(config, drafter, setup)
+
+
 def test_recomputed_layers_agree_too():
     config, drafter = drafter_of("qwen3-8b")
     setup = TrainingSetup(anchors=512, context=2048, block_size=16, checkpointing="layers")
