@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from training import large_case, measure, new_trainer, random_head
 
 from dflash_lab import files
-from dflash_lab.drafter.feed import feed
+from dflash_lab.drafter.feed import feed, prefetch
 from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.loss.fused import fused_draft_loss
 from dflash_lab.drafter.loss.shard import VocabShard
 from dflash_lab.drafter.outcomes import catch_up
 from dflash_lab.drafter.parallel import join
-from dflash_lab.drafter.rows import prefetch
 from dflash_lab.drafter.trainer import Trainer
 
 

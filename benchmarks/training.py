@@ -39,13 +39,13 @@ from torch import Tensor
 from dflash_lab import files
 from dflash_lab.drafter.attention_tiles import key_bounds
 from dflash_lab.drafter.config import DrafterConfig
-from dflash_lab.drafter.feed import feed
+from dflash_lab.drafter.feed import feed, prefetch
 from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.model import Drafter, RMSNorm
 from dflash_lab.drafter.optimizer import OptimizerConfig
 from dflash_lab.drafter.outcomes import catch_up
 from dflash_lab.drafter.parallel import Single
-from dflash_lab.drafter.rows import Row, prefetch
+from dflash_lab.drafter.rows import Row
 from dflash_lab.drafter.settings import TrainSettings
 from dflash_lab.drafter.trainer import Trainer
 from dflash_lab.drafter.warm import warm_up

@@ -6,13 +6,17 @@ own stream the device would stand still for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import queue
+import threading
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from dflash_lab.drafter.rows import Row
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Fed:
 
 
 def feed(rows: Iterable[tuple[int, int, Row]], device: torch.device) -> Iterator[Fed]:
-    """Send rows to `device`; to be run in a thread (`rows.prefetch`)."""
+    """Send rows to `device`; to be run in a thread (`prefetch`)."""
     if device.type != "cuda":
         yield from (Fed(epoch, index, row, row.to(device)) for epoch, index, row in rows)
         return
@@ -50,3 +54,42 @@ def feed(rows: Iterable[tuple[int, int, Row]], device: torch.device) -> Iterator
             copied = torch.cuda.Event()
             copied.record(stream)
         yield Fed(epoch, index, host, sent, copied)
+
+
+def prefetch(source: Iterable[T], depth: int = 2) -> Generator[T]:
+    """Run `source` in a thread, at most `depth` ahead. Its exceptions are raised here; closing ends the
+    thread.
+    """
+    ready: queue.Queue = queue.Queue(maxsize=depth)
+    stop = threading.Event()
+
+    def put(entry: tuple[str, object]) -> None:
+        while not stop.is_set():
+            try:
+                return ready.put(entry, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            for value in source:
+                if stop.is_set():
+                    return
+                put(("value", value))
+            put(("end", None))
+        except BaseException as error:
+            put(("error", error))
+
+    thread = threading.Thread(target=work, name="row-prefetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            kind, value = ready.get()
+            if kind == "error":
+                raise value  # type: ignore[misc]
+            if kind == "end":
+                return
+            yield value  # type: ignore[misc]
+    finally:
+        stop.set()
+        thread.join()

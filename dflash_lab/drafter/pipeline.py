@@ -24,8 +24,9 @@ from dflash_lab import files
 from dflash_lab.data.items import FeatureItem
 from dflash_lab.drafter.channel import Asked, Begin, Giver, Place, Taker
 from dflash_lab.drafter.crew import heard
+from dflash_lab.drafter.feed import prefetch
 from dflash_lab.drafter.live import LiveItems, SampleItems
-from dflash_lab.drafter.rows import PackedRows, Row, prefetch
+from dflash_lab.drafter.rows import PackedRows, Row
 
 SCHEMA: dict[str, Any] = {
     "worker": pl.String,

@@ -9,12 +9,10 @@ have none, and the loop asks for them once the row is on its device.
 from __future__ import annotations
 
 import dataclasses
-import queue
-import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,7 +24,6 @@ from dflash_lab.drafter.attention import BlockLayout, Segment, row_layout
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.errors import InputError
 
-T = TypeVar("T")
 OPEN_ROWS = 64  # that a sample may still join while rows are planned
 
 
@@ -190,7 +187,8 @@ class PackedRows:
         """Read and pack row `index` of `epoch`."""
         items = [self.read(self.indices[i]) for i in self._plan(epoch)[index]]
         generator = seeded("anchors", self.seed, epoch, index)
-        row = pack(items, self.config, self.context_tokens, self.anchors, generator)
+        room = self.context_tokens if self.pad else 0
+        row = pack(items, self.config, self.context_tokens, self.anchors, generator, room)
         if self.pad:
             return padded(row, self.context_tokens, self.anchors, self.config)
         # A row may hold no place to start a block (all its samples cut within their prompts): one that never
@@ -204,8 +202,11 @@ def pack(
     context_tokens: int,
     anchors: int,
     generator: torch.Generator,
+    room: int = 0,
 ) -> Row:
-    """Put documents side by side and draw their anchors."""
+    """Put documents side by side and draw their anchors. States are copied once, to where they stay: with
+    `room` into that many tokens, zeros at the end, in pinned memory where there is a GPU.
+    """
     cut = [min(len(item), context_tokens) for item in items]
     ids = [item.input_ids[:n].long() for item, n in zip(items, cut, strict=True)]
     masks = [item.loss_mask[:n] for item, n in zip(items, cut, strict=True)]
@@ -221,8 +222,8 @@ def pack(
     finals = [item.final[:n] for item, n in zip(items, cut, strict=True) if item.final is not None]
     return Row(
         input_ids=tokens,
-        taps=torch.cat([item.taps[:n] for item, n in zip(items, cut, strict=True)]),
-        final=torch.cat(finals) if len(finals) == len(items) else None,
+        taps=_side_by_side([item.taps[:n] for item, n in zip(items, cut, strict=True)], room),
+        final=_side_by_side(finals, room) if len(finals) == len(items) else None,
         layout=layout,
         block_ids=block_ids,
         labels=torch.cat(labels),
@@ -234,6 +235,19 @@ def pack(
     )
 
 
+def _side_by_side(parts: list[Tensor], room: int) -> Tensor:
+    if not room or not parts[0].shape[1]:
+        return torch.cat(parts)
+    shape = room, parts[0].shape[1]
+    whole = torch.empty(shape, dtype=parts[0].dtype, pin_memory=torch.cuda.is_available())
+    end = 0
+    for part in parts:
+        whole[end : end + len(part)] = part
+        end += len(part)
+    whole[end:] = 0
+    return whole
+
+
 def padded(row: Row, context_tokens: int, anchors: int, config: DrafterConfig) -> Row:
     """Pad to [context_tokens] and [anchors]: padded blocks see only themselves and no slot of theirs
     counts.
@@ -243,6 +257,9 @@ def padded(row: Row, context_tokens: int, anchors: int, config: DrafterConfig) -
     def grow(tensor: Tensor, count: int, value: int = 0) -> Tensor:
         return torch.cat([tensor, tensor.new_full((count, *tensor.shape[1:]), value)])
 
+    def states(tensor: Tensor) -> Tensor:
+        return grow(tensor, context_tokens - len(tensor)) if len(tensor) < context_tokens else tensor
+
     layout = row.layout
     segments = layout.segments
     if blocks:
@@ -250,8 +267,8 @@ def padded(row: Row, context_tokens: int, anchors: int, config: DrafterConfig) -
     return dataclasses.replace(
         row,
         input_ids=grow(row.input_ids, more),
-        taps=grow(row.taps, more),
-        final=None if row.final is None else grow(row.final, more),
+        taps=states(row.taps),
+        final=None if row.final is None else states(row.final),
         layout=BlockLayout(
             grow(layout.anchors, blocks),
             grow(layout.starts, blocks),
@@ -264,42 +281,3 @@ def padded(row: Row, context_tokens: int, anchors: int, config: DrafterConfig) -
         slot_mask=grow(row.slot_mask, blocks),
         target_rows=grow(row.target_rows, blocks),
     )
-
-
-def prefetch(source: Iterable[T], depth: int = 2) -> Generator[T]:
-    """Run `source` in a thread, at most `depth` ahead. Its exceptions are raised here; closing ends the
-    thread.
-    """
-    ready: queue.Queue = queue.Queue(maxsize=depth)
-    stop = threading.Event()
-
-    def put(entry: tuple[str, object]) -> None:
-        while not stop.is_set():
-            try:
-                return ready.put(entry, timeout=0.1)
-            except queue.Full:
-                continue
-
-    def work() -> None:
-        try:
-            for value in source:
-                if stop.is_set():
-                    return
-                put(("value", value))
-            put(("end", None))
-        except BaseException as error:
-            put(("error", error))
-
-    thread = threading.Thread(target=work, name="row-prefetch", daemon=True)
-    thread.start()
-    try:
-        while True:
-            kind, value = ready.get()
-            if kind == "error":
-                raise value  # type: ignore[misc]
-            if kind == "end":
-                return
-            yield value  # type: ignore[misc]
-    finally:
-        stop.set()
-        thread.join()

@@ -25,7 +25,7 @@ import torch
 
 from dflash_lab.drafter import state as states
 from dflash_lab.drafter.anchors import stream_seed
-from dflash_lab.drafter.feed import Fed, feed
+from dflash_lab.drafter.feed import Fed, feed, prefetch
 from dflash_lab.drafter.guard import FINE, Guard
 from dflash_lab.drafter.journal import Journal
 from dflash_lab.drafter.measure import evaluate, log
@@ -36,7 +36,7 @@ from dflash_lab.drafter.optimizer import Optimizer
 from dflash_lab.drafter.outcomes import Outcomes, catch_up, settle
 from dflash_lab.drafter.parallel import Single
 from dflash_lab.drafter.resume import resume, save
-from dflash_lab.drafter.rows import Items, PackedRows, Row, Unfilled, prefetch
+from dflash_lab.drafter.rows import Items, PackedRows, Row, Unfilled
 from dflash_lab.drafter.schedule import learning_rate_factor
 from dflash_lab.drafter.settings import TrainSettings
 from dflash_lab.drafter.warm import warm_up

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from support.tiny_drafters import HIDDEN, ItemList, relative_error, tiny_config, tiny_head, tiny_items
 
 from dflash_lab.drafter.attention import row_layout
-from dflash_lab.drafter.feed import feed
+from dflash_lab.drafter.feed import feed, prefetch
 from dflash_lab.drafter.guard import Diverged
 from dflash_lab.drafter.journal import read_journal
 from dflash_lab.drafter.loss.config import LossConfig
@@ -21,7 +21,6 @@ from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.optimizer import OptimizerConfig
 from dflash_lab.drafter.outcomes import catch_up
 from dflash_lab.drafter.parallel import Single
-from dflash_lab.drafter.rows import prefetch
 from dflash_lab.drafter.settings import TrainSettings
 from dflash_lab.drafter.train import train
 from dflash_lab.drafter.trainer import Trainer

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny_drafters import relative_error, tiny_config, tiny_drafter, tiny_head, tiny_items
 
+from dflash_lab.drafter.feed import prefetch
 from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.objective import Objective, add_noise
-from dflash_lab.drafter.rows import PackedRows, plan_rows, prefetch
+from dflash_lab.drafter.rows import PackedRows, plan_rows
 from dflash_lab.drafter.settings import TrainSettings
 from dflash_lab.errors import InputError
 
