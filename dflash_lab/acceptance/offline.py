@@ -40,14 +40,15 @@ def offline(
     budgets: Sequence[int] = BUDGETS,
     top_k: Sequence[int] = TOP_K,
     temperatures: Sequence[float] = (),
-    chunk_elements: int = 1 << 25,
+    chunk_elements: int = 0,
     on_item: Callable[[int], None] | None = None,
 ) -> OfflineReport:
     """Draft at every answer token of `items` and return the report. Runs on the drafter's device.
 
     temperatures: also give the expected accepted drafts of rejection sampling at these temperatures, sum over
     k of prod over j <= k of (1 - TV(p_j, q_j)), from the items' final states; plain DFlash only.
-    chunk_elements: how many logits are held at once, in elements of fp32. on_item(tokens) is called after
+    chunk_elements: how many logits are held at once, in elements of fp32; 0: 128 MiB of them, 512 MiB on CUDA.
+    on_item(tokens) is called after
     each item. Raises `InputError` when no item has an answer of at least two tokens.
     """
     size = drafter.config.block_size if block_size is None else block_size
@@ -58,6 +59,7 @@ def offline(
         raise InputError(
             "temperatures: expected acceptance is known for plain DFlash drafts only, not DFlash 2's."
         )
+    chunk_elements = chunk_elements or 1 << (27 if head.weight.is_cuda else 25)
     chunk = max(1, chunk_elements // ((size - 1) * head.weight.shape[0] * (2 if temperatures else 1)))
     frames, counts, answers = [], np.zeros((4, size - 1), np.int64), 0
     for item in items:

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
 import torch
 
 from dflash_lab.acceptance.tree import UNITS_A_NAT, best_tokens
@@ -74,12 +73,12 @@ def _running_sum(values: torch.Tensor) -> torch.Tensor:
     return torch.stack(sums, dim=1)
 
 
-@lru_cache(maxsize=8)
-def _pairs(parents: int, width: int, keep: int) -> tuple[np.ndarray, np.ndarray]:
+@lru_cache(maxsize=32)
+def _pairs(parents: int, width: int, keep: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return all (parent index, token rank) with (i+1)(r+1) <= keep."""
-    rows = [(i, r) for i in range(parents) for r in range(min(width, keep // (i + 1)))]
-    both = np.asarray(rows, np.int64)
-    return both[:, 0], both[:, 1]
+    i, r = torch.meshgrid(torch.arange(parents), torch.arange(width), indexing="ij")
+    kept = (i + 1) * (r + 1) <= keep
+    return i[kept].to(device), r[kept].to(device)
 
 
 @dataclass(frozen=True)
@@ -104,10 +103,7 @@ class _Beam:
     def extend(self, scores: torch.Tensor, answer_rank: torch.Tensor, keep: int) -> _Beam:
         """Go one level deeper: `scores` [A, R] of that level's tokens, best first; keep the `keep` best
         prefixes."""
-        parent, rank = (
-            torch.from_numpy(side).to(scores.device)
-            for side in _pairs(self.scores.shape[1], scores.shape[1], keep)
-        )
+        parent, rank = _pairs(self.scores.shape[1], scores.shape[1], keep, scores.device)
         total = self.scores[:, parent] + scores[:, rank]
         total, kept = total.topk(min(keep, total.shape[1]), dim=-1)
         parent, rank = parent[kept], rank[kept]
@@ -124,10 +120,9 @@ class _Beam:
     def ahead_of(self, weights: torch.Tensor) -> torch.Tensor:
         """Count, for each answer prefix (`weights` [A, L]), the prefixes of this beam that the heap would pop
         earlier."""
-        counts = []
-        for length in range(1, weights.shape[1] + 1):
-            weight = weights[:, length - 1, None]
-            left_in_time = (self.split > 0) & (self.split <= length)
-            smaller = (left_in_time & self.before) | (~left_in_time & (self.depth < length))
-            counts.append(((self.scores > weight) | ((self.scores == weight) & smaller)).sum(-1))
-        return torch.stack(counts, dim=1)
+        scores, split, before = self.scores[:, None], self.split[:, None], self.before[:, None]  # [A, 1, m]
+        lengths = torch.arange(1, weights.shape[1] + 1, device=weights.device)[:, None]  # [L, 1]
+        left_in_time = (split > 0) & (split <= lengths)
+        smaller = (left_in_time & before) | (~left_in_time & (self.depth < lengths))
+        weights = weights[..., None]
+        return ((scores > weights) | ((scores == weights) & smaller)).sum(-1)

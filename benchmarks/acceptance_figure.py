@@ -1,0 +1,136 @@
+"""The figure and the tables of the acceptance benchmark: tau by tree budget, where the time of a round goes.
+
+python benchmarks/acceptance_figure.py RESULT.json FOLDER
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from dflash_lab.files import read_json, write_bytes
+from dflash_lab.workbench.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE
+
+SETS = (("heldout", "held-out", BLUE, "rgba(0, 114, 178, 0.15)"),
+        ("humaneval", "HumanEval", GREEN, "rgba(0, 158, 115, 0.15)"))  # fmt: skip
+PHASES = (("draft", ORANGE), ("build", PURPLE), ("verify", BLUE), ("commit", GREY))
+
+
+def _rows(found: dict[str, Any], part: str) -> list[dict[str, Any]]:
+    """Return one part's rows by budget; the chain's, budget 0, comes first."""
+    return sorted((row for row in found["budgets"] if row["part"] == part), key=lambda row: row["budget"])
+
+
+def figure(result: dict[str, Any]) -> go.Figure:
+    """Build the figure from a result of benchmarks/acceptance.py."""
+    details = result["details"]
+    fig = make_subplots(
+        cols=2, column_widths=[0.6, 0.4], horizontal_spacing=0.1,
+        subplot_titles=("Tokens a round by tree budget", "A round, phase by phase"),
+    )  # fmt: skip
+    budgets: list[float] = []
+    for key, name, colour, band in SETS:
+        if key not in details:
+            continue
+        first, *rows = _rows(details[key], "all")
+        chain = first["tau"]
+        budgets = [row["budget"] for row in rows]
+        fig.add_scatter(
+            x=[*budgets, *budgets[::-1]], y=[*(r["high"] for r in rows), *(r["low"] for r in rows[::-1])],
+            fill="toself", fillcolor=band, line={"width": 0}, hoverinfo="skip", showlegend=False,
+            row=1, col=1,
+        )  # fmt: skip
+        fig.add_scatter(
+            x=budgets, y=[row["tau"] for row in rows], name=f"{name}, tree", mode="lines+markers",
+            line={"color": colour}, row=1, col=1,
+        )  # fmt: skip
+        fig.add_scatter(
+            x=[budgets[0], budgets[-1]], y=[chain, chain], name=f"{name}, chain", mode="lines",
+            line={"color": colour, "dash": "dash"}, row=1, col=1,
+        )  # fmt: skip
+        figures = details[key]["figures"]
+        if "tau_tree_decoded" in figures:
+            fig.add_scatter(
+                x=[figures["tree_budget"]], y=[figures["tau_tree_decoded"]], mode="markers",
+                name=f"{name}, decoded (budget chosen on a dev part)",
+                marker={"symbol": "star", "size": 13, "color": colour, "line": {"width": 1}},
+                row=1, col=1,
+            )  # fmt: skip
+    fig.update_xaxes(
+        type="log", tickvals=budgets, ticktext=[str(budget) for budget in budgets],
+        range=[math.log10(budgets[0] / 1.2), math.log10(budgets[-1] * 1.2)], title="nodes", row=1, col=1,
+    )  # fmt: skip
+    fig.update_yaxes(title="acceptance length tau", rangemode="tozero", row=1, col=1)
+    plain = details["heldout"]["figures"]["plain_ms_per_token"]
+    split = details["phase_ms"]
+    bars = ["plain", *split]
+    labels = {"plain": "plain step", "chain": "chain", "tree": f"tree of {_budget(details)}"}
+    for phase, colour in PHASES:
+        values = [plain if phase == "verify" else 0.0, *(parts[phase] for parts in split.values())]
+        fig.add_bar(
+            x=[labels[bar] for bar in bars], y=values, name=phase, marker_color=colour, row=1, col=2
+        )  # fmt: skip
+    speeds = {name: details["heldout"]["figures"].get(f"speedup_{name}") for name in split}
+    for name, parts in split.items():
+        if speeds[name]:
+            fig.add_annotation(
+                x=labels[name], y=sum(parts[phase] for phase, _ in PHASES),
+                text=f"{speeds[name]:.2f} times plain", yanchor="bottom", showarrow=False, row=1, col=2,
+            )  # fmt: skip
+    fig.update_yaxes(title="ms, device drained after each phase", row=1, col=2)
+    device = result["device"]["device"] if isinstance(result.get("device"), dict) else ""
+    fig.update_layout(
+        title=f"Drafting for {details['arguments']['target']}, greedy, one prompt at a time; {device}",
+        barmode="stack", template="plotly_white", width=1250, height=560,
+        legend={"orientation": "h", "y": -0.15, "yanchor": "top"}, margin={"t": 90, "r": 30, "b": 130},
+    )  # fmt: skip
+    return fig
+
+
+def _budget(details: dict[str, Any]) -> int:
+    return int(details["heldout"]["figures"].get("tree_budget", 0))
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the result as Markdown tables."""
+    figures, details = result["figures"], result["details"]
+    lines = ["| | held-out | HumanEval |", "|---|---|---|"]
+    for label, name in (
+        ("tau, chain", "tau_chain"), ("tau, tree (decoded)", "tau_tree"),
+        ("speed-up, chain", "speedup_chain"), ("speed-up, tree", "speedup_tree"),
+    ):  # fmt: skip
+        own = figures.get(f"{name}_heldout", figures.get(name))
+        lines.append(f"| {label} | {_number(own)} | {_number(figures.get(f'{name}_humaneval'))} |")
+    names = [(key, name) for key, name, _, _ in SETS if key in details]
+    lines += ["", "Offline, every anchor drafted once; 95 % bootstrap intervals over answers:", ""]
+    lines += [f"| budget | {' | '.join(name for _, name in names)} |", "|---" * (1 + len(names)) + "|"]
+    columns = [_rows(details[key], "all") for key, _ in names]
+    for row, *others in zip(*columns):
+        cells = (row, *others)
+        shown = " | ".join(f"{c['tau']:.2f} ({c['low']:.2f} to {c['high']:.2f})" for c in cells)
+        lines.append(f"| {row['budget'] or 'chain'} | {shown} |")
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def save(result: dict[str, Any], folder: str | Path) -> None:
+    """Write acceptance.json (the figure), .html, .svg, .png and the tables, acceptance-tables.md."""
+    folder = Path(folder)
+    fig = figure(result)
+    write_bytes(folder / "acceptance.json", fig.to_json(pretty=False).encode())
+    write_bytes(folder / "acceptance.html", fig.to_html(include_plotlyjs="cdn").encode())
+    write_bytes(folder / "acceptance.svg", fig.to_image("svg"))
+    write_bytes(folder / "acceptance.png", fig.to_image("png", scale=1.5))
+    write_bytes(folder / "acceptance-tables.md", table(result).encode())
+
+
+if __name__ == "__main__":
+    save(read_json(sys.argv[1]), sys.argv[2])
