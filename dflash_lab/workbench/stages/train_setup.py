@@ -64,7 +64,7 @@ def train_here(
         drafter = Drafter(config).initialize(torch.Generator().manual_seed(params.seed)).to(device, dtype)
         drafter.fit_to_head(head.weight)
     drafter.gradient_checkpointing = params.gradient_checkpointing
-    if params.compile:
+    if params.compile and device.type == "cuda":
         drafter.compile_layers()
     run, source = params.folder / "run", source_of(params, items)
     if group.rank == 0:
