@@ -131,7 +131,7 @@ def open_live(params: TrainDrafterParams, device: torch.device) -> LiveItems:
         target,
         tap_ids=live_taps(params),
         context_tokens=params.context_tokens,
-        compile=params.compile,
+        compile=params.compile and target.device.type == "cuda",
     )
 
 
