@@ -186,3 +186,21 @@ def test_a_store_of_another_target_is_refused_at_once(run_of, tmp_path):
     (store / "store.json").write_text(json.dumps(identity))
     with pytest.raises(InputError, match="other weights"):
         execute(AcceptanceParams(run_dir=str(run), target=str(target), store=str(store), **FAST))
+
+
+def test_the_whole_evaluation_at_fixed_shapes_finds_the_same(run_of, llama_result):
+    from dflash_lab.acceptance.evaluate import Evaluator
+    from dflash_lab.acceptance.static_decode import Workspace
+
+    params, grown = llama_result
+    lab = Evaluator(params)
+    assert lab.methods.workspace is None and "CUDA" in grown.facts["decoding"]
+    lab.methods.workspace = Workspace(lab.target)  # without graphs, as there is no CUDA device
+    fixed = lab.evaluate()
+    assert fixed.figures["greedy_different"] == 0
+    for name in ("tau_trained", "tau_untrained", "tau_offline", "tau_tree"):
+        assert fixed.figures[name] == grown.figures[name]
+    assert set(fixed.costs["what"]) == {"step", "draft", "build"}
+    assert set(grown.costs.select("what", "size").rows()) == set(fixed.costs.select("what", "size").rows())
+    ours, theirs = (r.rounds.filter(r.rounds["method"] == "trained").drop("method") for r in (fixed, grown))
+    assert ours.equals(theirs)
