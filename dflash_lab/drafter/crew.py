@@ -141,7 +141,8 @@ def _watch(
 
 def _blame(processes: dict[str, BaseProcess], folder: Path) -> None:
     """`WorkerFailed` for the process whose fault it was, if any ended badly."""
-    causes, echoes = [], []
+    causes: list[tuple[float, str]] = []
+    echoes: list[tuple[float, str]] = []
     for name, process in processes.items():
         code = process.exitcode
         if not code:
