@@ -91,7 +91,7 @@ def liger_cross_entropy(inputs: Inputs, config: LossConfig) -> Step:
 
 def speculators_kl(inputs: Inputs, config: LossConfig) -> Step:
     """speculators' fused KL over full logits of both sides."""
-    kernel = _speculators_losses().fused_kl_div_loss
+    kernel = speculators_losses().fused_kl_div_loss
     target = inputs.target_hidden[inputs.target_rows.to(inputs.hidden.device)].flatten(0, 1)[None]
     weights = inputs.weights.flatten()[None]
 
@@ -104,8 +104,10 @@ def speculators_kl(inputs: Inputs, config: LossConfig) -> Step:
     return step
 
 
-def _speculators_losses() -> types.ModuleType:
+def speculators_losses() -> types.ModuleType:
     """The kernels' module without the package's own __init__, which imports servers and data sets."""
+    if (loaded := sys.modules.get("speculators.losses.fused")) is not None:
+        return loaded
     found = importlib.util.find_spec("speculators")
     if found is None or found.submodule_search_locations is None:
         raise ImportError("speculators")

@@ -1,6 +1,6 @@
 """How fast is a training step, what does it need, and where does its time go?
 
-    python benchmarks/training.py --json FILE [--scratch /dev/shm] [--only large small pipeline]
+    python benchmarks/training.py --json FILE [--scratch /dev/shm] [--only small large pipeline]
 
 Real steps of the training loop on rows of a real feature store (random states, in `--scratch`), on one CUDA
 device: the large configuration (drafter of a 27B target, 1,024 anchors x 24 of an 8,192-token row, vocabulary
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -197,6 +198,7 @@ def measure(case: Case, trainer: Trainer, *, profile: bool) -> dict[str, Any]:
     """Warm up, time the case's steps one after the other, and take one apart."""
     device, cuda = trainer.device, trainer.device.type == "cuda"
     compile_seconds = warm_up(trainer)
+    print(f"compiled in {compile_seconds:.1f} s", flush=True)
     with contextlib.closing(prefetch(feed(trainer.stream(), device))) as stream:
         for _ in range(2):
             trainer.train_step(stream)
@@ -226,6 +228,7 @@ def measure(case: Case, trainer: Trainer, *, profile: bool) -> dict[str, Any]:
             "steps": case.steps,
             "skipped": trainer.guard.skipped,
         }
+        print(json.dumps(result), flush=True)
         if profile and cuda:
             result["kernels_ms"] = kernels(trainer, stream)
     return result
@@ -246,59 +249,45 @@ def kernels(trainer: Trainer, stream: Any, most: int = 30) -> dict[str, Any]:
     return {"busy": round(total, 2), "launches": launches} | named
 
 
-def peer_step(trainer: Trainer, row: Row) -> dict[str, Any]:
-    """Forward, loss and backward with the loss over full logits that speculators 0.9 trains with, on the same
-    row, masters and moments in place; ours beside it.
+def beside_peers(trainer: Trainer, row: Row) -> dict[str, Any]:
+    """Forward, loss and backward of a row, masters and moments in place: ours, and with the loss over full
+    logits that speculators 0.9 trains with.
     """
     settings, config, head = trainer.settings, trainer.drafter.config, trainer.head
     row = row.to(trainer.device)
     weights = (row.slot_mask * trainer.objective.weights).to(trainer.device).flatten()[None]
-    labels, places = (
-        row.labels.to(trainer.device).flatten()[None],
-        row.target_rows.to(trainer.device).flatten(),
-    )
-
-    def hidden() -> Tensor:
-        embeddings = head.embed(row.block_ids)
-        return trainer.drafter(embeddings, row.taps, row.layout, settings.attention).flatten(0, 1)[None]
-
-    def full_logits() -> Tensor:
-        fused = loss_peers._speculators_losses()
-        with torch.no_grad():
-            targets = F.linear(head.normed(row.final)[places][None], head.weight)
-        logits = F.linear(hidden(), head.weight)
-        losses = 0.85 * F.cross_entropy(logits[0].float(), labels[0], reduction="none")[None]
-        losses = losses + 0.15 * fused.fused_kl_div_loss(logits, targets)
-        return (losses * weights).sum() / weights.sum()
-
-    def speculators_own() -> Tensor:
-        """Its default terms are against the target's argmax, which its kernel takes as full logits too."""
-        fused = loss_peers._speculators_losses()
-        with torch.no_grad():
-            targets = F.linear(head.normed(row.final)[places][None], head.weight)
-        logits = F.linear(hidden(), head.weight)
-        losses = 0.85 * fused.fused_ce_loss(logits, targets) + 0.15 * fused.fused_kl_div_loss(logits, targets)
-        return (losses * weights).sum() / weights.sum()
+    places = row.target_rows.to(trainer.device).flatten()
 
     def ours() -> Tensor:
         loss = trainer.objective(trainer.drafter, trainer.drafter, row, row.taps, teacher=False)
         return loss.total / loss.below
 
-    found: dict[str, Any] = {"block_size": config.block_size}
-    for name, step in {"ours": ours, "speculators' kernels, full logits": speculators_own,
-                       "the same with eager cross-entropy": full_logits}.items():  # fmt: skip
-        found[name] = one_peer(trainer, step)
-    return found
+    def full_logits() -> Tensor:
+        """Its kernels take the target's logits for both terms: labels are the target's argmax."""
+        kernels = loss_peers.speculators_losses()
+        embeddings = head.embed(row.block_ids)
+        hidden = trainer.drafter(embeddings, row.taps, row.layout, settings.attention).flatten(0, 1)[None]
+        with torch.no_grad():
+            targets = F.linear(head.normed(row.final)[places][None], head.weight)
+        logits = F.linear(hidden, head.weight)
+        losses = 0.85 * kernels.fused_ce_loss(logits, targets) + 0.15 * kernels.fused_kl_div_loss(
+            logits, targets
+        )
+        return (losses * weights).sum() / weights.sum()
+
+    steps = {"ours": ours, "speculators' losses on full logits": full_logits}
+    return {"block_size": config.block_size} | {name: one_peer(trainer, step) for name, step in steps.items()}
 
 
-def one_peer(trainer: Trainer, step: Any, repeat: int = 2) -> dict[str, Any]:
-    """Milliseconds and peak GiB of a step without the update."""
+def one_peer(trainer: Trainer, step: Callable[[], Tensor], repeat: int = 2) -> dict[str, Any]:
+    """Milliseconds and peak GiB of a step without the update; why there are none, if so."""
     trainer.optimizer.zero_grad()
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    times: list[float] = []
+    absent = ""
     try:
-        times = []
         for _ in range(1 + repeat):
             torch.cuda.synchronize()
             began = time.perf_counter()
@@ -306,11 +295,14 @@ def one_peer(trainer: Trainer, step: Any, repeat: int = 2) -> dict[str, Any]:
             trainer.optimizer.zero_grad()
             torch.cuda.synchronize()
             times.append((time.perf_counter() - began) * 1e3)
-        return {"ms": min(times[1:]), "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
     except ImportError as error:
-        return {"absent": f"not installed: {error}"}
+        absent = f"not installed: {error}"
     except torch.OutOfMemoryError:
-        return {"absent": "out of memory", "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+        absent = "out of memory"
+    except Exception as error:  # a peer's own fault must not cost what was measured before
+        absent = f"failed: {error!r}"
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    return {"absent": absent, "peak_gib": peak} if absent else {"ms": min(times[1:]), "peak_gib": peak}
 
 
 def run_large(
@@ -329,21 +321,19 @@ def run_large(
         rate = sum(flop.values()) / result["step_ms"] * 1e3 / 1e12
         result |= {"flop": flop, "tflops": rate, "mfu": rate / rates[0], "mfu_held": rate / rates[1]}
         result["parameters"] = case.config.parameter_count
+        yield result
         if device.type == "cuda":
-            result["loss_beside_peers"] = peer_step(trainer, row)
-        del trainer
-    return result
+            yield result | {"loss_beside_peers": beside_peers(trainer, row)}
 
 
-def run_small(device: torch.device, scratch: Path, profile: bool) -> dict[str, Any]:
-    """The small configuration, and what its options cost."""
+def run_small(device: torch.device, scratch: Path, profile: bool) -> Iterator[dict[str, Any]]:
+    """The small configuration, and what its options cost; after each, all that is measured so far."""
     toy = device.type != "cuda"
     variants: dict[str, dict[str, Any]] = {
         "cross-entropy, AdamW": {},
         "D-PACE, Muon": dict(
             loss=LossConfig(weighting="dpace"), optimizer=OptimizerConfig(kind="muon", lr=1e-4, muon_lr=1e-4)
         ),
-        "cross-entropy + 15 % KL, AdamW": dict(loss=LossConfig(hard_weight=0.85, soft_weight=0.15)),
     }
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
@@ -354,13 +344,12 @@ def run_small(device: torch.device, scratch: Path, profile: bool) -> dict[str, A
         for number, (name, changes) in enumerate(variants.items()):
             case = small_case(toy, **changes)
             trainer = new_trainer(case, store, Path(folder) / str(number), device, Single())
-            results[name] = measure(case, trainer, profile=profile and number < 2)
+            results[name] = measure(case, trainer, profile=profile and not number)
             if not number:
                 results["flop"] = step_flop(case, trainer.rows.row(0, 0))
             del trainer
             gc.collect()
-            print(name, json.dumps({k: v for k, v in results[name].items() if k != "kernels_ms"}), flush=True)
-    return results
+            yield results
 
 
 def pipeline_figures(scratch: Path) -> dict[str, float]:
@@ -380,7 +369,7 @@ def main() -> None:
     )
     parser.add_argument("--json", required=True, help="where the results go")
     parser.add_argument("--scratch", type=Path, default=None, help="folder for the stores (fast: /dev/shm)")
-    parser.add_argument("--only", nargs="+", default=["large", "small", "pipeline"], help="parts to measure")
+    parser.add_argument("--only", nargs="+", default=["small", "large", "pipeline"], help="parts to measure")
     parser.add_argument("--no-profile", action="store_true", help="leave out the tables of kernels")
     options = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -395,21 +384,20 @@ def main() -> None:
         **provenance(),
     }
     figures, cases = result["figures"], result["cases"]
-    if "large" in options.only:
-        cases["large"] = large = run_large(device, options.scratch, rates, not options.no_profile)
-        figures |= {
-            f"large_config_{name}": large[name] for name in ("peak_gib", "mfu", "mfu_held", "step_ms")
-        }
-        figures |= {
-            name: large[name] for name in ("anchors_per_s", "context_tokens_per_s", "loader_share_pct")
-        }
-        files.write_json(options.json, result)
-        print(json.dumps({k: v for k, v in large.items() if k != "kernels_ms"}, indent=1), flush=True)
-        gc.collect()
     if "small" in options.only:
-        cases["small"] = small = run_small(device, options.scratch, not options.no_profile)
-        figures["small_config_step_ms"] = small["cross-entropy, AdamW"]["step_ms"]
-        files.write_json(options.json, result)
+        for small in run_small(device, options.scratch, not options.no_profile):
+            cases["small"] = small
+            figures["small_config_step_ms"] = small["cross-entropy, AdamW"]["step_ms"]
+            files.write_json(options.json, result)
+        gc.collect()
+    if "large" in options.only:
+        for large in run_large(device, options.scratch, rates, not options.no_profile):
+            cases["large"] = large
+            names = ("peak_gib", "mfu", "mfu_held", "step_ms")
+            figures |= {f"large_config_{name}": large[name] for name in names}
+            figures |= {n: large[n] for n in ("anchors_per_s", "context_tokens_per_s", "loader_share_pct")}
+            files.write_json(options.json, result)
+            print(json.dumps(large, indent=1), flush=True)
     if "pipeline" in options.only and torch.cuda.device_count() > 1:
         figures |= pipeline_figures(options.scratch)
     elif "pipeline" in options.only:
