@@ -106,7 +106,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--targets", nargs="+", default=list(DRAFTERS), choices=list(DRAFTERS))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seconds", type=float, default=500.0, help="of the whole call")
-    parser.add_argument("--layers", type=int, default=4, help="layers of the cut 27B shape in the runs")
     parser.add_argument("--batches", type=int, default=1000, help="batches and steps under each limit")
     args = parser.parse_args()
     args.limits = LIMITS_GIB

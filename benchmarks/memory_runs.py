@@ -1,8 +1,8 @@
 """Do the planner's budgets hold? The second part of `memory.py`, which runs it and writes its figures.
 
 Under each limit the device is made smaller by the allocator's own cap. Extraction: 1,000 planned batches of
-real skewed lengths through the 27B shape cut to a few layers, the weights and captured states of the
-missing ones lying there as ballast, so that a batch meets the memory of the whole model in a fraction of
+real skewed lengths through the 27B shape cut to one layer of each kind, the weights and captured states of
+the missing ones lying there as ballast, so that a batch meets the memory of the whole model in a fraction of
 its time; then, for each length, the batch that fills the budget to its margin. Training: 1,000 steps with
 as many anchors as fit a small budget, all memory above it filled; then steps with more anchors than that, to
 see whether a bolder setting would have been faster.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,9 +23,10 @@ import numpy as np
 import polars as pl
 import torch
 
+from dflash_lab import files
 from dflash_lab.data.batching import plan_batches
 from dflash_lab.drafter.config import DrafterConfig
-from dflash_lab.extraction.fast.apply import speed_up
+from dflash_lab.extraction.fast.apply import skip_tuning, speed_up
 from dflash_lab.extraction.oom import classify
 from dflash_lab.memory.extraction_account import OUTSIDE_TORCH, extraction_account
 from dflash_lab.memory.fake_training import TrainingStep, training_parts
@@ -32,7 +34,6 @@ from dflash_lab.memory.measure import capped, clean, forward_once
 from dflash_lab.memory.planner import ExtractionBudget, extraction_budget, training_fits, usable
 from dflash_lab.memory.setups import ExtractionSetup, Kernels, TrainingSetup
 from dflash_lab.memory.shapes import CHUNK, GIB, TargetShape, target_shape
-from dflash_lab.memory.training_account import with_chunk
 from dflash_lab.target.loading import load_target
 from dflash_lab.target.sources import load_config
 from dflash_lab.target.taps import default_tap_ids
@@ -45,7 +46,8 @@ LIMITS_GIB = (94.97, 80.0, 60.0)
 HAND_SET = (2048, 4096, 8192, 16384, 32768, 65536)
 BOLDER = (1.25, 1.6)  # times the planned anchors
 TOKEN_CAP = 65536  # beyond some 120,000 tokens kernels overflow 32-bit indices
-TRAIN_BUDGET_GIB = 1.5
+TRAIN_BUDGET_GIB = 2.0
+TRAIN_CHUNK = 512  # rows of logits
 Keep = Callable[[dict[str, Any]], None]
 log = logging.getLogger("memory")
 
@@ -92,17 +94,23 @@ def fitted(run: Callable[[], None]) -> bool:
 
 
 class CutTarget:
-    """The 27B shape with a few layers; what the others would hold (weights, captured states) is ballast."""
+    """The 27B shape with one layer of each kind; what the others would hold (weights, captured states) is
+    ballast.
+    """
 
-    def __init__(self, device: torch.device, layers: int) -> None:
+    def __init__(self, device: torch.device) -> None:
         config = load_config(LARGE)
         self.shape = target_shape(config)
         self.taps = tuple(default_tap_ids(config.num_hidden_layers))
-        self.target = load(LARGE, device, layers - 1)
+        kinds = sorted(set(self.shape.layer_types))
+        self.cut = replace(self.shape, layer_types=tuple(kinds), sparse=(False,) * len(kinds))
+        fields = {**config.to_dict(), "num_hidden_layers": len(kinds), "layer_types": kinds}
+        with tempfile.TemporaryDirectory() as folder:
+            files.write_json(Path(folder) / "config.json", fields)
+            self.target = load(f"random:{folder}/config.json", device, len(kinds) - 1)
+        skip_tuning()
         fused = bool(speed_up(self.target, "auto").errors)
-        types, sparse = self.shape.layer_types[:layers], self.shape.sparse[:layers]
-        self.cut = replace(self.shape, layer_types=types, sparse=sparse)
-        kept = tuple(range(max(0, layers - len(self.taps)), layers))
+        kept = tuple(range(len(kinds)))
         self.setup = ExtractionSetup(batch=1, length=1, tap_ids=kept, kernels=kernels(), fused=fused)
         missing = self.shape.body_parameters(self.taps[-1] + 1) - self.cut.body_parameters()
         self.weights = torch.empty(2 * missing, dtype=torch.uint8, device=device)
@@ -161,16 +169,17 @@ def limited(device: torch.device, limit_gib: float) -> None:
 
 
 def extraction_runs(
-    device: torch.device, clock: Clock, layers: int, count: int, limits: Sequence[float], keep: Keep
+    device: torch.device, clock: Clock, count: int, limits: Sequence[float], keep: Keep
 ) -> dict[str, Any]:
     """Run the planner's budgets under each limit, and budgets set by hand once for comparison; `keep` is
     called with what there is after each.
     """
-    cut = CutTarget(device, layers)
+    cut = CutTarget(device)
     lengths = real_lengths(200_000)
     cut.run([(8, 335), (2, MAX_LENGTH)], 120)  # compiles and tunes
     hand = {
-        budget: cut.run(batches_of(lengths, budget, 512, 24), 3)["padded_tokens_per_s"] for budget in HAND_SET
+        budget: cut.run(batches_of(lengths, budget, 512, 24), 1.5)["padded_tokens_per_s"]
+        for budget in HAND_SET
     }
     runs: dict[str, Any] = {"hand_set_tokens_per_s": {str(budget): rate for budget, rate in hand.items()}}
     for number, limit in enumerate(limits):
@@ -187,7 +196,7 @@ def extraction_runs(
         planned = batches_of(lengths, budget.token_budget, budget.max_batch, count)
         share = clock.left() / (len(limits) - number)
         found = cut.run(planned, max(5.0, 0.75 * share))
-        steady = cut.run(batches_of(lengths, budget.token_budget, budget.max_batch, 24), 3)
+        steady = cut.run(batches_of(lengths, budget.token_budget, budget.max_batch, 24), 1.5)
         runs[f"{limit:g}"] = {
             "token_budget": budget.token_budget,
             "fits_tokens": budget.fits_tokens,
@@ -234,7 +243,7 @@ def training_runs(
     """
     shape = target_shape(load_config(SMALL))
     torch.compiler.reset()
-    fits = training_fits(shape, drafter, TRAIN_BUDGET_GIB, anchors=2048, context=4096)
+    fits = training_fits(shape, drafter, TRAIN_BUDGET_GIB, anchors=2048, context=4096, chunk=TRAIN_CHUNK)
     planned = min(fits.largest_anchors, 2048)
     runs: dict[str, Any] = {}
     for number, limit in enumerate(limits):
@@ -265,8 +274,7 @@ def trained(
     """Train `steps` steps under `limit` GiB, all but the small budget filled; stop after `seconds`."""
     limited(device, limit)
     torch.cuda.reset_peak_memory_stats(device)
-    setup = TrainingSetup(anchors=anchors, context=4096, block_size=drafter.block_size)
-    setup = with_chunk(setup, shape.vocab)
+    setup = TrainingSetup(anchors=anchors, context=4096, block_size=drafter.block_size, chunk=TRAIN_CHUNK)
     ballast = torch.empty(int((limit - TRAIN_BUDGET_GIB) * GIB), dtype=torch.uint8, device=device)
     step = TrainingStep(*training_parts(shape, drafter, setup, device), setup, None)
     failed = 0 if fitted(step.run) else 1  # the first one compiles

@@ -44,6 +44,7 @@ class Account:
     moment: str = ""
     notes: tuple[str, ...] = ()
     reserved: int = 0  # what the allocator would hold with room to spare; 0: not known
+    allocated: int = 0  # live tensors in whole blocks, as the allocator counts them; 0: not known
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -86,6 +86,7 @@ def count_extraction(config: Any, setup: ExtractionSetup) -> tuple[Account, Live
         absent = [index for index in range(last + 1) if index not in kept]
         terms["cache"] = terms.get("cache", 0) + sum(cache_bytes(shape, setup, index) for index in absent)
     notes = (f"Counted on {len(kept)} of {last + 1} layers {kept}; the others repeat them.",)
+    beside = terms.get("packed states in flight", 0)
     missing_bytes = terms["target weights"] - sum(
         block.size for number, block in enumerate(tracker.blocks) if tracker.label(number) == "target weights"
     )
@@ -96,7 +97,8 @@ def count_extraction(config: Any, setup: ExtractionSetup) -> tuple[Account, Live
         formulas={"fragmentation": "simulated caching allocator: reserved - live at the peak"},
         moment=moment_of(tracker),
         notes=notes,
-        reserved=reserved.reserved + missing_bytes,
+        reserved=reserved.reserved + missing_bytes + beside,
+        allocated=reserved.allocated + missing_bytes + beside,
     )
     return account, tracker
 

@@ -67,6 +67,7 @@ def count_training(
         moment=moment_of(tracker),
         notes=(f"Two whole steps of the real drafter ({drafter.num_layers} layers) were counted.",),
         reserved=replayed.reserved + resident_target_bytes(shape, drafter, setup),
+        allocated=replayed.allocated + resident_target_bytes(shape, drafter, setup),
     )
     return account, tracker
 

@@ -209,7 +209,10 @@ def _static(shape: TargetShape, drafter: Any, setup: TrainingSetup, cuda: bool) 
         "target weights": (resident_target_bytes(shape, drafter, setup), "target layers on this device"),
     }
     if cuda:
-        live["workspace"] = (WORKSPACE, "cuBLAS")
+        live["workspace"] = (
+            2 * WORKSPACE,
+            "cuBLAS, a handle each for the forward's and the backward's thread",
+        )
         live["outside torch"] = (OUTSIDE_TORCH, "CUDA context and loaded kernels, typical")
     return live
 

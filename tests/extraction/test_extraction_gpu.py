@@ -4,9 +4,6 @@ the pipeline.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ from extraction.conftest import make_samples
 from support.tiny_targets import build_tiny
 
 from dflash_lab.extraction.fast import reference
-from dflash_lab.extraction.fast.apply import speed_up
+from dflash_lab.extraction.fast.apply import skip_tuning, speed_up
 from dflash_lab.extraction.fast.layers import FusedLayer
 from dflash_lab.extraction.fast.ops import reference_ops, triton_ops
 from dflash_lab.extraction.loop import extract
@@ -39,21 +36,7 @@ WIDE = {  # head widths that the real kernels take; the scale keeps states of a 
 
 @pytest.fixture(scope="module", autouse=True)
 def untuned() -> None:
-    """One tile shape for each of flash-linear-attention's kernels: tuning changes no result and takes a
-    minute a process.
-    """
-    if importlib.util.find_spec("fla") is None:
-        return
-    importlib.import_module("fla.ops.gated_delta_rule")
-    from triton.runtime.autotuner import Autotuner
-    from triton.runtime.jit import KernelInterface
-
-    modules = [module for name, module in sys.modules.items() if name.startswith("fla.")]
-    for kernel in [value for module in modules for value in vars(module).values()]:
-        while isinstance(kernel, KernelInterface):
-            if isinstance(kernel, Autotuner):
-                kernel.configs = kernel.configs[:1]
-            kernel = getattr(kernel, "fn", None)
+    skip_tuning()
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -9,7 +9,10 @@ understood or not equal keeps its plain forward, and the report names it and say
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,6 +107,24 @@ def speed_up(target: Target, mode: str = "auto", ops: Ops | None = None) -> Fast
     path._fused = fused
     log.info("fast path: %s", path.summary())
     return path
+
+
+def skip_tuning() -> None:
+    """Let flash-linear-attention's kernels take their first tile shape instead of trying all, a minute a
+    process: for tests and measurements of memory, where their rate is no matter.
+    """
+    if importlib.util.find_spec("fla") is None or not torch.cuda.is_available():
+        return
+    importlib.import_module("fla.ops.gated_delta_rule")
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import KernelInterface
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("fla.")]
+    for kernel in [value for module in modules for value in vars(module).values()]:
+        while isinstance(kernel, KernelInterface):
+            if isinstance(kernel, Autotuner):
+                kernel.configs = kernel.configs[:1]
+            kernel = getattr(kernel, "fn", None)
 
 
 @torch.inference_mode()
