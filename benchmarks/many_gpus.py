@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,10 @@ def make_samples(path: Path, tokens: int, vocabulary: int, longest: int) -> Path
     return path
 
 
-def extraction(params: dict[str, Any], counts: list[int], device: str, scratch: Path) -> list[dict[str, Any]]:
-    """Sharded extraction on each count of GPUs; the targets are loaded once."""
+def extraction(
+    params: dict[str, Any], counts: list[int], device: str, scratch: Path
+) -> Iterator[list[dict[str, Any]]]:
+    """Sharded extraction on each count of GPUs, after each all so far; the targets are loaded once."""
     most, target = max(counts), params["target"]
     vocabulary = load_config(f"random:{target}").vocab_size
     longest = 4096 if device == "cuda" else 64
@@ -89,9 +92,10 @@ def extraction(params: dict[str, Any], counts: list[int], device: str, scratch: 
     try:
         for worker in workers:
             answer(worker)
-        return [
-            extract_round(workers[:count], count, tokens, vocabulary, longest, scratch) for count in counts
-        ]
+        results: list[dict[str, Any]] = []
+        for count in counts:
+            results.append(extract_round(workers[:count], count, tokens, vocabulary, longest, scratch))
+            yield results
     finally:
         for worker in workers:
             assert worker.stdin is not None
@@ -133,51 +137,44 @@ def extract_round(
     }
 
 
-def training(params: dict[str, Any], counts: list[int], device: str, scratch: Path) -> list[dict[str, Any]]:
-    """DDP and FSDP2 on each count of GPUs."""
+def training(
+    params: dict[str, Any], counts: list[int], device: str, scratch: Path
+) -> Iterator[list[dict[str, Any]]]:
+    """DDP and FSDP2 on each count of GPUs, each beside every GPU for itself; after each, all so far."""
     case = large_case(device != "cuda")
-    rows = max(4, 2 * max(counts))
     on = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    rows = max(4, 2 * max(counts))
     store = write_random_store(scratch / "store", case.config, case.lengths[:1] * rows, final=True, device=on)
     if device == "cuda":
         torch.cuda.empty_cache()
-    more = [count for count in counts if count > 1]
-    results = []
-    for count in counts:
+    results: list[dict[str, Any]] = []
+    for count in [count for count in counts if count > 1] or [1]:
         result = scratch / f"train-{count}.json"
         order = {
-            "modes": params["modes"] if count > 1 else ["one"], "device": device, "store": str(store),
-            "steps": params["train_steps"] if device == "cuda" else 2, "scratch": str(scratch),
-            "reference": str(scratch / "gradients"), "rows": more, "result": str(result),
+            "modes": params["modes"], "device": device, "store": str(store), "scratch": str(scratch),
+            "steps": params["train_steps"] if device == "cuda" else 2, "result": str(result),
             "vocabulary_parallel": params["vocabulary_parallel"],
         }  # fmt: skip
-        command = [sys.executable]
-        if count > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-        command += [str(WORKERS), "train", json.dumps(order)]
-        subprocess.run(command, check=True, env=environment(None, count))
-        results.append({"gpus": count, **files.read_json(result)})
-    return results
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(count), str(WORKERS), "train", json.dumps(order)]
+        ended = subprocess.run(command, env=environment(None, count)).returncode
+        found = files.read_json(result) if result.exists() else {}
+        results.append({"gpus": count, "exit_code": ended, **found})
+        yield results
 
 
-def pipelines(params: dict[str, Any], gpus: int, scratch: Path) -> list[dict[str, Any]]:
-    """The online pipeline at each split that these GPUs allow."""
-    results = []
-    for split in params["pipelines"]:
-        if max(split["targets"] + split["drafters"]) >= gpus:
-            continue
-        path = scratch / "pipeline.json"
-        command = [sys.executable, str(HERE / "pipeline.py"), "--json", str(path)]
-        for name in ("targets", "drafters"):
-            command += [f"--{name}", *map(str, split[name])]
-        subprocess.run(command, check=True)
-        results.append({**split, **files.read_json(path)})
-    return results
+def pipelines(params: dict[str, Any], gpus: int, scratch: Path) -> Iterator[dict[str, Any]]:
+    """The online pipeline at each split, "targets+drafters", that these GPUs allow."""
+    splits = [split for split in params["pipeline_splits"] if sum(map(int, split.split("+"))) <= gpus]
+    path = scratch / "pipeline.json"
+    command = [sys.executable, str(HERE / "pipeline.py"), "--json", str(path), "--scratch", str(scratch)]
+    ended = subprocess.run([*command, "--splits", *splits]).returncode if splits else 0
+    yield {"splits": splits, "exit_code": ended, **(files.read_json(path) if path.exists() else {})}
 
 
 def summary(result: dict[str, Any]) -> dict[str, float]:
     """The headline figures: at the largest count, against one GPU."""
-    figures: dict[str, float] = {}
+    figures: dict[str, float] = dict(result.get("pipeline", {}).get("figures", {}))
     extracted, trained = result.get("extraction", []), result.get("training", [])
     if extracted:
         first, last = extracted[0], extracted[-1]
@@ -189,12 +186,11 @@ def summary(result: dict[str, Any]) -> dict[str, float]:
             "extraction_write_gb_per_s": last["write_gb_per_s"], "extraction_host_gib": last["host_gib"],
         }  # fmt: skip
     if trained:
-        alone = trained[0]["one"]["step_ms"]
         for row in trained:
             for name, run in row.items():
                 if isinstance(run, dict) and "step_ms" in run:
-                    run["efficiency"] = alone / run["step_ms"]
-                    if row["gpus"] > 1:
+                    run["efficiency"] = row["one"]["step_ms"] / run["step_ms"]
+                    if name != "one":
                         figures[f"{name}_{row['gpus']}_efficiency"] = run["efficiency"]
                         figures[f"{name}_{row['gpus']}_step_ms"] = run["step_ms"]
                         figures[f"{name}_{row['gpus']}_peak_gib"] = run["peak_gib"]
@@ -203,7 +199,8 @@ def summary(result: dict[str, Any]) -> dict[str, float]:
                 split = row["vocabulary_parallel"]
                 figures[f"vocabulary_parallel_{row['gpus']}_speedup"] = split["whole_ms"] / split["shards_ms"]
                 figures[f"vocabulary_parallel_{row['gpus']}_gradient_rel_error"] = split["gradient_rel_error"]
-        figures["one_gpu_step_ms"] = alone
+            if "one" in row:
+                figures["one_gpu_step_ms"] = row["one"]["step_ms"]
     return figures
 
 
@@ -245,10 +242,11 @@ def main() -> None:
         }
         for name in options.only:
             began = time.perf_counter()
-            result[name] = parts[name]()
-            result["seconds"][name] = time.perf_counter() - began
-            result["figures"] = summary(result)
-            files.write_json(options.json, result)
+            for found in parts[name]():
+                result[name] = found
+                result["seconds"][name] = time.perf_counter() - began
+                result["figures"] = summary(result)
+                files.write_json(options.json, result)
     print(json.dumps(result["figures"], indent=1))
 
 

@@ -25,10 +25,8 @@ def curves(result: dict[str, Any]) -> dict[str, dict[int, float]]:
         found["extraction"] = {row["gpus"]: row["tokens_per_s"] / one for row in rows}
     for row in result.get("training", []):
         for name, label in NAMES.items():
-            if "one" in row:
-                found.setdefault(label, {})[1] = 1.0
-            elif name in row:
-                found[label][row["gpus"]] = row["gpus"] * row[name]["efficiency"]
+            if name in row:
+                found.setdefault(label, {1: 1.0})[row["gpus"]] = row["gpus"] * row[name]["efficiency"]
     return found
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from training import large_case, measure, new_trainer, random_head
 
@@ -27,8 +26,9 @@ from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.loss.fused import fused_draft_loss
 from dflash_lab.drafter.loss.shard import VocabShard
 from dflash_lab.drafter.outcomes import catch_up
-from dflash_lab.drafter.parallel import join
+from dflash_lab.drafter.parallel import Single, join
 from dflash_lab.drafter.trainer import Trainer
+from dflash_lab.drafter.warm import warm_up
 
 
 def extract_worker(order: dict[str, Any]) -> None:
@@ -67,27 +67,47 @@ def extract_worker(order: dict[str, Any]) -> None:
 
 
 def train_worker(order: dict[str, Any]) -> None:
-    """Train in each mode of the order with all processes; rank 0 leaves the result."""
+    """Train alone, every GPU for itself, then in each mode of the order with all processes; rank 0 leaves
+    what is known after each.
+    """
+    group, device = join("ddp", order["device"])
+    rank, world = group.rank, group.world
     found: dict[str, Any] = {}
-    group = None
-    for mode in order["modes"]:
-        group, device = join(mode, order["device"])
+    reference: dict[str, Tensor] = {}
+    for mode in ("one", *(order["modes"] if world > 1 else ())):
+        group = Single() if mode == "one" else join(mode, order["device"])[0]
         case = large_case(device.type != "cuda", steps=order["steps"])
-        with contextlib.closing(Scratch(order["scratch"], mode, group.rank)) as folder:
+        with contextlib.closing(Scratch(order["scratch"], mode, rank)) as folder:
             trainer = new_trainer(case, Path(order["store"]), folder.path, device, group)
-            first = first_gradients(trainer, order["reference"], order["rows"])
-            result = measure(case, trainer, profile=False)
+            warm_up(trainer)
+            result: dict[str, Any] = {}
+            if world > 1:
+                mine = gradients(trainer, world if mode == "one" else 1)
+                if mode == "one":
+                    reference = mine if rank == 0 else {}
+                elif rank == 0:
+                    result["gradient_rel_error"] = gradient_error(mine, reference)
+                del mine
+                dist.barrier()
+            result |= measure(case, trainer, profile=False)
         if device.type == "cuda":
             result["peak_gib"] = group.longest(torch.cuda.max_memory_allocated() / 2**30)
-        found[mode] = result | first
+        found[mode] = result
+        keep(found, order, rank)
         del trainer
         gc.collect()
-    if group is not None and group.world > 1 and order["vocabulary_parallel"]:
-        found["vocabulary_parallel"] = vocabulary_parallel(order, device)
-    if group is None or group.rank == 0:
-        files.write_json(Path(order["result"]), found)
+    if world > 1 and order["vocabulary_parallel"]:
+        found["vocabulary_parallel"] = vocabulary_parallel(device)
+        keep(found, order, rank)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def keep(found: dict[str, Any], order: dict[str, Any], rank: int) -> None:
+    """Write what is known so far, on rank 0."""
+    if rank == 0:
+        files.write_json(Path(order["result"]), found)
+        print(json.dumps(found), flush=True)
 
 
 class Scratch:
@@ -100,22 +120,12 @@ class Scratch:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def first_gradients(trainer: Trainer, reference: str, counts: list[int]) -> dict[str, Any]:
-    """Error of the first step's gradients against those of one process on the same rows, accumulated. One
-    process leaves these in files, for each count of rows.
-    """
-    world = trainer.group.world
-    if world == 1:
-        for rows in counts:
-            save_file(gradients(trainer, rows), f"{reference}-{rows}.safetensors")
-        return {}
-    mine = gradients(trainer, 1)
-    if trainer.group.rank:
-        return {}
-    wanted = load_file(f"{reference}-{world}.safetensors", device=str(trainer.device))
-    above = sum(float((mine[n].to(w.device).float() - w.float()).square().sum()) for n, w in wanted.items())
-    below = sum(float(w.float().square().sum()) for w in wanted.values())
-    return {"gradient_rel_error": (above / below) ** 0.5}
+def gradient_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Relative L2 distance of all gradients together."""
+    above = sum(
+        float((found[name].float() - tensor.float()).square().sum()) for name, tensor in wanted.items()
+    )
+    return (above / sum(float(tensor.float().square().sum()) for tensor in wanted.values())) ** 0.5
 
 
 def gradients(trainer: Trainer, rows: int) -> dict[str, Tensor]:
@@ -125,11 +135,11 @@ def gradients(trainer: Trainer, rows: int) -> dict[str, Tensor]:
     kept: dict[str, Tensor] = {}
     step, settings, place = trainer.optimizer.step, trainer.settings, dict(trainer.place)
 
-    def keep(factor: float, scale: Tensor, go: Tensor) -> None:
+    def collect(factor: float, scale: Tensor, go: Tensor) -> None:
         named = {n: p.grad * scale.to(p.grad.dtype) for n, p in trainer.drafter.named_parameters()}
         kept.update({n: g.cpu().contiguous() for n, g in trainer.group.whole(named).items()})
 
-    trainer.optimizer.step = keep  # type: ignore[method-assign, assignment]
+    trainer.optimizer.step = collect  # type: ignore[method-assign, assignment]
     trainer.settings = dataclasses.replace(settings, accumulate=rows)
     with contextlib.closing(prefetch(feed(trainer.stream(), trainer.device))) as stream:
         trainer.train_step(stream)
@@ -138,7 +148,7 @@ def gradients(trainer: Trainer, rows: int) -> dict[str, Tensor]:
     return kept
 
 
-def vocabulary_parallel(order: dict[str, Any], device: torch.device) -> dict[str, float]:
+def vocabulary_parallel(device: torch.device) -> dict[str, float]:
     """The draft loss with the head in shards over all processes, beside one process with the whole head."""
     toy = device.type != "cuda"
     case = large_case(toy)

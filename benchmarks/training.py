@@ -357,7 +357,8 @@ def pipeline_figures(scratch: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         path = Path(folder) / "pipeline.json"
         script = Path(__file__).parent / "pipeline.py"
-        subprocess.run([sys.executable, str(script), "--json", str(path)], check=True)
+        command = [sys.executable, str(script), "--json", str(path), "--scratch", folder]
+        subprocess.run(command, check=True)
         found = files.read_json(path)["figures"]
     return {name: found[name] for name in ("pipeline_drafter_busy_pct", "pipeline_speedup")}
 
