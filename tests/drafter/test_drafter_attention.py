@@ -161,4 +161,4 @@ def test_flex_equals_dense_on_cuda_with_gradients(mask, dtype):
         out.float().square().sum().backward()
         results.append([out, *(t.grad for t in inputs)])
     for dense, flex in zip(*results, strict=True):
-        assert relative_error(flex, dense) < (1e-5 if dtype == torch.float32 else 2e-2)
+        assert relative_error(flex, dense) < (1e-4 if dtype == torch.float32 else 3e-2)
