@@ -47,8 +47,7 @@ def offline(
 
     temperatures: also give the expected accepted drafts of rejection sampling at these temperatures, sum over
     k of prod over j <= k of (1 - TV(p_j, q_j)), from the items' final states; plain DFlash only.
-    chunk_elements: how many logits are held at once, in elements of fp32; 0: 128 MiB of them, 512 MiB on CUDA.
-    on_item(tokens) is called after
+    chunk_elements: logits held at once; 0: 128 MiB of fp32, on CUDA 512 MiB. on_item(tokens) is called after
     each item. Raises `InputError` when no item has an answer of at least two tokens.
     """
     size = drafter.config.block_size if block_size is None else block_size

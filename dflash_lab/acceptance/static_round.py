@@ -20,7 +20,7 @@ from dflash_lab.acceptance.graphs import Call, captured, new_pool
 from dflash_lab.acceptance.proposals import Draft
 from dflash_lab.acceptance.static_cache import StaticKeys
 from dflash_lab.acceptance.static_context import StaticContext
-from dflash_lab.acceptance.tree_levels import LevelTree, best_tree, candidate_pairs
+from dflash_lab.acceptance.tree_levels import LevelTree, Plan, best_tree, plan_build
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.target.model import Target
 
@@ -46,9 +46,14 @@ class StaticRound:
         self.drafter, self.head = drafter, target.head
         self.block_size, self.budget = block_size, budget
         slots = block_size - 1
-        self.nodes = budget + slots if budget else 0
-        self.width = 1 + (self.nodes or slots)
         device = target.device
+        self._plan: Plan | None = None
+        if budget and drafter is not None:
+            second = drafter.candidate_selector
+            fan = min(budget if second is None else second.top_k, target.vocab_size)
+            self._plan = plan_build(budget, slots, fan, second is not None, device)
+        self.nodes = self._plan.nodes + slots if self._plan is not None else 0
+        self.width = 1 + (self.nodes or slots)
 
         def whole(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.long, device=device)
@@ -69,10 +74,6 @@ class StaticRound:
             self._logits = torch.zeros(slots, target.vocab_size, **options)
             self._hidden = torch.zeros(slots, target.hidden_size, **options)
             steps = {"draft": self._draft, **({"build": self._build} if budget else {}), **steps}
-            if budget:
-                second = drafter.candidate_selector
-                fan = min(budget if second is None else second.top_k, target.vocab_size)
-                self._pairs = candidate_pairs(budget, fan, slots, second is not None, device)
         pool = new_pool(device)
         with torch.no_grad():
             self.steps: dict[str, Call] = {name: captured(call, device, pool) for name, call in steps.items()}
@@ -99,9 +100,9 @@ class StaticRound:
         self._drafts.copy_(Draft(self.drafter, self.anchor, hidden, logits).greedy())
 
     def _build(self) -> None:
-        assert self.drafter is not None
+        assert self.drafter is not None and self._plan is not None
         draft = Draft(self.drafter, self.anchor, self._hidden, self._logits)
-        tree = best_tree(draft.choices(self.budget), self._drafts, self.budget, self._pairs)
+        tree = best_tree(draft.choices(self.budget), self._drafts, self._plan)
         for own, new in zip(self._tree, tree):
             own.copy_(new)
         self._seen.copy_(tree.visibility(self.block_size - 1))

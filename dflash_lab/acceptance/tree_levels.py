@@ -1,15 +1,16 @@
 """The best-first tree as tensor operations of fixed shape: no host, no loop over nodes, fit for a CUDA graph.
 
 The heap of `tree.py` pops one node at a time and needs the draft's scores on the host. Here the `budget` best
-prefixes are kept while the depth grows: a level adds the children of the nodes that the last level brought
-in, and one sort keeps the best. Among parents in order of probability, child (i-th parent, r-th token) is
-beaten by all (i' <= i, r' <= r), so only pairs with (i + 1)(r + 1) <= budget can enter, about budget * ln
-budget of them. (Scores that depend on the token before have no such order; all children are looked at.)
+prefixes of each depth are found from those of the depth before, and the best of all depths are the tree.
+Among parents in order of probability, child (i-th parent, r-th token) is beaten by all (i' <= i, r' <= r), so
+only pairs with (i + 1)(r + 1) <= budget can enter, about budget * ln budget of them. (Scores that depend on
+the token before have no such order; more children are looked at.)
 
-Costs are whole numbers, 2^-24 nat each, so sums are exact and a sort key can hold the cost and, below it, the
-place of the path in lexicographic order of its ranks: equal probabilities are ordered as the heap orders
-them. After the `budget` nodes stand those of the draft's own chain (`tree.with_chain`), one slot a depth;
-those that the tree has already are switched off.
+A prefix is one whole number: its cost in units of 2^-24 nat, exact, above its place among all prefixes found
+so far in lexicographic order of their ranks. So equal probabilities are ordered as the heap orders them, a
+child's number is its parent's plus one that is known for all parents beforehand, and a choice is one sort.
+After the tree's nodes stand those of the draft's own chain (`tree.with_chain`), one slot a depth; those that
+the tree has already are switched off.
 """
 
 from __future__ import annotations
@@ -54,115 +55,131 @@ class LevelTree(NamedTuple):
         return reach > 0
 
 
-class _Nodes(NamedTuple):
-    """The best nodes so far, best first, [M] each; `place` is the rank of the path in lexicographic order."""
+class Plan(NamedTuple):
+    """Sizes of a build, and its constant tensors, which outlive the graphs that read them.
 
-    costs: torch.Tensor
-    place: torch.Tensor
-    tokens: torch.Tensor
-    parents: torch.Tensor  # index + 1, 0: the root
-    depths: torch.Tensor
-    rows: torch.Tensor  # row of the next level
-    chain: torch.Tensor  # bool: every token on the path is the best after the one before
+    Of each level: `parents` and `ranks` of the children that are looked at, how many are `kept`. Of all kept
+    children together, T: `level`, and `above`, where the parents of their level begin (-1: the root).
+    """
+
+    budget: int
+    width: int  # R
+    conditional: bool
+    shift: int  # bits of a place
+    parents: tuple[torch.Tensor, ...]
+    ranks: tuple[torch.Tensor, ...]
+    kept: tuple[int, ...]
+    level: torch.Tensor
+    above: torch.Tensor
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the tree without its chain; fewer than the budget where so many prefixes do not exist."""
+        return min(self.budget, sum(self.kept))
 
 
-class Pairs(NamedTuple):
-    """All (parent, token rank) [n] that can be among the best; they outlive the graphs that read them."""
-
-    parents: torch.Tensor
-    ranks: torch.Tensor
-
-
-def candidate_pairs(budget: int, width: int, depth: int, conditional: bool, device: torch.device) -> Pairs:
-    """Return the pairs for trees of `budget` nodes; `InputError` if such a tree does not fit the sort key."""
-    bits = (MOST_NATS * UNITS_A_NAT * depth).bit_length() + 1 + ((budget + 1) * (width + 1)).bit_length()
-    if bits > 63:
+def plan_build(budget: int, depth: int, width: int, conditional: bool, device: torch.device) -> Plan:
+    """Return the plan of trees of `budget` nodes; `InputError` if their numbers do not fit 63 bits."""
+    shift = (depth * budget * (width + 1)).bit_length()
+    if (MOST_NATS * UNITS_A_NAT * depth).bit_length() + shift > 63:
         raise InputError(
             f"a tree of {budget} nodes over {depth} slots is too large to be built on the device: take a "
             "smaller budget or block size."
         )
-    i, r = torch.meshgrid(torch.arange(budget), torch.arange(width), indexing="ij")
-    kept = i + r + 2 <= budget if conditional else (i + 1) * (r + 1) <= budget
-    return Pairs(i[kept].to(device), r[kept].to(device))
-
-
-def best_tree(choices: Choices, drafts: torch.Tensor, budget: int, pairs: Pairs) -> LevelTree:
-    """Return the tree of the `budget` best prefixes, then the chain `drafts` [L]: n = budget + L entries."""
-    depth, _, width = choices.costs.shape
-    device = drafts.device
-    shift = ((budget + 1) * (width + 1)).bit_length()
-    never = (1 << (63 - shift)) - 1  # the cost of what is not there
-    count = torch.arange(budget, device=device)
-    nothing = torch.zeros_like(count)
-    nodes = _Nodes(nothing + never, count, nothing, nothing, nothing, nothing, nothing.bool())
-    first = torch.arange(width, device=device)
-    nodes = _merge(
-        nodes,
-        _Nodes(
-            choices.costs[0, 0],
-            first,
-            choices.tokens[0, 0],
-            torch.zeros_like(first),
-            torch.ones_like(first),
-            choices.rows[0, 0],
-            first == 0,
-        ),
+    parents, ranks, kept = [], [], []
+    for _ in range(depth):
+        i, r = torch.meshgrid(torch.arange(kept[-1] if kept else 1), torch.arange(width), indexing="ij")
+        possible = i + r + 1 <= budget if conditional else (i + 1) * (r + 1) <= budget
+        parents.append(i[possible].to(device))
+        ranks.append(r[possible].to(device))
+        kept.append(min(budget, len(parents[-1])))
+    counts = torch.tensor(kept)
+    starts = torch.cat([torch.tensor([-1]), counts.cumsum(0) - counts])[:depth]
+    level = torch.arange(depth).repeat_interleave(counts)
+    above = starts.repeat_interleave(counts)
+    return Plan(
         budget,
+        width,
+        conditional,
         shift,
+        tuple(parents),
+        tuple(ranks),
+        tuple(kept),
+        level.to(device),
+        above.to(device),
     )
-    parent, rank = pairs
-    for level in range(2, depth + 1):
-        # Nodes of the last level, best first, stand in the first places of `beam`; `budget` is nobody.
-        last = (nodes.depths == level - 1) & (nodes.costs < never)
-        slot = torch.where(last, last.cumsum(0) - 1, budget)
-        beam = torch.full((budget + 1,), budget, device=device).scatter_(0, slot, count.where(last, budget))
-        above = beam[parent]
-        here = above.clamp_max(budget - 1)
-        row = nodes.rows[here]
-        costs = nodes.costs[here] + choices.costs[level - 1, row, rank]
-        nodes = _merge(
-            nodes._replace(place=nodes.place * (width + 1)),
-            _Nodes(
-                torch.where(above < budget, costs, never),
-                nodes.place[here] * (width + 1) + 1 + rank,
-                choices.tokens[level - 1, row, rank],
-                here + 1,
-                torch.full_like(here, level),
-                choices.rows[level - 1, row, rank],
-                nodes.chain[here] & (rank == 0),
-            ),
-            budget,
-            shift,
-        )
-    return _with_chain(nodes, nodes.costs < never, drafts)
 
 
-def _merge(old: _Nodes, new: _Nodes, budget: int, shift: int) -> _Nodes:
-    """Keep the `budget` best of both."""
-    both = _Nodes(*(torch.cat(pair) for pair in zip(old, new)))
-    order = ((both.costs << shift) + both.place).argsort()
-    kept = order[:budget]
-    where = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    nodes = _Nodes(*(column[kept] for column in both))
-    parents = torch.where(nodes.parents > 0, where[nodes.parents - 1] + 1, 0)
-    count = torch.arange(budget, device=order.device)
-    place = torch.empty_like(kept).scatter_(0, nodes.place.argsort(), count)
-    return nodes._replace(parents=parents, place=place)
+def best_tree(choices: Choices, drafts: torch.Tensor, plan: Plan) -> LevelTree:
+    """Return the tree of `choices`, then the chain `drafts` [L]: n = plan.nodes + L entries."""
+    steps = (choices.costs << plan.shift) + torch.arange(1, plan.width + 1, device=drafts.device)
+    numbers = drafts.new_zeros(0)  # of all kept children so far, level after level
+    last = drafts.new_zeros(1)  # of the last level, best first; at first the root
+    row = drafts.new_zeros(1)
+    kept_parents, kept_ranks, kept_rows = [], [], []
+    for level, (parents, ranks, kept) in enumerate(zip(plan.parents, plan.ranks, plan.kept)):
+        if plan.conditional:
+            own = steps[level, row[parents], ranks]
+        else:
+            own = steps[level, 0].index_select(0, ranks)
+        found, pick = (last.index_select(0, parents) + own).sort()
+        pick = pick[:kept]
+        kept_parents.append(parents.index_select(0, pick))
+        kept_ranks.append(ranks.index_select(0, pick))
+        if plan.conditional:
+            kept_rows.append(row[kept_parents[-1]])
+            row = choices.rows[level, kept_rows[-1], kept_ranks[-1]]
+        numbers = torch.cat([numbers, found[:kept]])
+        if level + 1 < len(plan.kept):
+            numbers = _placed_anew(numbers, plan)
+            last = numbers[-kept:]
+    rank = torch.cat(kept_ranks)
+    row = torch.cat(kept_rows) if plan.conditional else torch.zeros_like(rank)
+    tokens = choices.tokens[plan.level, row, rank]
+    return _tree(tokens, torch.cat(kept_parents), rank, numbers, drafts, plan)
 
 
-def _with_chain(nodes: _Nodes, active: torch.Tensor, drafts: torch.Tensor) -> LevelTree:
-    budget, depth = len(active), len(drafts)
-    levels = torch.arange(depth + 1, device=drafts.device)
-    inside = nodes.chain & active
-    # The chain's node at each depth: one of the tree's, else its own slot after it; depth 0 is the root.
-    own = torch.where(levels > 0, budget + levels, 0)
-    found = torch.zeros_like(own).scatter_reduce_(
-        0, nodes.depths * inside, (torch.arange(budget, device=drafts.device) + 1) * inside, "amax"
-    )
-    node = torch.where(found > 0, found, own)
+def _placed_anew(numbers: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """Count places again from 0, R + 1 apart, so that children fit between their parent and who follows."""
+    place = numbers & ((1 << plan.shift) - 1)
+    spread = torch.arange(len(numbers), device=numbers.device) * (plan.width + 1)
+    return numbers - place + torch.empty_like(place).scatter_(0, place.argsort(), spread)
+
+
+def _tree(
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    ranks: torch.Tensor,
+    numbers: torch.Tensor,
+    drafts: torch.Tensor,
+    plan: Plan,
+) -> LevelTree:
+    """Choose among all kept children [T], `parents` being places in the level above, and add the chain."""
+    depth, count = len(drafts), plan.nodes
+    best = numbers.argsort()[:count]
+    # The node of each child, 0 of those that are not in the tree; the root's comes last, where -1 finds it.
+    node = torch.zeros(len(numbers) + 1, dtype=torch.long, device=drafts.device)
+    node[:-1].scatter_(0, best, torch.arange(1, count + 1, device=drafts.device))
+    above = torch.where(plan.above < 0, -1, plan.above + parents)
+    on_chain = _on_chain(ranks, above, plan)
+    inside = node[:-1] * on_chain
+    found = torch.zeros(depth, dtype=torch.long, device=drafts.device)
+    found = found.scatter_reduce_(0, plan.level, inside, "amax")
+    slots = torch.arange(count + 1, count + 1 + depth, device=drafts.device)
+    chain = torch.where(found > 0, found, slots)
     return LevelTree(
-        torch.cat([torch.where(active, nodes.tokens, 0), drafts]),
-        torch.cat([torch.where(active, nodes.parents, 0), node[:-1]]),
-        torch.cat([torch.where(active, nodes.depths, 0), levels[1:]]),
-        torch.cat([active, found[1:] == 0]),
+        torch.cat([tokens[best], drafts]),
+        torch.cat([node[above[best]], chain.new_zeros(1), chain[:-1]]),
+        torch.cat([plan.level[best] + 1, torch.arange(1, depth + 1, device=drafts.device)]),
+        torch.cat([torch.ones_like(best, dtype=torch.bool), found == 0]),
     )
+
+
+def _on_chain(ranks: torch.Tensor, above: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """Return [T] bool: every token on the path is the best after the one before."""
+    flags = torch.cat([ranks == 0, ranks.new_ones(1).bool()])
+    steps = above
+    for _ in range(len(plan.kept).bit_length()):  # twice as far up each time; -1, the root, stays
+        flags = torch.cat([flags[:-1] & flags[steps], flags[-1:]])
+        steps = torch.where(steps < 0, -1, steps[steps])
+    return flags[:-1]

@@ -19,12 +19,13 @@ from dflash_lab.acceptance.proposals import Draft
 from dflash_lab.acceptance.static_cache import why_not
 from dflash_lab.acceptance.static_decode import StaticDecoder, Workspace
 from dflash_lab.acceptance.tree import build_tree, marginal_edges, with_chain
-from dflash_lab.acceptance.tree_levels import Choices, best_tree, candidate_pairs
+from dflash_lab.acceptance.tree_levels import Choices, best_tree, plan_build
 from dflash_lab.errors import UnsupportedTarget
 from dflash_lab.target.loading import load_target
 
 PROMPT = [257, 84, 104, 105, 115, 32, 105, 115, 32, 97]
 COUNT = 40
+CPU = torch.device("cpu")
 KINDS = ("llama", "qwen3")
 
 
@@ -128,8 +129,7 @@ def test_the_tree_built_by_levels_equals_the_heaps_node_by_node(seed, grid, dept
     tokens = torch.tensor([ids for ids, _ in rows])[:, None]
     costs = -(torch.tensor([values for _, values in rows], dtype=torch.double)[:, None] * (1 << 24))
     choices = Choices(tokens, costs.long(), torch.zeros_like(tokens))
-    pairs = candidate_pairs(budget, tokens.shape[2], depth, False, torch.device("cpu"))
-    tree = best_tree(choices, draft, budget, pairs)
+    tree = best_tree(choices, draft, plan_build(budget, depth, tokens.shape[2], False, CPU))
     everyone = torch.ones(len(heap), dtype=torch.bool)
     ours = _paths(tree.tokens, tree.parents, tree.active)
     assert ours == _paths(torch.from_numpy(heap.tokens), torch.from_numpy(heap.parents), everyone)
@@ -150,8 +150,7 @@ def test_a_conditional_tree_built_by_levels_equals_the_heaps(loaded):
     for budget in (1, 8, 50, 200):
         heap = draft.tree(budget)
         choices = draft.choices(budget)
-        pairs = candidate_pairs(budget, choices.tokens.shape[2], 5, True, torch.device("cpu"))
-        tree = best_tree(choices, draft.greedy(), budget, pairs)
+        tree = best_tree(choices, draft.greedy(), plan_build(budget, 5, choices.tokens.shape[2], True, CPU))
         everyone = torch.ones(len(heap), dtype=torch.bool)
         assert _paths(tree.tokens, tree.parents, tree.active) == _paths(
             torch.from_numpy(heap.tokens), torch.from_numpy(heap.parents), everyone
