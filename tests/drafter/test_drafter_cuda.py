@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.tiny_drafters import HIDDEN, ItemList, relative_error, tiny_config, tiny_head, tiny_items
+from support.tiny_drafters import HIDDEN, ItemList, head_on, relative_error, tiny_config, tiny_items
 
 from dflash_lab.drafter.attention import row_layout
 from dflash_lab.drafter.feed import feed, prefetch
@@ -56,13 +56,7 @@ def start(compiled: bool = False) -> Drafter:
 
 
 def cuda_head():
-    head = tiny_head(dtype=torch.bfloat16)
-    return dataclasses.replace(
-        head,
-        embedding_weight=head.embedding_weight.cuda(),
-        weight=head.weight.cuda(),
-        norm=head.norm.cuda(),
-    )
+    return head_on("cuda", torch.bfloat16)
 
 
 def steps(folder):

@@ -22,6 +22,15 @@ SCRIPT = Path(__file__).parent.parent / "support" / "train_ranks.py"
 STEPS = dict(max_steps=4, eval_every=2, eval_rows=3, checkpoint_every=2, log_every=2, warmup=0.0)
 
 
+def launch(jobs: list[dict]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(SCRIPT), json.dumps(jobs)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     """Runs of two processes, by name, from one launch; `again` lost its last checkpoint and was started
@@ -35,12 +44,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     }
     listed = [{**STEPS, "accumulate": 1, "folder": str(root / name), **job} for name, job in jobs.items()]
     listed.append({**listed[-1], "drop": "step-00000004"})
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(SCRIPT), json.dumps(listed)], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    launch(listed)
     return {name: root / name for name in jobs}
 
 
@@ -70,3 +74,18 @@ def test_a_sharded_run_resumes_exactly_and_its_checkpoint_is_whole(folders):
         wanted, found = load_file(first / file), load_file(again / file)
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("mode", "kind"), [("ddp", "adamw"), ("fsdp", "adamw"), ("fsdp", "muon")])
+def test_two_gpus_equal_one_on_the_same_global_batch(tmp_path, mode, kind):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    report = tiny_run(str(tmp_path / "one"), {**STEPS, "accumulate": 2, "kind": kind}, device="cuda:0")
+    job = {**STEPS, "accumulate": 1, "folder": str(tmp_path / "two"), "mode": mode, "kind": kind}
+    launch([{**job, "device": "cuda"}])
+    for single, double in zip(read_journal(tmp_path / "one"), read_journal(tmp_path / "two"), strict=True):
+        assert double["loss"] == pytest.approx(single["loss"], rel=1e-3)
+    wanted = load_file(report.last_checkpoint / "model.safetensors")
+    found = load_file(tmp_path / "two" / "checkpoints" / "step-00000004" / "model.safetensors")
+    assert max(relative_error(found[tensor], wanted[tensor]) for tensor in wanted) < 5e-3

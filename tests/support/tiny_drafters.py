@@ -68,6 +68,12 @@ def tiny_head(seed: int = 1, dtype: torch.dtype = torch.float32) -> TargetHead:
     )
 
 
+def head_on(device: Any, dtype: torch.dtype = torch.float32) -> TargetHead:
+    """The tiny head on a device."""
+    head = tiny_head(dtype=dtype)
+    return TargetHead(head.embedding_weight.to(device), head.norm.to(device), head.weight.to(device))
+
+
 class ItemList(list):
     """A list of items with what a feature store knows beforehand."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from support.tiny_drafters import tiny_config, tiny_head, tiny_items
+from support.tiny_drafters import head_on, tiny_config, tiny_items
 
 from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.model import Drafter
@@ -23,7 +23,9 @@ from dflash_lab.drafter.train import train
 from dflash_lab.drafter.trainer import TrainReport
 
 
-def tiny_run(folder: str, values: dict, group: Single | None = None, device: str = "cpu") -> TrainReport:
+def tiny_run(
+    folder: str, values: dict, group: Single | None = None, device: str | torch.device = "cpu"
+) -> TrainReport:
     """The same tiny run in any number of processes; `accumulate` counts rows of one process."""
     drafter = Drafter(tiny_config(initializer_range=0.05)).initialize(torch.Generator().manual_seed(0))
     chosen = TrainSettings(
@@ -34,16 +36,16 @@ def tiny_run(folder: str, values: dict, group: Single | None = None, device: str
         noise_std=0.02,
         **values,
     )
-    return train(tiny_items(), tiny_head(), drafter.to(device), chosen, folder=folder, group=group)
+    return train(tiny_items(), head_on(device), drafter.to(device), chosen, folder=folder, group=group)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for job in json.loads(sys.argv[1]):
-        joined, _ = join(job.pop("mode"), "cpu")
+        joined, device = join(job.pop("mode"), job.pop("device", "cpu"))
         lost = Path(job["folder"]) / "checkpoints" / job.pop("drop", "none")
         if lost.exists() and joined.rank == 0:
             lost.rename(Path(job["folder"]) / "lost")
         joined.barrier()
-        tiny_run(job.pop("folder"), job, joined)
+        tiny_run(job.pop("folder"), job, joined, device)
     torch.distributed.destroy_process_group()
