@@ -7,7 +7,7 @@ RUN ?= params/demo
 PORT ?= 8888
 WORKERS ?= 2
 DEVICE ?= cpu
-CLAIMS ?= planning extraction memory loss acceptance
+CLAIMS ?= planning extraction memory loss training acceptance
 PYTEST_ARGS ?=
 BIN := .venv/bin
 # Containers run as root, which Jupyter refuses unless told; it listens on loopback with its token either way.

@@ -352,15 +352,26 @@ def run_small(device: torch.device, scratch: Path, profile: bool) -> Iterator[di
             yield results
 
 
+PIPELINE = ("pipeline_drafter_busy_pct", "pipeline_speedup")
+
+
+def add_pipeline(path: Path, measured: Path) -> None:
+    """Put the online pipeline's headline figures from a result of `pipeline.py` into one of this script."""
+    result, other = files.read_json(path), files.read_json(measured)
+    result["figures"] |= {name: other["figures"][name] for name in PIPELINE}
+    result["pipeline"] = {"from": measured.name} | {n: other.get(n) for n in ("device", "time", "commit")}
+    files.write_json(path, result)
+
+
 def pipeline_figures(scratch: Path) -> dict[str, float]:
-    """The online pipeline's headline figures, measured by `pipeline.py` on two devices."""
+    """The same, measured by `pipeline.py` on two devices."""
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         path = Path(folder) / "pipeline.json"
         script = Path(__file__).parent / "pipeline.py"
         command = [sys.executable, str(script), "--json", str(path), "--scratch", folder]
         subprocess.run(command, check=True)
         found = files.read_json(path)["figures"]
-    return {name: found[name] for name in ("pipeline_drafter_busy_pct", "pipeline_speedup")}
+    return {name: found[name] for name in PIPELINE}
 
 
 def main() -> None:
@@ -371,8 +382,14 @@ def main() -> None:
     parser.add_argument("--json", required=True, help="where the results go")
     parser.add_argument("--scratch", type=Path, default=None, help="folder for the stores (fast: /dev/shm)")
     parser.add_argument("--only", nargs="+", default=["small", "large", "pipeline"], help="parts to measure")
+    parser.add_argument(
+        "--pipeline", type=Path, help="only add the figures of this result of pipeline.py to the --json file"
+    )
     parser.add_argument("--no-profile", action="store_true", help="leave out the tables of kernels")
     options = parser.parse_args()
+    if options.pipeline:
+        add_pipeline(Path(options.json), options.pipeline)
+        return
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     toy = device.type != "cuda"
     rates = matmul_rates(device, torch.float32 if toy else torch.bfloat16)
