@@ -14,7 +14,8 @@ from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.journal import read_journal
 from dflash_lab.drafter.live import LiveItems
-from dflash_lab.drafter.live_forward import ATTENTION, RowForward
+from dflash_lab.drafter.live_attention import ATTENTION
+from dflash_lab.drafter.live_forward import RowForward
 from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.optimizer import OptimizerConfig
@@ -129,9 +130,9 @@ def test_documents_do_not_see_each_other(samples, tiny_target):
 
 def test_a_target_whose_packed_forward_differs_runs_padded(samples, tiny_target, caplog, monkeypatch):
     """The proof, not a list of names, decides."""
-    from dflash_lab.drafter import live_forward
+    from dflash_lab.drafter import live_attention
 
-    monkeypatch.setattr(live_forward, "_attend", lambda q, k, v, scale, window: q + 1.0)
+    monkeypatch.setattr(live_attention, "_attend", lambda q, k, v, scale, window: q + 1.0)
     target = load_target(str(tiny_target("llama")))
     before = target.body.config._attn_implementation
     with caplog.at_level("INFO"):
@@ -142,6 +143,28 @@ def test_a_target_whose_packed_forward_differs_runs_padded(samples, tiny_target,
     taps, _ = forward(ids, torch.arange(50), [(0, 20), (20, 50)])
     plain = torch.cat(forward._plain(ids[None, 20:])[:-1], dim=-1)[0]
     assert relative_error(taps[20:], plain) < 5e-3
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_compiled_layers_are_kept_only_if_each_adds_the_same(tiny_target, monkeypatch, kind):
+    """A compiler that changes one layer's output by a tenth is not trusted; one that changes nothing is."""
+    forward = RowForward(load_target(str(tiny_target(kind))), TAPS, row_tokens=CONTEXT, longest=40)
+    plain = [layer.forward for layer in forward.target.layers]
+    made = []
+
+    def compiler(function, dynamic):
+        made.append(function)
+        factor = 1.1 if len(made) == 5 else 1.0
+        return lambda stream, **kwargs: function(stream, **kwargs) * factor
+
+    monkeypatch.setattr(torch, "compile", compiler)
+    with torch.no_grad():
+        assert "compiled, layer 4 adds something else" in forward._compile()
+    assert [layer.forward for layer in forward.target.layers] == plain
+    made += [None] * 8
+    with torch.no_grad():
+        assert forward._compile() == ""
+    assert all(layer.forward is not old for layer, old in zip(forward.target.layers, plain, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
@@ -214,7 +237,9 @@ def test_packed_rows_on_cuda_equal_plain_forwards(samples, tiny_target, kind, co
     """Recorded or not, compiled or not, a row repeats itself and equals its documents run alone."""
     target = load_target(str(tiny_target(kind)), device="cuda", dtype="bfloat16")
     items = LiveItems(samples, target, tap_ids=TAPS, context_tokens=128, compile=compile)
-    assert items.forward.path == "packed"
+    assert items.forward.path == "packed" and items.forward.compiled == compile
+    items.fill(PackedRows(items, [0], drafter_for(tiny_target(kind)).config, context_tokens=128, anchors=4,
+                          seed=0, pad=True).row(0, 0).to("cuda"), 0, 0)  # fmt: skip
     assert bool(items.forward._graphs) == (kind != "qwen3_moe")
     config = drafter_for(tiny_target(kind)).config
     source = PackedRows(items, range(13), config, context_tokens=128, anchors=24, seed=0, pad=True)
