@@ -1,14 +1,14 @@
 """How good a drafter becomes: data that the target writes itself, one recipe a row, tau by the public client.
 
     python benchmarks/quality.py data --out DIR --tokens 1900000
-    python benchmarks/quality.py train base --data DIR --out DIR/base --seconds 120
-    python benchmarks/quality.py client --data DIR --drafter DIR/base/drafter --json FILE
-    python benchmarks/quality.py study --data DIR --out DIR/study --steps 600 --parallel 4 --json FILE
+    python benchmarks/quality.py train short --data DIR --out RUNS --seconds 120
+    python benchmarks/quality.py client --data DIR --drafter RUNS/short/drafter --json FILE
+    python benchmarks/quality.py study --data DIR --out RUNS --steps 400 --parallel 3 --json FILE
 
 `train` is the stage `train_drafter` with the row's parameters (`quality_recipes.py`; `-p NAME VALUE` changes
 one), then tau from stored greedy answers of held-out prompts and of all HumanEval's, 128 tokens each.
 `client` decodes 20 prompts of each with the PyPI package `dflash` 0.1.0 (DFLASH_CLIENT: its folder, if it is
-not installed). `study` trains rows side by side for the same number of steps.
+not installed). `study` trains rows for the same number of steps, some side by side.
 """
 
 from __future__ import annotations
@@ -77,18 +77,30 @@ def warm_start(params: TrainDrafterParams, layers: list[int], device: torch.devi
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Train one row and measure it."""
+    """Train rows one after the other, each into a folder of its name, and measure them."""
+    done = {}
+    for row in args.rows:
+        try:
+            done[row] = train_row(args, row, args.out / row)
+        except Exception:  # the other rows are worth having; the exit status tells
+            log.exception("row %s", row)
+    if len(done) < len(args.rows):
+        raise RuntimeError(f"failed: {sorted(set(args.rows) - set(done))}")
+    return {"rows": done}
+
+
+def train_row(args: argparse.Namespace, row: str, out: Path) -> dict[str, Any]:
+    """Train one row and measure it; what it gave is in `out`/row.json too."""
     device = choose_device(args.device)
-    changes = {name: yaml.safe_load(value) for name, value in args.p}
-    values = recipe(args.row, changes)
+    values = recipe(row, {name: yaml.safe_load(value) for name, value in args.p})
     if args.seconds:
-        values |= dict(time_limit_s=float(args.seconds), max_steps=values.get("max_steps", 10**6))
+        values["time_limit_s"] = float(args.seconds)
     if args.steps:
         values["max_steps"] = args.steps
     start_layers = values.pop("start_layers", [])
     values["samples"] = str(args.data / values.get("samples", "samples.parquet"))
     params = TrainDrafterParams(
-        run_dir=str(args.out),
+        run_dir=str(out),
         target="smollm2",
         device=str(device),
         dtype="bfloat16" if device.type == "cuda" else "float32",
@@ -103,21 +115,25 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     trained = time.perf_counter()
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     last = result.metrics.filter(result.metrics["kind"] == "train").tail(1).to_dicts()[0]
+    words = ["python benchmarks/quality.py train", row, f"--data {args.data} --out {args.out}"]
+    words += [f"--{name} {getattr(args, name):g}" for name in ("seconds", "steps") if getattr(args, name)]
     record = {
-        "row": args.row,
+        "row": row,
         "parameters": values,
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join([*words, *(f"-p {name} {value}" for name, value in args.p)]),
         "figures": result.figures,
         "training": {name: last.get(name) for name in ("streak", "accuracy", "loss", "ce", "kl", "epoch")},
         "wall_seconds": round(trained - started, 1),
         "peak_gib": peak,
         "data": json.loads((args.data / "samples.json").read_text()),
-        "tau": offline_taus(args.data, args.out / "drafter", device, args.answers),
-        "measure_seconds": round(time.perf_counter() - trained, 1),
+        "tau": {},
     }
-    files.write_json(args.out / "row.json", record | provenance.provenance())
+    files.write_json(out / "row.json", record | provenance.provenance())
+    record["tau"] = offline_taus(args.data, out / "drafter", device, args.answers)
+    record["measure_seconds"] = round(time.perf_counter() - trained, 1)
+    files.write_json(out / "row.json", record | provenance.provenance())
     taus = {name: found["tau"] for name, found in record["tau"].items()}
-    log.info("%s: %s steps, tau %s", args.row, result.figures["steps"], taus)
+    log.info("%s: %s steps, tau %s", row, result.figures["steps"], taus)
     return record
 
 
@@ -138,12 +154,12 @@ def client(args: argparse.Namespace) -> dict[str, Any]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     running = []
     for name, part in work:
-        out = args.drafter / f"{name}.{part}.lengths.json"
+        out = args.drafter / f"{name}.{part}.{args.block_size}.lengths.json"
         command = [sys.executable, str(Path(__file__).with_name("quality_client.py"))]
         command += ["--drafter", str(args.drafter), "--target", str(cached_folder()), "--out", str(out)]
         command += ["--prompts", str(args.drafter / f"{name}.prompts.json")]
         command += ["--part", f"{part}/{args.parallel}", "--device", args.client_device]
-        command += ["--dtype", args.dtype]
+        command += ["--dtype", args.dtype, "--block-size", str(args.block_size)]
         running.append((name, out, subprocess.Popen(command, env=env)))
     for name, out, process in running:
         if process.wait() != 0:
@@ -155,38 +171,45 @@ def client(args: argparse.Namespace) -> dict[str, Any]:
     for name, entry in found.items():
         entry |= described(summarize(entry["lengths"]))
         log.info("client, %s: tau %.3f (%d prompts)", name, entry["tau"], len(entry["lengths"]))
-    return {"tau": found, "max_new_tokens": args.max_new_tokens, "drafter": str(args.drafter)}
+    rules = {name: getattr(args, name) for name in ("max_new_tokens", "block_size", "client_device", "dtype")}
+    return {"tau": found, **rules, "drafter": str(args.drafter)}
 
 
 def study(args: argparse.Namespace) -> dict[str, Any]:
-    """Train rows in processes of their own, `parallel` at a time, for the same number of steps."""
-    waiting, running, done = list(args.rows or ROWS), [], {}
-    until = time.monotonic() + args.limit_s if args.limit_s else float("inf")
-    while waiting or running:
-        while waiting and len(running) < args.parallel and time.monotonic() < until:
-            row = waiting.pop(0)
-            folder = args.out / row
-            folder.mkdir(parents=True, exist_ok=True)
-            command = [sys.executable, __file__, "train", row, "--data", str(args.data)]
-            command += ["--out", str(folder), "--steps", str(args.steps), "--seed", str(args.seed)]
-            command += ["--device", args.device, "--answers", str(args.answers)]
-            command += [word for pair in args.p for word in ("-p", *pair)]
-            log_file = open(folder / "log", "w")  # noqa: SIM115 - the child's, closed with this process
-            process = subprocess.Popen(command, stdout=log_file, stderr=subprocess.STDOUT)
-            running.append((row, process))
-        time.sleep(0.2)
-        for row, process in [pair for pair in running if pair[1].poll() is not None]:
-            running.remove((row, process))
-            path = args.out / row / "row.json"
-            if process.returncode == 0:
-                done[row] = json.loads(path.read_text())
-                log.info("%s: %s", row, {n: t["tau"] for n, t in done[row]["tau"].items()})
-            else:
-                tail = (args.out / row / "log").read_text()[-1500:]
-                log.warning("%s ended with %d: %s", row, process.returncode, tail)
-        if waiting and not running and time.monotonic() >= until:
-            log.warning("out of time; not trained: %s", waiting)
-            break
+    """Train rows for the same number of steps in `parallel` processes, each taking its rows in turn; after
+    `limit_s` what is not finished is given up.
+    """
+    rows, running = list(args.rows or ROWS), []
+    for number in range(min(args.parallel, len(rows))):
+        command = [
+            sys.executable,
+            __file__,
+            "train",
+            *rows[number :: args.parallel],
+            "--data",
+            str(args.data),
+        ]
+        command += ["--out", str(args.out), "--steps", str(args.steps), "--seed", str(args.seed)]
+        command += ["--device", args.device, "--answers", str(args.answers)]
+        command += [word for pair in args.p for word in ("-p", *pair)]
+        args.out.mkdir(parents=True, exist_ok=True)
+        log_file = open(args.out / f"worker-{number}.log", "w")  # noqa: SIM115 - the child's
+        running.append(subprocess.Popen(command, stdout=log_file, stderr=subprocess.STDOUT))
+    until = time.monotonic() + (args.limit_s or 1e9)
+    for process in running:
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            log.warning("out of time: a worker is stopped")
+            process.kill()
+            process.wait()
+    paths = {row: args.out / row / "row.json" for row in rows}
+    done = {row: json.loads(path.read_text()) for row, path in paths.items() if path.exists()}
+    done = {row: record for row, record in done.items() if record["tau"]}
+    for row, record in done.items():
+        log.info("%s: %s", row, {name: tau["tau"] for name, tau in record["tau"].items()})
+    if missing := sorted(set(rows) - set(done)):
+        log.warning("not finished: %s; see %s", missing, args.out)
     return {"rows": done}
 
 
@@ -215,9 +238,10 @@ def main() -> int:
     made["data"].add_argument(
         "--whole", action="store_true", help="also whole.parquet: blocks in prompts too"
     )
+    made["data"].add_argument("--small", type=Path, help="folder for the first 1.9 M tokens of it")
     made["data"].add_argument("--heldout", type=int, default=512)
     made["data"].add_argument("--problems", type=int, default=0, help="of HumanEval; 0: all")
-    made["train"].add_argument("row", choices=sorted(ROWS))
+    made["train"].add_argument("rows", nargs="+", choices=sorted(ROWS))
     made["train"].add_argument("--seconds", type=float, default=0.0)
     made["study"].add_argument("--rows", nargs="*", choices=sorted(ROWS))
     made["study"].add_argument("--parallel", type=int, default=4)
@@ -228,6 +252,7 @@ def main() -> int:
     made["client"].add_argument("--parallel", type=int, default=2, help="processes for each set")
     made["client"].add_argument("--client-device", default="cuda")
     made["client"].add_argument("--dtype", default="bfloat16")
+    made["client"].add_argument("--block-size", type=int, default=0, help="0: the drafter's")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     if args.command == "data":
@@ -243,6 +268,7 @@ def main() -> int:
             heldout=args.heldout,
             problems=args.problems,
             whole=args.whole,
+            small=args.small,
         )
     else:
         found = {"train": train, "client": client, "study": study}[args.command](args)

@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--part", default="0/1")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--block-size", type=int, default=0, help="0: the drafter's")
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
     config = json.loads((args.drafter / "config.json").read_text())
@@ -46,6 +47,7 @@ def main() -> None:
             torch.tensor([prompt], device=args.device),
             max_new_tokens=asked["max_new_tokens"],
             stop_token_ids=asked["stop_ids"],
+            block_size=args.block_size or None,
             return_stats=True,
         )
         lengths.append(answer.acceptance_lengths)

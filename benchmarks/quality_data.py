@@ -9,7 +9,9 @@ trained on.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -50,9 +52,14 @@ def write_data(
     heldout: int = 512,
     problems: int = 0,
     whole: bool = False,
+    small: Path | None = None,
+    small_tokens: int = 1_900_000,
 ) -> dict[str, Any]:
     """Write `out`/samples.parquet with about `tokens` training tokens (prompts and answers together), and
     heldout.parquet and humaneval.parquet beside it; return counts and seconds.
+
+    whole: also whole.parquet, the same samples with blocks in the user's turns, which the target wrote too.
+    small: a folder for the first `small_tokens` of it, as if no more had been written.
     """
     started = time.perf_counter()
     kept_out = self_prompts(target, heldout, seed=seed + 1_000_003, temperature=temperature)
@@ -78,14 +85,14 @@ def write_data(
     prompts = prompts_of(target, [text for text, _ in named])
     answers = generate(target, prompts, max_new_tokens=answer_tokens)
     answered = time.perf_counter()
-    taken, total = [], 0
-    for number, ((_, source), prompt, answer) in enumerate(zip(named, prompts, answers, strict=True)):
-        if total + len(prompt) + len(answer) > tokens:
-            break
-        total += len(prompt) + len(answer)
-        taken.append(_sample(f"{source}:{number}", prompt, answer, source))
+    taken = [
+        _sample(f"{source}:{number}", prompt, answer, source)
+        for number, ((_, source), prompt, answer) in enumerate(zip(named, prompts, answers, strict=True))
+    ]
+    ends = np.cumsum([len(sample.input_ids) for sample in taken])
+    taken = taken[: int(np.searchsorted(ends, tokens, side="right"))]
     facts = {
-        "tokens": total,
+        "tokens": int(ends[len(taken) - 1]),
         "samples": len(taken),
         "code_samples": sum(sample.source == "code" for sample in taken),
         "answer_tokens_generated": sum(map(len, answers)),
@@ -101,16 +108,27 @@ def write_data(
             temperature=temperature,
         ),
     }  # fmt: skip
-    write_samples(out / "samples.parquet", taken, heldout_fraction=0.01, provenance=facts)
-    if whole:
-        # The same tokens with blocks in the user's turns too, which the target also wrote.
-        opening = len(user_frame(target.tokenizer)[0])
-        for sample in taken:
-            sample.loss_mask[opening:] = 1
-        write_samples(out / "whole.parquet", taken, heldout_fraction=0.01, provenance=facts)
+    opening = len(user_frame(target.tokenizer)[0]) if whole else 0
+    if small is not None:
+        some = taken[: int(np.searchsorted(ends, small_tokens, side="right"))]
+        _write_training(small, some, {**facts, "tokens": int(ends[len(some) - 1])}, opening)
+        for name in ("heldout", "humaneval"):
+            for suffix in (".parquet", ".json"):
+                shutil.copy(out / (name + suffix), small)
+    _write_training(out, taken, facts, opening)
     facts["seconds"] = round(time.perf_counter() - started, 2)
     log.info("data: %s", facts)
     return facts
+
+
+def _write_training(out: Path, samples: list[Sample], facts: dict[str, Any], opening: int) -> None:
+    """Write samples.parquet, and whole.parquet if user turns begin at token `opening`."""
+    write_samples(out / "samples.parquet", samples, heldout_fraction=0.01, provenance=facts)
+    if opening:
+        everywhere = [dataclasses.replace(one, loss_mask=one.loss_mask.copy()) for one in samples]
+        for one in everywhere:
+            one.loss_mask[opening:] = 1
+        write_samples(out / "whole.parquet", everywhere, heldout_fraction=0.01, provenance=facts)
 
 
 def _sample(name: str, prompt: list[int], answer: list[int], source: str) -> Sample:

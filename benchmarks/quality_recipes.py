@@ -35,11 +35,23 @@ ROWS: dict[str, dict[str, Any]] = {
     "muon-slow": dict(muon_lr=2e-3),
     "muon-fast": dict(muon_lr=1e-2),
     "layers-2": dict(num_layers=2),
-    "block-16": dict(block_size=16, gamma=7.0, anchors=1536),
+    "block-16": dict(block_size=16, gamma=7.0),
     "dflash2": dict(second=True),
     "prompts-too": dict(samples="whole.parquet"),
     "warm": dict(start_layers=[2, 8, 15, 22, 28]),
     "warm-late": dict(start_layers=[25, 26, 27, 28, 29]),
+    # The two recorded runs: little data many times over, and much data a few times.
+    "short": dict(hard_weight=0.5, soft_weight=0.5, noise_std=0.5, muon_lr=4e-3, compile=True),
+    "long": dict(
+        block_size=16,
+        gamma=7.0,
+        hard_weight=0.7,
+        soft_weight=0.3,
+        muon_lr=4e-3,
+        compile=True,
+        eval_every=1000,
+        checkpoint_every=3000,
+    ),
 }
 
 
@@ -47,4 +59,6 @@ def recipe(name: str, changes: dict[str, Any]) -> dict[str, Any]:
     """Parameters of row `name`, with `changes` on top; how long it trains is for the caller to say."""
     base = yaml.safe_load(PARAMS.read_text())
     base.pop("time_limit_s")
-    return {**base, **ROWS[name], **changes}
+    values = {**base, **ROWS[name], **changes}
+    values["anchors"] = values["anchors"] * base["block_size"] // values["block_size"]  # as many slots a step
+    return values
