@@ -18,8 +18,10 @@ import argparse
 import dataclasses
 import json
 import logging
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,6 @@ from dflash_lab.data.lengths import synthetic_lengths
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.crew import Job, run_crew
 from dflash_lab.drafter.journal import read_journal
-from dflash_lab.workbench.params import from_mapping
 from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 from dflash_lab.workbench.train_pipeline import DIARY, SUMMARY, train_pipeline
 
@@ -45,7 +46,7 @@ log = logging.getLogger("pipeline")
 class Work:
     """What is trained: a target's shape, rows, and the drafter's step."""
 
-    shape: str = "qwen3-8b"  # params/targets, or a path to a config
+    shape: str = "qwen3-0.6b"  # params/targets, or a path to a config
     layers: int = 0  # of the target; 0: those that balance it with the drafter
     share: float = 0.97  # target time / drafter time when balanced
     context_tokens: int = 8192
@@ -83,6 +84,7 @@ def make_samples(work: Work, path: Path) -> None:
 
 def parameters(work: Work, folder: Path, samples: Path, layers: int, **changes: Any) -> TrainDrafterParams:
     """A run of the stage in `folder` with a random target of `layers` layers."""
+    folder.mkdir(parents=True, exist_ok=True)
     config = {**work.config(), "num_hidden_layers": layers}
     config.pop("layer_types", None)
     shape = folder / "target.json"
@@ -105,46 +107,101 @@ def parameters(work: Work, folder: Path, samples: Path, layers: int, **changes: 
         max_steps=work.steps,
     )
     same = ("device", "context_tokens", "anchors", "block_size", "compile", "queue_rows", "soft_weight")
-    return TrainDrafterParams(**values, **{name: getattr(work, name) for name in same}, **changes)
+    return TrainDrafterParams(**{**values, **{name: getattr(work, name) for name in same}, **changes})
 
 
-def train_alone(values: dict[str, Any]) -> dict[str, float]:
-    """In a process of its own: both sides on one device; milliseconds of a row through the target, and of a
-    whole step.
+class Blank:
+    """Items with states of zeros, made by nobody: what the drafter's step takes by itself."""
+
+    def __init__(self, items: Any) -> None:
+        self.lengths, self.heldout, self.bare = items.lengths, items.heldout, items.bare
+        self.hidden_size, self.tap_ids = items.hidden_size, items.tap_ids
+        self._states: Any = None
+
+    def source(self) -> dict[str, Any]:
+        return {"states": "zeros"}
+
+    def begin(self, epoch: int, index: int) -> None:
+        pass
+
+    def fill(self, row: Any, epoch: int, index: int) -> Any:
+        import torch
+
+        if self._states is None:
+            shape = dict(dtype=torch.bfloat16, device=row.taps.device)
+            taps = torch.zeros(len(row.taps), len(self.tap_ids) * self.hidden_size, **shape)
+            self._states = taps, taps[:, : self.hidden_size].contiguous()
+        size = len(row.taps)
+        if size > len(self._states[0]):
+            self._states = None
+            return self.fill(row, epoch, index)
+        return dataclasses.replace(row, taps=self._states[0][:size], final=self._states[1][:size])
+
+    def fill_heldout(self, row: Any, number: int) -> Any:
+        return self.fill(row, 0, 0)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.bare(index)
+
+
+def train_alone(work: Work, folder: Path, samples: Path) -> dict[str, float]:
+    """In a process of its own, both sides on one device: choose the target's layers if that is asked for,
+    then train; milliseconds of a row through the target, of the drafter's step, and of both.
     """
     import torch
 
-    from dflash_lab.workbench.stages.train_setup import open_states, packed_rows, train_here
+    from dflash_lab.workbench.stages.train_setup import open_live, open_states, packed_rows, train_here
 
-    params = from_mapping(TrainDrafterParams, values)
-    timed: dict[str, float] = {}
+    began = time.perf_counter()
+    layers = work.layers or int(work.config()["num_hidden_layers"])
+    params = parameters(work, folder / "probe", samples, layers, max_steps=3 * WARM)
+    device = (
+        torch.device("cuda", 0) if torch.cuda.is_available() and work.device != "cpu" else torch.device("cpu")
+    )
+    items = open_live(params, device)
+    forward_ms = row_ms(items, packed_rows(params, items)[0], device)
+    blank = Blank(items)
+    del items
+    train_here(params, None, lambda p, d, dtype: (blank, open_ends(p, d, dtype)))
+    drafter_ms = steady_step_ms(params.folder / "run")
+    if not work.layers:
+        layers = max(8, int(work.share * drafter_ms / forward_ms * layers))
+    found = {"layers": layers, "drafter_ms": drafter_ms, "probe_s": time.perf_counter() - began}
+    params = parameters(work, folder / "alone", samples, layers)
 
     def open_and_time(params: TrainDrafterParams, device: torch.device, dtype: torch.dtype) -> Any:
-        began = time.perf_counter()
         items, head = open_states(params, device, dtype)
-        rows, _ = packed_rows(params, items)  # type: ignore[arg-type]
-        made = [rows.row(0, i).to(device) for i in range(4)]
-        spans = []
-        for row in (made[0], *made):
-            _wait(device)
-            start = time.perf_counter()
-            items.fill(row, 0, 0)  # type: ignore[union-attr]
-            _wait(device)
-            spans.append(time.perf_counter() - start)
-        timed["forward_ms"] = 1e3 * float(np.median(spans[1:]))
-        timed["start_s"] = time.perf_counter() - began
+        found["forward_ms"] = row_ms(items, packed_rows(params, items)[0], device)  # type: ignore[arg-type]
         return items, head
 
-    report = train_here(params, None, open_with=open_and_time)
-    device = torch.device(params.device if params.device != "auto" else "cuda")
-    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
-    compiled = float(report.compile_seconds)
-    return {
-        **timed,
-        "step_ms": steady_step_ms(params.folder / "run"),
-        "peak_gib": peak,
-        "compile_s": compiled,
-    }
+    train_here(params, None, open_and_time)
+    if device.type == "cuda":
+        found["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+    seconds = time.perf_counter() - began
+    return {**found, "step_ms": steady_step_ms(params.folder / "run"), "seconds": seconds}
+
+
+def open_ends(params: TrainDrafterParams, device: Any, dtype: Any) -> Any:
+    """The target's head alone."""
+    from dflash_lab.workbench.stages.train_setup import load_ends
+
+    return load_ends(params, device, dtype)
+
+
+def row_ms(items: Any, rows: Any, device: Any) -> float:
+    """Milliseconds of a row through the live target, the median of four."""
+    made = [rows.row(0, i).to(device) for i in range(4)]
+    spans = []
+    for row in (made[0], *made):
+        _wait(device)
+        start = time.perf_counter()
+        items.fill(row, 0, 0)
+        _wait(device)
+        spans.append(time.perf_counter() - start)
+    return 1e3 * float(np.median(spans[1:]))
 
 
 def _wait(device: Any) -> None:
@@ -161,18 +218,10 @@ def steady_step_ms(run: Path) -> float:
     return 1e3 * (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])
 
 
-def alone(work: Work, folder: Path, samples: Path, layers: int) -> dict[str, float]:
-    """Run `train_alone` and wait for it."""
-    folder.mkdir(parents=True)
-    params = parameters(work, folder, samples, layers)
-    return run_crew([Job("alone", train_alone, (params.as_dict(),), True)], folder / "workers")["alone"]
-
-
 def apart(
     work: Work, folder: Path, samples: Path, layers: int, split: tuple[list[int], list[int]]
 ) -> dict[str, Any]:
     """Train with targets and drafters on GPUs of their own."""
-    folder.mkdir(parents=True)
     params = parameters(work, folder, samples, layers, targets=split[0], drafters=split[1])
     train_pipeline(params)
     frame = pl.read_parquet(params.folder / DIARY)
@@ -194,52 +243,41 @@ def apart(
     }
 
 
-def balanced_layers(work: Work, folder: Path, samples: Path) -> tuple[int, dict[str, float]]:
-    """How many target layers take `share` of the time of the drafter's step, and what that came from."""
-    layers = int(work.config()["num_hidden_layers"])
-    found = alone(dataclasses.replace(work, steps=3 * WARM), folder / "probe", samples, layers)
-    drafter_ms = found["step_ms"] - found["forward_ms"]
-    wanted = work.share * drafter_ms / found["forward_ms"] * layers
-    return max(8, int(wanted)), {**found, "layers": layers}
-
-
 def pipeline_figures(
-    work: Work, splits: list[tuple[list[int], list[int]]], scratch: Path | str | None = None
+    work: Work,
+    splits: list[tuple[list[int], list[int]]],
+    scratch: Path | str | None = None,
+    keep: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:
-    """Measure; `figures` holds `pipeline_drafter_busy_pct` and `pipeline_speedup` of the first split."""
+    """Measure; `figures` holds `pipeline_drafter_busy_pct` and `pipeline_speedup` of the first split. `keep`
+    is given what there is after each run.
+    """
+    found: dict[str, Any] = {"figures": {}, "work": dataclasses.asdict(work), "splits": []}
     with tempfile.TemporaryDirectory(dir=scratch) as name:
         folder = Path(name)
         samples = folder / "samples.parquet"
         make_samples(work, samples)
-        probe: dict[str, float] = {}
-        layers = work.layers
-        if not layers:
-            layers, probe = balanced_layers(work, folder, samples)
-            log.info("balanced with %d layers: %s", layers, probe)
-        one = alone(work, folder / "alone", samples, layers)
+        job = Job("alone", train_alone, (work, folder, samples), True)
+        one = found["one_device"] = run_crew([job], folder / "workers")["alone"]
         log.info("both on one device: %s", one)
-        rows = []
+        keep(found)
         for number, split in enumerate(splits):
-            rows.append(apart(work, folder / f"apart-{number}", samples, layers, split))
-            log.info("%s", rows[-1])
-    drafter_ms = one["step_ms"] - one["forward_ms"]
-    best = rows[0]
-    # A step of the pipeline uses one row of each drafter, a step of one device one row.
-    speedups = [len(row["drafters"]) * one["step_ms"] / row["step_ms"] for row in rows]
-    return {
-        "figures": {
-            "pipeline_drafter_busy_pct": best["drafter_busy_pct"],
-            "pipeline_speedup": speedups[0],
-            "pipeline_target_share": one["forward_ms"] / drafter_ms,
-            "pipeline_step_ms": best["step_ms"],
-            "pipeline_one_device_step_ms": one["step_ms"],
-        },
-        "work": dataclasses.asdict(work),
-        "layers": layers,
-        "probe": probe,
-        "one_device": one,
-        "splits": [{**row, "speedup": speedup} for row, speedup in zip(rows, speedups, strict=True)],
-    }
+            row = apart(work, folder / f"apart-{number}", samples, int(one["layers"]), split)
+            # A step of the pipeline uses one row of each drafter, a step of one device one row.
+            row["speedup"] = len(row["drafters"]) * one["step_ms"] / row["step_ms"]
+            log.info("%s", row)
+            found["splits"].append(row)
+            if number == 0:
+                found["figures"] = {
+                    "pipeline_drafter_busy_pct": row["drafter_busy_pct"],
+                    "pipeline_speedup": row["speedup"],
+                    "pipeline_target_busy_pct": row["target_busy_pct"],
+                    "pipeline_target_share": one["forward_ms"] / one["drafter_ms"],
+                    "pipeline_step_ms": row["step_ms"],
+                    "pipeline_one_device_step_ms": one["step_ms"],
+                }
+            keep(found)
+    return found
 
 
 def read_split(text: str) -> tuple[list[int], list[int]]:
@@ -268,13 +306,16 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     work = Work(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Work)})
+    splits = [read_split(text) for text in options.splits]
+    command = " ".join(["python benchmarks/pipeline.py", *sys.argv[1:]])
     began = time.perf_counter()
-    found = pipeline_figures(work, [read_split(text) for text in options.splits], options.scratch)
-    seconds = time.perf_counter() - began
-    command = "python benchmarks/pipeline.py " + " ".join(f"--splits {s}" for s in options.splits)
-    files.write_json(
-        options.json, {"command": command, "seconds": seconds, **provenance.provenance(), **found}
-    )
+
+    def keep(found: dict[str, Any]) -> None:
+        seconds = time.perf_counter() - began
+        record = {"command": command, "seconds": seconds, **provenance.provenance(), **found}
+        files.write_json(options.json, record)
+
+    found = pipeline_figures(work, splits, options.scratch, keep)
     print(json.dumps(found["figures"], indent=1))
 
 
