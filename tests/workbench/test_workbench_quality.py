@@ -51,6 +51,8 @@ def test_data_is_the_targets_own_and_what_is_measured_is_apart(tiny_target, tmp_
         heldout=3,
         problems=2,
         whole=True,
+        small=tmp_path / "small",
+        small_tokens=200,
     )
     taught, whole, kept_out, code = (
         read_samples(tmp_path / "out" / f"{name}.parquet")
@@ -69,4 +71,7 @@ def test_data_is_the_targets_own_and_what_is_measured_is_apart(tiny_target, tmp_
     assert answers == generate(target, asked, max_new_tokens=8)
     assert whole["length"].sum() == taught["length"].sum()
     assert sum(map(sum, whole["loss_mask"].to_list())) > sum(map(sum, taught["loss_mask"].to_list()))
+    few = read_samples(tmp_path / "small" / "samples.parquet")
+    assert few["input_ids"].to_list() == taught["input_ids"].to_list()[: len(few)]
+    assert 100 < few["length"].sum() <= 200 and (tmp_path / "small" / "humaneval.parquet").is_file()
     assert np.all(whole["response_start"].to_numpy() == whole["response_start"][0])
