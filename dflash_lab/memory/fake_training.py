@@ -151,7 +151,8 @@ class TrainingStep:
         self.objective = Objective(head, model.config, settings)
         self.objective.fused.plan = ChunkPlan(rows=max(setup.block_size, min(setup.chunk, setup.rows)))
         moments = "int8" if setup.optimizer == "adamw8bit" else "fp32"
-        config = OptimizerConfig(moments=moments, offload=setup.optimizer == "cpu-offload")
+        kind, offload = "muon" if setup.optimizer == "muon" else "adamw", setup.optimizer == "cpu-offload"
+        config = OptimizerConfig(kind=kind, moments=moments, offload=offload)
         self.optimizer = Optimizer(model.named_parameters(), config)
         self._name_state()
         if tracker is not None:

@@ -19,7 +19,8 @@ LOSS_PATHS: tuple[LossPath, ...] = ("naive", "loop", "concat", "checkpoint", "fu
 Placement = Literal["cached", "same device", "other device"]
 PLACEMENTS: tuple[Placement, ...] = ("cached", "same device", "other device")
 Checkpointing = Literal["none", "layers", "mlp", "head"]
-Optimizer = Literal["adamw", "adamw8bit", "cpu-offload"]
+Optimizer = Literal["adamw", "muon", "adamw8bit", "cpu-offload"]
+OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "muon", "adamw8bit", "cpu-offload")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ class TrainingSetup:
                 raise InputError(f"{name}={getattr(self, name)}: at least 1.")
         if self.chunk < 0:
             raise InputError(f"chunk={self.chunk}: rows of logits, or 0 to let the loss plan them.")
-        for name, known in (("loss", LOSS_PATHS), ("placement", PLACEMENTS)):
+        for name, known in (("loss", LOSS_PATHS), ("placement", PLACEMENTS), ("optimizer", OPTIMIZERS)):
             if getattr(self, name) not in known:
                 raise InputError(f"{name}={getattr(self, name)!r} is none of {', '.join(known)}.")
         dtype_bytes(self.dtype)

@@ -17,6 +17,7 @@ from typing import Any
 
 from dflash_lab.memory.account import Account, Moment, account_of
 from dflash_lab.memory.extraction_account import OUTSIDE_TORCH, WORKSPACE, Live
+from dflash_lab.memory.optimizer_account import moments, update_temporaries
 from dflash_lab.memory.setups import TrainingSetup
 from dflash_lab.memory.shapes import TargetShape, dtype_bytes, target_shape
 
@@ -24,13 +25,6 @@ FRAGMENTS = {
     False: 0.05,
     True: 0.03,
 }  # as in extraction: the large tensors of training return in the same sizes
-OPTIMIZER_BYTES = {"adamw": 8.0, "adamw8bit": 2.03, "cpu-offload": 0.0}  # of moments, a parameter
-UPDATE_BYTES = {"adamw": 0, "adamw8bit": 46, "cpu-offload": 12}  # an element of the largest matrix
-UPDATE_FORMULA = {
-    "adamw": "one kernel a parameter: nothing",
-    "adamw8bit": "largest matrix x 11 fp32 copies: codes are made in plain tensor operations",
-    "cpu-offload": "largest matrix x 3 fp32 copies: master and moments come and go",
-}
 
 
 def predict_training(
@@ -90,7 +84,7 @@ def training_account(shape: TargetShape, drafter: Any, setup: TrainingSetup, *, 
     moments.append(Moment("the backward of the context's norm", {**inputs, **entry}))
     update: Live = {
         "gradients": (parameters * size, "P s"),
-        "update temporaries": (largest * UPDATE_BYTES[setup.optimizer], UPDATE_FORMULA[setup.optimizer]),
+        "update temporaries": update_temporaries(drafter, setup.optimizer, largest),
     }
     moments.append(Moment("the update", {**inputs, **update}))
     title = f"training {setup.anchors} x {setup.block_size}, {setup.context} context tokens"
@@ -200,11 +194,10 @@ def _static(shape: TargetShape, drafter: Any, setup: TrainingSetup, cuda: bool) 
     ends = matrix // setup.vocabulary_shards + (0 if shape.tied else matrix)
     here = setup.masters and size < 4 and setup.optimizer != "cpu-offload"
     masters = 4 * parameters if here else 0
-    moments = int(OPTIMIZER_BYTES[setup.optimizer] * parameters)
     live: Live = {
         "drafter weights": (parameters * size, f"P s, P = {parameters / 1e9:.3f}e9"),
         "fp32 masters": (masters, "4 P"),
-        "optimizer moments": (moments, f"{OPTIMIZER_BYTES[setup.optimizer]:g} P ({setup.optimizer})"),
+        "optimizer moments": moments(drafter, setup.optimizer, parameters),
         "head and embedding": (ends, "V H s each (once if tied)"),
         "target weights": (resident_target_bytes(shape, drafter, setup), "target layers on this device"),
     }

@@ -65,14 +65,18 @@ def test_formulas_agree_with_the_counted_step(name, setup):
     assert account.terms["head and embedding"] == pytest.approx(counted.terms["head and embedding"], rel=1e-4)
 
 
-def test_moments_in_a_byte_agree_too():
-    config, drafter = drafter_of("smollm2-135m")
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "muon"])
+@pytest.mark.parametrize("name", ["smollm2-135m", "qwen3-8b"])
+def test_other_optimizers_agree_too(name, optimizer):
+    config, drafter = drafter_of(name)
     for anchors in (8, 512):  # the peak is the update's, then the loss's
-        setup = TrainingSetup(anchors=anchors, context=1024, block_size=16, optimizer="adamw8bit")
+        setup = TrainingSetup(anchors=anchors, context=1024, block_size=16, optimizer=optimizer)
         setup = with_chunk(setup, config.vocab_size)
         counted, _ = count_training(config, drafter, setup)
         account = training_account(target_shape(config), drafter, setup, cuda=False)
-        assert account.live == pytest.approx(counted.live, rel=0.03)
+        # meta tensors are not on CUDA, so Muon's products are counted in fp32 instead of bf16
+        low = 0.9 if optimizer == "muon" and anchors == 8 else 0.97
+        assert low * counted.live < account.live < 1.03 * counted.live
         assert account.terms["optimizer moments"] == pytest.approx(
             counted.terms["optimizer moments"], rel=0.1
         )

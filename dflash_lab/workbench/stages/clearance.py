@@ -103,4 +103,6 @@ def memory_figures(cleared: Clearance | None, device: torch.device) -> dict[str,
 def _optimizer(params: TrainDrafterParams) -> str:
     if params.offload:
         return "cpu-offload"
+    if params.optimizer == "muon":
+        return "muon"
     return "adamw8bit" if params.moments == "int8" else "adamw"
