@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dflash_lab.drafter.config import DrafterConfig
+from dflash_lab.extraction.fast.apply import speed_up
 from dflash_lab.memory.extraction_account import extraction_account
 from dflash_lab.memory.fake import count_extraction
 from dflash_lab.memory.fake_training import count_training
@@ -87,6 +88,20 @@ def test_peaks_on_a_device_are_what_was_allocated():
     found = measure_cuda(run)
     assert found.moving == 64 * MIB and found.reserved >= 64 * MIB and not found.out_of_memory
     assert found.outside > 100 * MIB
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch, length", [(16, 335), (256, 16)])
+def test_a_fused_batch_takes_what_was_counted(batch, length):
+    config = shape_config("smollm2-135m")
+    setup = ExtractionSetup(batch=batch, length=length, tap_ids=(1, 8, 14), fused=True)
+    target = load_target(
+        "random:smollm2-135m", device="cuda", dtype="bfloat16", last_layer=14, with_head=False
+    )
+    assert not speed_up(target, "on").plain
+    row = measure_extraction(target, setup)
+    counted, _ = count_extraction(config, setup)
+    assert counted.allocated - counted.static == pytest.approx(row["measured_moving"], rel=0.03)
 
 
 @pytest.mark.gpu

@@ -51,7 +51,11 @@ class ExtractParams(StageParams):
     max_batch: int = param(512, "most samples of a batch", low=1)
     window: int = param(32768, "samples sorted by length together; 0: all", low=0)
     part_gib: float = param(
-        4.0, "the most that a crash can lose; a part file takes up to half of it", unit="GiB", low=0.001, high=64
+        4.0,
+        "the most that a crash can lose; a part file takes up to half of it",
+        unit="GiB",
+        low=0.001,
+        high=64,
     )
     fast: str = param(
         "auto",
