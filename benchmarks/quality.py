@@ -43,6 +43,7 @@ from dflash_lab.workbench.stages.train_setup import drafter_config, open_bare
 
 log = logging.getLogger("quality")
 SETS = ("heldout", "humaneval")
+CURVE = ("kind", "step", "streak", "accuracy", "loss", "ce", "kl", "context_tokens", "blocks_seen", "seconds")
 
 
 def described(tau: Tau) -> dict[str, Any]:
@@ -123,6 +124,7 @@ def train_row(args: argparse.Namespace, row: str, out: Path) -> dict[str, Any]:
         "command": " ".join([*words, *(f"-p {name} {value}" for name, value in args.p)]),
         "figures": result.figures,
         "training": {name: last.get(name) for name in ("streak", "accuracy", "loss", "ce", "kl", "epoch")},
+        "curve": result.metrics.select(n for n in CURVE if n in result.metrics.columns).to_dicts(),
         "wall_seconds": round(trained - started, 1),
         "peak_gib": peak,
         "data": json.loads((args.data / "samples.json").read_text()),
