@@ -315,3 +315,21 @@ def test_notebook_json_has_final_newline_and_stable_ids():
         text = path.read_text(encoding="utf-8")
         assert text.endswith("}\n"), path.name
         assert json.loads(text)["nbformat_minor"] >= 5
+
+
+@pytest.mark.parametrize(
+    "folder",
+    sorted(path.parent for path in (REPO / "params").glob("*/common.yaml")),
+    ids=lambda path: path.name,
+)
+def test_every_named_run_passes_its_own_check(folder):
+    """`dflash-lab run params/<name>` gets past the check of its parameters, for all six stages."""
+    from dflash_lab.workbench.param_files import Given, read_given
+    from dflash_lab.workbench.pipeline import plan
+
+    steps = plan(Given(run=str(folder)))
+    for stage, step in steps:
+        params = read_given(params_class(stage), step)
+        assert params.run_dir == f"runs/{folder.name}" or folder.name == "own", stage
+    if folder.name != "quality":  # a study whose script runs single stages
+        assert {stage for stage, _ in steps} == set(STAGES)

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import os
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -83,6 +84,8 @@ class Params:
                 value = coerce(value, kinds[field.name])
             except ValueError as error:
                 raise InputError(f"{self.stage}: {field.name}={_shown(value)}: {error}") from None
+            if isinstance(value, str) and value.startswith("~/"):  # a path in a file, which no shell has seen
+                value = os.path.expanduser(value)
             object.__setattr__(self, field.name, value)
             _check_range(self.stage, field, value)
             if isinstance(value, str) and redact(value) != value:
@@ -153,11 +156,18 @@ def field_types(cls: type[Params]) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
+LARGEST = (
+    10**12
+)  # of every number that declares no upper end: beyond it, libraries overflow in their own words
+
+
 def _check_range(stage: str, field: dataclasses.Field, value: Any) -> None:
     low, high = field.metadata.get("low"), field.metadata.get("high")
     choices, unit = field.metadata.get("choices", ()), field.metadata.get("unit", "")
     head = f"{stage}: {field.name}={_shown(value)}: must be"
     for item in value if isinstance(value, list) else [value]:
+        if high is None and isinstance(item, int | float) and abs(item) > LARGEST:
+            raise InputError(f"{head} at most {LARGEST:,} ({field.metadata['help']})")
         if (low is not None and item < low) or (high is not None and item > high):
             words = _range_words(low, high) + (f" {unit}" if unit else "")
             raise InputError(f"{head} {words} ({field.metadata['help']})")

@@ -205,7 +205,9 @@ def _significant(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _target_folder(params: StageParams) -> list[Path]:
-    return [Path(params.target)] if os.path.isdir(params.target) else []
+    """The target's folder; one without a config is no checkpoint, and may be a whole disk."""
+    folder = Path(os.path.expanduser(params.target))
+    return [folder] if os.path.exists(folder / "config.json") else []
 
 
 def _stoppable(progress: ProgressCallback, stop: StopFlag) -> ProgressCallback:

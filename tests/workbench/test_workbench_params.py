@@ -14,6 +14,7 @@ from dflash_lab.errors import InputError, LabError
 from dflash_lab.workbench import params as params_module
 from dflash_lab.workbench.coerce import coerce
 from dflash_lab.workbench.params import StageParams, fields_table, from_mapping, from_notebook, param
+from dflash_lab.workbench.registry import params_class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,3 +155,14 @@ def test_any_value_is_either_taken_with_the_declared_type_or_refused_as_input(na
 def test_a_whole_number_beyond_floats_is_refused(value):
     with pytest.raises(ValueError, match="number"):
         coerce(value, float)
+
+
+def test_a_home_folder_in_a_file_is_the_persons_own(monkeypatch):
+    monkeypatch.setenv("HOME", "/somewhere")
+    made = params_class("extract")(run_dir="~/runs/x", store="~/store", target="~/model")
+    assert (made.run_dir, str(made.store_path), made.target) == (
+        "/somewhere/runs/x",
+        "/somewhere/store",
+        "/somewhere/model",
+    )
+    assert params_class("extract")(run_dir="~x").run_dir == "~x"

@@ -49,7 +49,7 @@ class PrepareParams(StageParams):
     self_prompts: int = param(0, "prompts the target writes itself, beside the input", low=0)
     self_prompt_tokens: int = param(64, "longest prompt it writes", unit="tokens", low=1)
     batch_size: int = param(32, "answers generated together", low=1)
-    max_record_mib: int = param(64, "largest input record", unit="MiB", low=1)
+    max_record_mib: int = param(64, "largest input record", unit="MiB", low=1, high=2**16)
 
     @property
     def samples_path(self) -> Path:

@@ -145,6 +145,8 @@ class TrainDrafterParams(StageParams):
         over = [layer for layer in self.sliding_layers if layer >= self.num_layers]
         self.require(not over, "sliding_layers", f"the drafter has layers 0..{self.num_layers - 1}")
         self.require(bool(self.max_steps or self.epochs), "max_steps", "give max_steps or epochs")
+        timed = self.time_limit_s == 0 or self.time_limit_s >= 1
+        self.require(timed, "time_limit_s", "give at least 1 second, or 0 for no limit")
         terms = (self.hard_weight, self.soft_weight, self.cap_weight, self.tv_weight, self.lk_weight)
         terms = (*terms, self.length_weight)
         self.require(any(terms), "hard_weight", "every term of the loss is 0; give at least one a weight")
@@ -275,6 +277,7 @@ def collect(params: TrainDrafterParams, report: TrainReport, config: DrafterConf
         "best_step": report.best_step,
         "agreement": report.last.get("agreement"),
         "train_seconds": seconds,
+        "compile_seconds": report.compile_seconds,
         "context_tokens_per_s": report.context_tokens / seconds,
         "anchors_per_s": report.blocks / seconds,
         "loader_share_pct": 100 * report.loader_share,

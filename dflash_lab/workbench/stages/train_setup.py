@@ -50,6 +50,11 @@ def train_here(
     from dflash_lab.workbench.stages.clearance import ask_training, memory_figures
 
     group, device = join(params.parallel, choose_device(params.device))
+    if params.attention == "flex" and device.type != "cuda":
+        raise InputError(
+            f"train_drafter: attention='flex' needs CUDA for its backward pass, and this trains on {device}. "
+            "Give attention='auto'."
+        )
     name = params.drafter_dtype
     dtype = getattr(torch, ("bfloat16" if device.type == "cuda" else "float32") if name == "auto" else name)
     items, head = (open_with or open_states)(params, device, dtype)
