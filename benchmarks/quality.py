@@ -1,7 +1,7 @@
 """How good a drafter becomes: data that the target writes itself, one recipe a row, tau by the public client.
 
     python benchmarks/quality.py data --out DIR --tokens 1900000
-    python benchmarks/quality.py train short --data DIR --out RUNS --seconds 120
+    python benchmarks/quality.py train short --data DIR --out RUNS/short --seconds 120
     python benchmarks/quality.py client --data DIR --drafter RUNS/short/drafter --json FILE
     python benchmarks/quality.py study --data DIR --out RUNS --steps 400 --parallel 3 --json FILE
 
@@ -78,11 +78,12 @@ def warm_start(params: TrainDrafterParams, layers: list[int], device: torch.devi
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Train rows one after the other, each into a folder of its name, and measure them."""
+    """Train rows one after the other and measure them; several go into folders of their names."""
     done = {}
+    apart = args.folders or len(args.rows) > 1
     for row in args.rows:
         try:
-            done[row] = train_row(args, row, args.out / row)
+            done[row] = train_row(args, row, args.out / row if apart else args.out)
         except Exception:  # the other rows are worth having; the exit status tells
             log.exception("row %s", row)
     if len(done) < len(args.rows):
@@ -116,7 +117,7 @@ def train_row(args: argparse.Namespace, row: str, out: Path) -> dict[str, Any]:
     trained = time.perf_counter()
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     last = result.metrics.filter(result.metrics["kind"] == "train").tail(1).to_dicts()[0]
-    words = ["python benchmarks/quality.py train", row, f"--data {args.data} --out {args.out}"]
+    words = ["python benchmarks/quality.py train", row, f"--data {args.data} --out {out}"]
     words += [f"--{name} {getattr(args, name):g}" for name in ("seconds", "steps") if getattr(args, name)]
     record = {
         "row": row,
@@ -191,7 +192,7 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
             "--data",
             str(args.data),
         ]
-        command += ["--out", str(args.out), "--steps", str(args.steps), "--seed", str(args.seed)]
+        command += ["--folders", "--out", str(args.out), "--steps", str(args.steps), "--seed", str(args.seed)]
         command += ["--device", args.device, "--answers", str(args.answers)]
         command += [word for pair in args.p for word in ("-p", *pair)]
         args.out.mkdir(parents=True, exist_ok=True)
@@ -211,7 +212,8 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
     for row, record in done.items():
         log.info("%s: %s", row, {name: tau["tau"] for name, tau in record["tau"].items()})
     if missing := sorted(set(rows) - set(done)):
-        log.warning("not finished: %s; see %s", missing, args.out)
+        tails = [path.read_text()[-1500:] for path in sorted(args.out.glob("worker-*.log"))]
+        log.warning("not finished: %s\n%s", missing, "\n--\n".join(tails))
     return {"rows": done}
 
 
@@ -244,6 +246,7 @@ def main() -> int:
     made["data"].add_argument("--heldout", type=int, default=512)
     made["data"].add_argument("--problems", type=int, default=0, help="of HumanEval; 0: all")
     made["train"].add_argument("rows", nargs="+", choices=sorted(ROWS))
+    made["train"].add_argument("--folders", action="store_true", help="a folder for the row, even for one")
     made["train"].add_argument("--seconds", type=float, default=0.0)
     made["study"].add_argument("--rows", nargs="*", choices=sorted(ROWS))
     made["study"].add_argument("--parallel", type=int, default=4)
