@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import logging
 import os
@@ -112,6 +113,10 @@ def train_row(args: argparse.Namespace, row: str, out: Path) -> dict[str, Any]:
     )
     if start_layers:
         params = dataclasses.replace(params, start_from=str(warm_start(params, start_layers, device)))
+    if device.type == "cuda":
+        gc.collect()  # of the row before
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     result = run_train_drafter(params)
     trained = time.perf_counter()
