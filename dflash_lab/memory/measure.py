@@ -31,7 +31,8 @@ from dflash_lab.target.taps import Taps
 
 @dataclass(frozen=True)
 class Measurement:
-    """Bytes of one point. `outside` is memory of the process that torch does not manage (context, libraries).
+    """Bytes of one point. `outside` is memory of the device that this process's torch does not manage:
+    context and libraries, and other processes if there are any.
 
     `fragmentation` is reserved but in no live block at the moment of the reserved peak, as far as the
     allocator tells: reserved peak - allocated peak. `failed` is the largest request that was refused; then

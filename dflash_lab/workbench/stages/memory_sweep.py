@@ -165,6 +165,7 @@ def scene(params: MemorySweepParams) -> Scene:
             dtype=dtype,
             store_final=params.store_final,
             kernels="fla" if cuda and not params.allow_slow_kernels else "torch",
+            fused=cuda,
             expandable=expandable_segments(),
         ),
         training=TrainingSetup(
@@ -238,6 +239,7 @@ def measure_points(
     """
     from dataclasses import replace
 
+    from dflash_lab.extraction.fast.apply import skip_tuning, speed_up
     from dflash_lab.memory.measure import measure_extraction
     from dflash_lab.target.loading import load_target
 
@@ -251,6 +253,9 @@ def measure_points(
         with_head=False,
         allow_slow_kernels=params.allow_slow_kernels,
     )
+    if found.extraction.fused:
+        skip_tuning()
+        speed_up(target, "auto")
     measured = [dict(row) for row in rows]
     deadline = time.monotonic() + params.measure_s
     for order in params.orders:

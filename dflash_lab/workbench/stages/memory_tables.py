@@ -84,6 +84,7 @@ def advice_frame(params: MemorySweepParams, found: Scene) -> tuple[pl.DataFrame,
 
 def bucket_frame(params: MemorySweepParams, found: Scene) -> pl.DataFrame:
     """Return the largest batch of each length bucket under the budget."""
+    from dflash_lab.extraction.loop import BUFFERS
     from dflash_lab.memory.planner import extraction_budget
 
     setup = found.extraction
@@ -95,6 +96,8 @@ def bucket_frame(params: MemorySweepParams, found: Scene) -> pl.DataFrame:
         dtype=setup.dtype,
         store_final=setup.store_final,
         kernels=setup.kernels,
+        fused=setup.fused,
+        in_flight=BUFFERS if found.cuda else 0,
         max_batch=params.max_batch,
         cuda=found.cuda,
     )
