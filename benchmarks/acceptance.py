@@ -182,57 +182,60 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def headline(found: Evaluation, name: str) -> dict[str, Any]:
+    """Figures of one prompt set."""
+    own = found.figures
+    return {
+        f"tau_chain_{name}": own["tau_trained"],
+        f"tau_tree_{name}": own.get("tau_tree_decoded", own.get("tau_tree")),
+        f"speedup_chain_{name}": own["speedup_chain"],
+        f"speedup_tree_{name}": own.get("speedup_tree"),
+        f"greedy_different_{name}": own["greedy_different"],
+        f"greedy_ties_{name}": own["greedy_ties"],
+        f"tau_offline_gap_pct_{name}": own["tau_offline_gap_pct"],
+    }
+
+
 def main() -> int:
-    """Run the benchmark and write its JSON."""
+    """Run the benchmark and write its JSON, anew after each part."""
     args = parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    params, lab, heldout = study(args, "heldout")
-    budget = heldout.figures.get("tree_budget", 0) if not lab.target.is_hybrid else 0
-    found = heldout.figures
-    built = build_ms(lab)
-    figures: dict[str, Any] = {
-        "tau_chain_heldout": found["tau_trained"],
-        "tau_tree_heldout": found.get("tau_tree_decoded", found.get("tau_tree")),
-        "speedup_chain": found["speedup_chain"],
-        "speedup_tree": found.get("speedup_tree"),
-        "tree_build_ms_512": built.get("device", built["host"]),
-        "greedy_different": found["greedy_different"],
-        "greedy_ties": found["greedy_ties"],
-        "tau_offline_gap_pct": found["tau_offline_gap_pct"],
-    }
+    figures: dict[str, Any] = {}
+    details: dict[str, Any] = {"arguments": vars(args)}
+
+    def keep(new: dict[str, Any], **more: Any) -> None:
+        figures.update(new)
+        details.update(more)
+        for name, value in new.items():
+            log.info("%s: %s", name, value)
+        if args.json:
+            result = {"figures": figures, "details": details, **provenance.provenance()}
+            files.write_json(Path(args.json), result)
+
+    params, lab, found = study(args, "heldout")
+    speeds = {f"speedup_{way}": found.figures.get(f"speedup_{way}") for way in ("chain", "tree")}
+    drafter = lab.drafter.config.to_json()
+    keep({**headline(found, "heldout"), **speeds}, drafter=drafter, heldout=tables(found))
+    budget = found.figures.get("tree_budget", 0) if not lab.target.is_hybrid else 0
     methods = {"plain": lab.methods.plain(), "chain": lab.methods.speculative(lab.drafter, lab.size)}
     if budget:
         methods["tree"] = lab.methods.speculative(lab.drafter, lab.size, budget)
+    built = build_ms(lab)
     tokens = min(128, args.max_new_tokens)
-    details: dict[str, Any] = {
-        "arguments": vars(args),
-        "drafter": lab.drafter.config.to_json(),
-        "heldout": tables(heldout),
-        "build_ms_512": built,
-        "plain_without_graphs_ms": growing_cache_ms(lab),
-        "waits_a_round": {name: waits_a_round(lab, method) for name, method in methods.items()},
-        "phase_ms": {
-            name: phase_ms(lab, method, tokens) for name, method in methods.items() if name != "plain"
-        },
-        "offline": offline_rate(params, lab, args.offline_samples, args.offline_seconds),
-    }
+    keep(
+        {"tree_build_ms_512": built.get("device", built["host"]), "tree_build_host_ms_512": built["host"]},
+        phase_ms={name: phase_ms(lab, way, tokens) for name, way in methods.items() if name != "plain"},
+        waits_a_round={name: waits_a_round(lab, way) for name, way in methods.items()},
+        plain_without_graphs_ms=growing_cache_ms(lab),
+    )
     try:
         _, _, humaneval = study(args, args.humaneval)
     except InputError as error:
         log.warning("HumanEval left out: %s", error)
-        figures["tau_chain_humaneval"] = None
     else:
-        figures["tau_chain_humaneval"] = humaneval.figures["tau_trained"]
-        figures["tau_tree_humaneval"] = humaneval.figures.get(
-            "tau_tree_decoded", humaneval.figures.get("tau_tree")
-        )
-        figures["speedup_chain_humaneval"] = humaneval.figures["speedup_chain"]
-        figures["speedup_tree_humaneval"] = humaneval.figures.get("speedup_tree")
-        details["humaneval"] = tables(humaneval)
-    for name, value in figures.items():
-        log.info("%s: %s", name, value)
-    if args.json:
-        files.write_json(Path(args.json), {"figures": figures, "details": details, **provenance.provenance()})
+        keep(headline(humaneval, "humaneval"), humaneval=tables(humaneval))
+    rate = offline_rate(params, lab, args.offline_samples, args.offline_seconds)
+    keep({"offline_minutes_for_10000": rate["minutes_for_10000"]}, offline=rate)
     return 0
 
 

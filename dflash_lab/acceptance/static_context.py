@@ -8,9 +8,10 @@ overwrites them before any block can see them.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from dflash_lab.drafter.attention import BlockLayout, Segment, dense_attend
-from dflash_lab.drafter.model import ContextKeys, Drafter
+from dflash_lab.drafter.model import ContextKeys, Drafter, RMSNorm, rotate
 
 
 class StaticContext:
@@ -22,16 +23,24 @@ class StaticContext:
         weight = drafter.fc.weight
         shape = (2, config.num_layers, capacity, config.num_kv_heads, config.head_dim)
         self.store = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        # All layers read the same fused states, so their keys and values are one product and one norm.
+        attentions = [layer.self_attn for layer in drafter.blocks()]
+        both = [a.k_proj.weight for a in attentions] + [a.v_proj.weight for a in attentions]
+        self._both = torch.cat(both).detach()
+        self._norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        gains = torch.stack([a.k_norm.weight for a in attentions])[:, None]  # [layers, 1, d]
+        self._norm.weight = torch.nn.Parameter(gains.detach(), requires_grad=False)
 
     def extend(self, taps: torch.Tensor, start: torch.Tensor) -> None:
         """Write tapped states [n, K*H] of positions start .. start+n-1; `start` [1] is on the device."""
         ctx = self.drafter.context(taps.to(self.store.dtype))
         cells = start + torch.arange(len(taps), device=taps.device)
-        angles = self.drafter.angles(cells, ctx.dtype)
-        for index, layer in enumerate(self.drafter.blocks()):
-            keys, values = layer.self_attn.keys_values(ctx, angles)
-            self.store[0, index].index_copy_(0, cells, keys)
-            self.store[1, index].index_copy_(0, cells, values)
+        cos, sin = self.drafter.angles(cells, ctx.dtype)
+        _, layers, _, heads, size = self.store.shape
+        keys, values = F.linear(ctx, self._both).view(-1, 2, layers, heads, size).unbind(1)
+        keys = rotate(self._norm(keys), (cos[:, None], sin[:, None]))
+        self.store[0].index_copy_(1, cells, keys.transpose(0, 1))
+        self.store[1].index_copy_(1, cells, values.transpose(0, 1))
 
     def block(self, embeddings: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
         """Hidden states [B, H] of a block whose anchor stands at position `length` [1]; embeddings [B, H] are

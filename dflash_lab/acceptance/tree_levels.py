@@ -58,8 +58,9 @@ class LevelTree(NamedTuple):
 class Plan(NamedTuple):
     """Sizes of a build, and its constant tensors, which outlive the graphs that read them.
 
-    Of each level: `parents` and `ranks` of the children that are looked at, how many are `kept`. Of all kept
-    children together, T: `level`, and `above`, where the parents of their level begin (-1: the root).
+    Of each level: `parents` and `ranks` of the children that are looked at and both as one number, `codes` =
+    parent * R + rank; how many are `kept`. Of all kept children together, T: `level`, `above`, where the
+    parents of their level begin (-1: the root), and `spread`, places R + 1 apart.
     """
 
     budget: int
@@ -68,9 +69,11 @@ class Plan(NamedTuple):
     shift: int  # bits of a place
     parents: tuple[torch.Tensor, ...]
     ranks: tuple[torch.Tensor, ...]
+    codes: tuple[torch.Tensor, ...]
     kept: tuple[int, ...]
     level: torch.Tensor
     above: torch.Tensor
+    spread: torch.Tensor
 
     @property
     def nodes(self) -> int:
@@ -86,7 +89,8 @@ def plan_build(budget: int, depth: int, width: int, conditional: bool, device: t
             f"a tree of {budget} nodes over {depth} slots is too large to be built on the device: take a "
             "smaller budget or block size."
         )
-    parents, ranks, kept = [], [], []
+    parents, ranks = [], []
+    kept: list[int] = []
     for _ in range(depth):
         i, r = torch.meshgrid(torch.arange(kept[-1] if kept else 1), torch.arange(width), indexing="ij")
         possible = i + r + 1 <= budget if conditional else (i + 1) * (r + 1) <= budget
@@ -104,9 +108,11 @@ def plan_build(budget: int, depth: int, width: int, conditional: bool, device: t
         shift,
         tuple(parents),
         tuple(ranks),
+        tuple(p * width + r for p, r in zip(parents, ranks)),
         tuple(kept),
         level.to(device),
         above.to(device),
+        torch.arange(len(level), device=device) * (width + 1),
     )
 
 
@@ -116,34 +122,32 @@ def best_tree(choices: Choices, drafts: torch.Tensor, plan: Plan) -> LevelTree:
     numbers = drafts.new_zeros(0)  # of all kept children so far, level after level
     last = drafts.new_zeros(1)  # of the last level, best first; at first the root
     row = drafts.new_zeros(1)
-    kept_parents, kept_ranks, kept_rows = [], [], []
+    codes, rows = [], []
     for level, (parents, ranks, kept) in enumerate(zip(plan.parents, plan.ranks, plan.kept)):
         if plan.conditional:
             own = steps[level, row[parents], ranks]
         else:
             own = steps[level, 0].index_select(0, ranks)
         found, pick = (last.index_select(0, parents) + own).sort()
-        pick = pick[:kept]
-        kept_parents.append(parents.index_select(0, pick))
-        kept_ranks.append(ranks.index_select(0, pick))
+        codes.append(plan.codes[level].index_select(0, pick[:kept]))
         if plan.conditional:
-            kept_rows.append(row[kept_parents[-1]])
-            row = choices.rows[level, kept_rows[-1], kept_ranks[-1]]
+            rows.append(row[codes[-1] // plan.width])
+            row = choices.rows[level, rows[-1], codes[-1] % plan.width]
         numbers = torch.cat([numbers, found[:kept]])
         if level + 1 < len(plan.kept):
             numbers = _placed_anew(numbers, plan)
             last = numbers[-kept:]
-    rank = torch.cat(kept_ranks)
-    row = torch.cat(kept_rows) if plan.conditional else torch.zeros_like(rank)
-    tokens = choices.tokens[plan.level, row, rank]
-    return _tree(tokens, torch.cat(kept_parents), rank, numbers, drafts, plan)
+    code = torch.cat(codes)
+    parent, rank = code // plan.width, code % plan.width
+    row = torch.cat(rows) if plan.conditional else torch.zeros_like(rank)
+    return _tree(choices.tokens[plan.level, row, rank], parent, rank, numbers, drafts, plan)
 
 
 def _placed_anew(numbers: torch.Tensor, plan: Plan) -> torch.Tensor:
     """Count places again from 0, R + 1 apart, so that children fit between their parent and who follows."""
-    place = numbers & ((1 << plan.shift) - 1)
-    spread = torch.arange(len(numbers), device=numbers.device) * (plan.width + 1)
-    return numbers - place + torch.empty_like(place).scatter_(0, place.argsort(), spread)
+    mask = (1 << plan.shift) - 1
+    order = (numbers & mask).argsort()
+    return (numbers & ~mask).scatter_add_(0, order, plan.spread[: len(numbers)])
 
 
 def _tree(

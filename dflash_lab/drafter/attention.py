@@ -168,12 +168,14 @@ def dense_attend(layout: BlockLayout) -> Attends:
             k = torch.cat([kc[context], kb[here].flatten(0, 1)]).transpose(0, 1)  # [nkv, S_d + n*B, d]
             v = torch.cat([vc[context], vb[here].flatten(0, 1)]).transpose(0, 1)
             query = q[here].flatten(0, 1).transpose(0, 1)  # [nq, n*B, d]
+            if q.is_cuda and len(query) != len(k):  # fused kernels take grouped heads only without a mask
+                k, v = (x.repeat_interleave(len(query) // len(k), dim=0) for x in (k, v))
             out = F.scaled_dot_product_attention(
                 query[None],
                 k[None],
                 v[None],
                 attn_mask=mask_of(mask, segment),
-                enable_gqa=q.shape[2] != kb.shape[2],
+                enable_gqa=len(query) != len(k),
             )
             outputs.append(out[0].transpose(0, 1).unflatten(0, (-1, layout.block_size)))
         return torch.cat(outputs)
