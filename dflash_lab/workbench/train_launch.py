@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 POLL_S = 1.0
 GRACE_S = 60.0  # for a checkpoint after a stop
 STOP = "stop"  # the file that asks training processes for an end
+STEPS = "steps.json"  # how many steps there will be, as the processes counted them from epochs
 _PARAMETERS, _REPORT, _OUTPUT = "launch.json", "report.json", "processes.log"
 
 
@@ -41,7 +42,7 @@ class Stop(Exception):
 def train_apart(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
     """Train with `params.processes` processes of this machine and wait for them."""
     folder = params.folder
-    for name in (_REPORT, STOP):
+    for name in (_REPORT, STOP, STEPS):
         (folder / name).unlink(missing_ok=True)
     files.write_json(folder / _PARAMETERS, params.as_dict())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -69,11 +70,14 @@ def follow(params: TrainDrafterParams, progress: Any) -> None:
     """Report progress from the journal that the first process writes."""
     from dflash_lab.drafter.journal import read_journal
 
-    records = read_journal(params.folder / "run")
-    if progress is not None and records:
-        heldout = [r for r in records if r["kind"] == "heldout"]
-        facts = {"streak": heldout[-1]["streak"]} if heldout else {}
-        progress("training", records[-1]["step"], params.max_steps, **facts)
+    if progress is None:
+        return
+    told = params.folder / STEPS  # there once the first step is done
+    records = read_journal(params.folder / "run") if told.exists() else []
+    heldout = [r for r in records if r["kind"] == "heldout"]
+    facts = {"streak": heldout[-1]["streak"]} if heldout else {}
+    total = files.read_json(told) if records else params.max_steps
+    progress("training", records[-1]["step"] if records else 0, total, **facts)
 
 
 def _end(workers: subprocess.Popen, folder: Path) -> None:
@@ -113,9 +117,11 @@ def stoppable(params: TrainDrafterParams) -> Callable[..., None]:
     """
     import torch.distributed as dist
 
-    stop = params.folder / STOP
+    stop, steps = params.folder / STOP, params.folder / STEPS
 
     def progress(description: str, done: int, total: int, **facts: Any) -> None:
+        if not steps.exists():
+            files.write_json(steps, total)
         wanted = [stop.exists()]
         if dist.is_initialized():
             dist.broadcast_object_list(wanted, src=0)

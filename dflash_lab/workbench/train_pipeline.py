@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from dflash_lab import files
-from dflash_lab.workbench.train_launch import STOP, Stop, follow, read_report, report_values, stoppable
+from dflash_lab.workbench.train_launch import (
+    STEPS,
+    STOP,
+    Stop,
+    follow,
+    read_report,
+    report_values,
+    stoppable,
+)
 
 if TYPE_CHECKING:
     from dflash_lab.drafter.trainer import TrainReport
@@ -37,7 +45,7 @@ def train_pipeline(params: TrainDrafterParams, progress: Any = None) -> TrainRep
     from dflash_lab.drafter.pipeline import summary
 
     folder, values = params.folder, params.as_dict()
-    for path in (folder / STOP, *(folder / WORKERS).glob("*")):
+    for path in (folder / STOP, folder / STEPS, *(folder / WORKERS).glob("*")):
         path.unlink(missing_ok=True)
     targets, drafters = len(params.targets), len(params.drafters)
     pipes = {(m, k): Pipe() for m in range(targets) for k in range(drafters)}

@@ -220,12 +220,16 @@ def test_two_processes_started_from_the_stage(run_dir, tiny_target, tmp_path):
         tiny_target,
         store=str(run_dir / "store"),
         processes=2,
-        max_steps=2,
+        max_steps=0,
+        epochs=0.5,
         eval_every=1,
         eval_rows=2,
     )
-    result = execute(chosen, lambda description, done, total, **facts: seen.append(done))
-    assert result.figures["steps"] == 2 and np.isfinite(result.figures["streak_last"])
+    result = execute(chosen, lambda description, done, total, **facts: seen.append((done, total)))
+    steps = result.figures["steps"]
+    assert steps > 0 and seen[0] == (0, 0), "a stop is seen before the first step too"
+    assert {total for done, total in seen if done} <= {steps}, "the steps counted from epochs are the whole"
+    assert np.isfinite(result.figures["streak_last"])
     assert load_checkpoint(tmp_path / "drafter").config.block_size == 4
 
 
