@@ -172,6 +172,12 @@ class Giver:
         self._final[slot, : len(final)].copy_(final, non_blocking=True)
         return slot, len(taps)
 
+    def settle(self) -> None:
+        """Wait for every copy, whichever device runs it."""
+        if self._taps.is_cuda:
+            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._taps.device)
+
     def tell(self, what: Asked | Place, slot: int, tokens: int) -> None:
         """Say that a slot is full."""
         send(self.connection, self.peer, (what, slot, tokens))

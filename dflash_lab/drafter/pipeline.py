@@ -159,8 +159,7 @@ class Making:
             taps, final = filled.taps, filled.final
         assert final is not None, "a live target makes final states"
         written = giver.write(taps, final)
-        if taps.is_cuda:
-            torch.cuda.current_stream(taps.device).synchronize()
+        giver.settle()
         giver.tell(asked, *written)
 
     def wait_for_begin(self) -> Begin | None:
@@ -183,6 +182,8 @@ class Making:
         """This target's rows from `start` on."""
         turn, epoch, index = 0, start.epoch, start.index
         cuda = self.items.target.device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(self.items.target.device)  # each thread has its own
         while True:
             for i in range(index, self.rows.count(epoch)):
                 if turn % self.targets == self.number:

@@ -116,7 +116,7 @@ def test_one_target_and_two_drafters_train_one_drafter(alone, samples, tiny_targ
 
 
 def test_stopped_pipeline_goes_on_exactly(alone, samples, tiny_target, tmp_path):
-    chosen = params(tmp_path, samples, tiny_target, targets=[0, 1], drafters=[0], max_steps=8)
+    chosen = params(tmp_path, samples, tiny_target, targets=[0], drafters=[1], max_steps=8)
 
     def stop(description, done, total, **facts):
         if done >= 1:
@@ -131,12 +131,12 @@ def test_stopped_pipeline_goes_on_exactly(alone, samples, tiny_target, tmp_path)
 
 
 def test_an_error_in_a_target_ends_the_run_with_its_traceback(samples, tiny_target, tmp_path):
-    """The second target cannot read its weights: the message is its own, not that of those who waited."""
+    """The message is that of the one whose fault it was, not of those who waited for it."""
     import shutil
 
     broken = tmp_path / "target"
     shutil.copytree(tiny_target("llama"), broken)
-    chosen = params(tmp_path, samples, tiny_target, targets=[0, 1], drafters=[0], target=str(broken))
+    chosen = params(tmp_path, samples, tiny_target, targets=[0], drafters=[0], target=str(broken))
     weights = broken / "model.safetensors"
 
     from dflash_lab.drafter.crew import Job, run_crew
@@ -161,9 +161,9 @@ def _divide(a: int, b: int) -> float:
     return a / b
 
 
-@pytest.mark.parametrize("victim", ["target-1", "drafter-0"])
+@pytest.mark.parametrize("victim", ["target-0", "drafter-0"])
 def test_a_killed_worker_ends_the_run(samples, tiny_target, tmp_path, victim):
-    chosen = params(tmp_path, samples, tiny_target, targets=[0, 1], drafters=[0], max_steps=100_000,
+    chosen = params(tmp_path, samples, tiny_target, targets=[0], drafters=[1], max_steps=100_000,
                     checkpoint_every=10, eval_every=10**6, log_every=10)  # fmt: skip
     began = threading.Event()
 

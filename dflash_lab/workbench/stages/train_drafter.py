@@ -147,9 +147,12 @@ class TrainDrafterParams(StageParams):
         self.require(bool(self.max_steps or self.epochs), "max_steps", "give max_steps or epochs")
         timed = self.time_limit_s == 0 or self.time_limit_s >= 1
         self.require(timed, "time_limit_s", "give at least 1 second, or 0 for no limit")
-        terms = (self.hard_weight, self.soft_weight, self.cap_weight, self.tv_weight, self.lk_weight)
-        terms = (*terms, self.length_weight)
-        self.require(any(terms), "hard_weight", "every term of the loss is 0; give at least one a weight")
+        terms = ("hard", "soft", "cap", "tv", "lk", "length")
+        self.require(
+            any(getattr(self, f"{term}_weight") for term in terms),
+            "hard_weight",
+            "every term of the loss is 0; give at least one a weight",
+        )
 
     @property
     def store_path(self) -> Path:
