@@ -128,9 +128,9 @@ def study(args: argparse.Namespace, prompts: str) -> tuple[AcceptanceParams, Eva
     """Run the evaluation on one prompt set, as the stage does."""
     heldout = prompts == "heldout"
     params = AcceptanceParams(
-        run_dir=args.run_dir,
+        run_dir=str(Path(args.heldout).parent) if args.heldout else args.run_dir,
         target=args.target,
-        drafter=args.drafter,
+        drafter=args.drafter or str(Path(args.run_dir) / "drafter"),
         samples=args.heldout,
         device=args.device,
         dtype=args.dtype,

@@ -204,3 +204,34 @@ def test_the_whole_evaluation_at_fixed_shapes_finds_the_same(run_of, llama_resul
     assert set(grown.costs.select("what", "size").rows()) == set(fixed.costs.select("what", "size").rows())
     ours, theirs = (r.rounds.filter(r.rounds["method"] == "trained").drop("method") for r in (fixed, grown))
     assert ours.equals(theirs)
+
+
+def test_a_stop_takes_effect_in_the_middle_of_an_answer(run_of):
+    from dflash_lab.workbench.progress import Stopped
+    from dflash_lab.workbench.stages.acceptance import run_acceptance
+
+    target, run = run_of("llama")
+    seen = []
+
+    def progress(what, done, total, **fields):
+        seen.append((what, done))
+        if len(seen) == 5:
+            raise Stopped("stopped (test)")
+
+    with pytest.raises(Stopped):
+        run_acceptance(AcceptanceParams(run_dir=str(run), target=str(target), **FAST), progress)
+    assert seen == [("decode plain", 0)] * 5
+
+
+def test_every_long_step_reports_progress(run_of):
+    from dflash_lab.acceptance.evaluate import Evaluator
+
+    target, run = run_of("llama")
+    seen = []
+    params = AcceptanceParams(
+        run_dir=str(run), target=str(target), batch=2, diagnose="always", untrained_tokens=8, **FAST
+    )
+    Evaluator(params, lambda what, *_, **__: seen.append(what)).evaluate()
+    steps = {"decode plain", "decode trained", "decode tree", "decode together", "offline"}
+    assert steps | {"costs of a round"} <= set(seen)
+    assert seen.count("decode plain") > 20
