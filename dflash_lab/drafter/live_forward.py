@@ -63,10 +63,12 @@ class RowForward:
                 if why := self._compile():
                     logger.warning("live target: its layers stay as they are: %s", why)
                 self.compiled = not why
-        logger.info(
-            "live target %s on %s: %s rows%s", target.name, target.device, self.path,
-            ", compiled" if self.compiled else "",
-        )  # fmt: skip
+        logger.info("live target %s on %s: rows %s", target.name, target.device, self.way)
+
+    @property
+    def way(self) -> str:
+        """How rows are run, in words: padded, packed, or packed and compiled."""
+        return "packed and compiled" if self.compiled else self.path
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, positions: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:

@@ -311,7 +311,7 @@ def test_stage_trains_from_a_live_target(run_dir, tiny_target, tmp_path):
     chosen = params(tmp_path, tiny_target, source="live", samples=str(run_dir / "samples.parquet"),
                     tap_ids=[1, 3, 5])  # fmt: skip
     result = execute(chosen)
-    assert not (tmp_path / "store").exists()
+    assert not (tmp_path / "store").exists() and result.figures["live_rows"] == "packed"
     assert load_checkpoint(tmp_path / "drafter").config.tap_ids == (1, 3, 5)
     assert result.figures["loss_last"] < result.figures["loss_first"]
     assert np.isfinite(result.figures["chained_tau_last"]) and np.isfinite(result.figures["agreement"])

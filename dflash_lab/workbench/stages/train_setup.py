@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
     States = FeatureStore | SampleItems
 
-MEMORY = "memory.json"  # predicted and measured peak of the first process
+MEMORY = (
+    "memory.json"  # of the first process: predicted and measured peak, or how a live target runs its rows
+)
 logger = logging.getLogger(__name__)
 
 
@@ -41,6 +43,7 @@ def train_here(
     import torch
 
     from dflash_lab.drafter.checkpoint import load_checkpoint
+    from dflash_lab.drafter.live import LiveItems
     from dflash_lab.drafter.model import Drafter
     from dflash_lab.drafter.parallel import join
     from dflash_lab.drafter.state import setup
@@ -90,8 +93,12 @@ def train_here(
         source=source,
     )
     if group.rank == 0:
-        alone = params.source == "store"  # the prediction is of training alone, what is measured of all
-        files.write_json(params.folder / MEMORY, memory_figures(cleared, device) if alone else {})
+        figures: dict[str, Any] = {}
+        if params.source == "store":  # the prediction is of training alone, what is measured of all
+            figures |= memory_figures(cleared, device)
+        elif isinstance(items, LiveItems):
+            figures["live_rows"] = items.forward.way
+        files.write_json(params.folder / MEMORY, figures)
     return report
 
 
