@@ -1,4 +1,4 @@
-"""The figure and the tables of the acceptance benchmark: tau by tree budget, where the time of a round goes.
+"""The figure and the page of the acceptance benchmark: tau by tree budget, where the time of a round goes.
 
 python benchmarks/acceptance_figure.py RESULT.json FOLDER
 """
@@ -96,24 +96,74 @@ def _budget(details: dict[str, Any]) -> int:
     return int(details["heldout"]["figures"].get("tree_budget", 0))
 
 
-def table(result: dict[str, Any]) -> str:
-    """Return the result as Markdown tables."""
+def report(result: dict[str, Any]) -> str:
+    """Return the result as a page of Markdown."""
     figures, details = result["figures"], result["details"]
-    lines = ["| | held-out | HumanEval |", "|---|---|---|"]
-    for label, name in (
-        ("tau, chain", "tau_chain"), ("tau, tree (decoded)", "tau_tree"),
-        ("speed-up, chain", "speedup_chain"), ("speed-up, tree", "speedup_tree"),
-    ):  # fmt: skip
-        own = figures.get(f"{name}_heldout", figures.get(name))
-        lines.append(f"| {label} | {_number(own)} | {_number(figures.get(f'{name}_humaneval'))} |")
-    names = [(key, name) for key, name, _, _ in SETS if key in details]
-    lines += ["", "Offline, every anchor drafted once; 95 % bootstrap intervals over answers:", ""]
-    lines += [f"| budget | {' | '.join(name for _, name in names)} |", "|---" * (1 + len(names)) + "|"]
-    columns = [_rows(details[key], "all") for key, _ in names]
-    for row, *others in zip(*columns):
-        cells = (row, *others)
-        shown = " | ".join(f"{c['tau']:.2f} ({c['low']:.2f} to {c['high']:.2f})" for c in cells)
-        lines.append(f"| {row['budget'] or 'chain'} | {shown} |")
+    arguments, drafter = details["arguments"], details["drafter"]
+    facts = details["heldout"]["facts"]
+    protocol = facts["protocol"]
+    sets = [(key, name) for key, name, _, _ in SETS if key in details]
+    counts = ", ".join(f"{details[key]['figures']['prompts']} {name}" for key, name in sets)
+    lines = [
+        "# Acceptance on one GPU",
+        "",
+        "![Tokens a round by tree budget, and the time of a round](acceptance.png)",
+        "",
+        f"Target {arguments['target']} ({protocol['dtype']}), drafter of {drafter['num_hidden_layers']} layers, "
+        f"blocks of {protocol['block_size']}; greedy, one prompt at a time, up to "
+        f"{arguments['max_new_tokens']} tokens; {counts} prompts, seed {arguments['seed']}. "
+        f"{facts['decoding']} The tree budget is chosen on a dev part of the prompts.",
+        "",
+        "| | " + " | ".join(name for _, name in sets) + " |",
+        "|---" * (1 + len(sets)) + "|",
+    ]
+    for label, name, form in (
+        ("tau, chain", "tau_chain", _number),
+        ("tau, tree, decoded", "tau_tree", _number),
+        ("times plain decoding, chain", "speedup_chain", _number),
+        ("times plain decoding, tree", "speedup_tree", _number),
+        ("offline tau against decoded, %", "tau_offline_gap_pct", _number),
+        ("answers that leave plain decoding", "greedy_different", str),
+        ("of these at a tie of the target's logits", "greedy_ties", str),
+    ):
+        cells = (form(figures.get(f"{name}_{key}")) for key, _ in sets)
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    lines += ["", "Tau by tree budget, offline from the same answers, with 95 % intervals over answers:", ""]
+    lines += ["| nodes | " + " | ".join(name for _, name in sets) + " |", "|---" * (1 + len(sets)) + "|"]
+    for rows in zip(*(_rows(details[key], "all") for key, _ in sets)):
+        cells = (f"{row['tau']:.2f} ({row['low']:.2f} to {row['high']:.2f})" for row in rows)
+        lines.append(f"| {rows[0]['budget'] or 'chain'} | {' | '.join(cells)} |")
+    lines += ["", f"A plain step takes {details['heldout']['figures']['plain_ms_per_token']:.2f} ms."]
+    if "plain_without_graphs_ms" in details:
+        lines[-1] += f" Without graphs it takes {details['plain_without_graphs_ms']:.2f} ms."
+    lines += [
+        "Milliseconds a round by phase (the device drained after each), and of a round as launched:",
+        "",
+    ]
+    lines += ["| | draft | build | verify | commit | round | blocking waits | late waits |", "|---" * 8 + "|"]
+    for name, parts in details["phase_ms"].items():
+        waits = details["waits_a_round"][name] or {"blocking": "", "late": ""}
+        cells = [f"{parts[phase]:.2f}" for phase in (*(phase for phase, _ in PHASES), "round")]
+        lines.append(f"| {name} | {' | '.join(cells)} | {waits['blocking']} | {waits['late']} |")
+    lines += [
+        "",
+        f"A tree of 512 nodes is built in {figures['tree_build_ms_512']:.2f} ms where it is used, "
+        f"and in {figures['tree_build_host_ms_512']:.2f} ms from logits on the device to a heap's tree on the host.",
+    ]
+    if "offline" in details:
+        rate = details["offline"]
+        lines.append(
+            f"Offline metrics of {rate['samples']} samples ({rate['anchors']:,} anchors, every budget, states by "
+            f"the target on the way) took {rate['seconds']:.0f} s: {rate['minutes_for_10000']:.1f} minutes for "
+            "10,000 such samples."
+        )
+    lines += [
+        "",
+        f"Device: {result['device']['device']}. Command:",
+        "",
+        "    python benchmarks/acceptance.py --drafter FOLDER --heldout samples.parquet --json RESULT.json",
+        "    python benchmarks/acceptance_figure.py RESULT.json docs/results",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -122,14 +172,14 @@ def _number(value: float | None) -> str:
 
 
 def save(result: dict[str, Any], folder: str | Path) -> None:
-    """Write acceptance.json (the figure), .html, .svg, .png and the tables, acceptance-tables.md."""
+    """Write the figure (acceptance.json, .html, .svg, .png) and the page about it, acceptance.md."""
     folder = Path(folder)
     fig = figure(result)
     write_bytes(folder / "acceptance.json", fig.to_json(pretty=False).encode())
     write_bytes(folder / "acceptance.html", fig.to_html(include_plotlyjs="cdn").encode())
     write_bytes(folder / "acceptance.svg", fig.to_image("svg"))
     write_bytes(folder / "acceptance.png", fig.to_image("png", scale=1.5))
-    write_bytes(folder / "acceptance-tables.md", table(result).encode())
+    write_bytes(folder / "acceptance.md", report(result).encode())
 
 
 if __name__ == "__main__":
