@@ -109,8 +109,8 @@ def report(result: dict[str, Any]) -> str:
         "",
         "![Tokens a round by tree budget, and the time of a round](acceptance.png)",
         "",
-        f"Target {arguments['target']} ({protocol['dtype']}), drafter of {drafter['num_hidden_layers']} layers, "
-        f"blocks of {protocol['block_size']}; greedy, one prompt at a time, up to "
+        f"Target {arguments['target']} ({protocol['dtype']}), drafter of {drafter['num_hidden_layers']} "
+        f"layers, blocks of {protocol['block_size']}; greedy, one prompt at a time, up to "
         f"{arguments['max_new_tokens']} tokens; {counts} prompts, seed {arguments['seed']}. "
         f"{facts['decoding']} The tree budget is chosen on a dev part of the prompts.",
         "",
@@ -147,15 +147,15 @@ def report(result: dict[str, Any]) -> str:
         lines.append(f"| {name} | {' | '.join(cells)} | {waits['blocking']} | {waits['late']} |")
     lines += [
         "",
-        f"A tree of 512 nodes is built in {figures['tree_build_ms_512']:.2f} ms where it is used, "
-        f"and in {figures['tree_build_host_ms_512']:.2f} ms from logits on the device to a heap's tree on the host.",
+        f"A tree of 512 nodes is built in {figures['tree_build_ms_512']:.2f} ms where it is used, and "
+        f"in {figures['tree_build_host_ms_512']:.2f} ms from logits on the device to a tree on the host.",
     ]
     if "offline" in details:
         rate = details["offline"]
         lines.append(
-            f"Offline metrics of {rate['samples']} samples ({rate['anchors']:,} anchors, every budget, states by "
-            f"the target on the way) took {rate['seconds']:.0f} s: {rate['minutes_for_10000']:.1f} minutes for "
-            "10,000 such samples."
+            f"Offline metrics of {rate['samples']} samples ({rate['anchors']:,} anchors, every budget, states "
+            f"by the target on the way) took {rate['seconds']:.0f} s: {rate['minutes_for_10000']:.1f} minutes "
+            "for 10,000 such samples."
         )
     lines += [
         "",
