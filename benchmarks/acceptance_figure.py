@@ -153,8 +153,8 @@ def report(result: dict[str, Any]) -> str:
     if "offline" in details:
         rate = details["offline"]
         lines.append(
-            f"Offline metrics of {rate['samples']} samples ({rate['anchors']:,} anchors, every budget, states "
-            f"by the target on the way) took {rate['seconds']:.0f} s: {rate['minutes_for_10000']:.1f} minutes "
+            f"Offline metrics of {rate['samples']} samples ({rate['anchors']:,} anchors, states "
+            f"made on the way): {rate['seconds']:.0f} s, so {rate['minutes_for_10000']:.1f} minutes "
             "for 10,000 such samples."
         )
     lines += [
