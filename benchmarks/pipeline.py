@@ -240,6 +240,7 @@ def apart(
         "depths": dict(depths.iter_rows()),
         "targets": split[0],
         "drafters": split[1],
+        "diary": frame.with_columns(pl.col(pl.Float64).exclude("time").round(3)).to_dict(as_series=False),
     }
 
 
@@ -265,7 +266,7 @@ def pipeline_figures(
             row = apart(work, folder / f"apart-{number}", samples, int(one["layers"]), split)
             # A step of the pipeline uses one row of each drafter, a step of one device one row.
             row["speedup"] = len(row["drafters"]) * one["step_ms"] / row["step_ms"]
-            log.info("%s", row)
+            log.info("%s", {name: value for name, value in row.items() if name != "diary"})
             found["splits"].append(row)
             if number == 0:
                 found["figures"] = {

@@ -245,6 +245,8 @@ def _make(making: Making, stream: Iterator[tuple[Place, Row]], diary: Diary) -> 
             event.record()
         tell()
         under_way = giver, place, written, event
+        if event is None:
+            tell()
     return told
 
 

@@ -1,0 +1,50 @@
+"""The figures of the pipeline benchmark: rows a second by split, and who waited for whom in the first split.
+
+python benchmarks/pipeline_figure.py RESULT.json FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import polars as pl
+
+from dflash_lab.drafter.pipeline import SCHEMA
+from dflash_lab.files import read_json, write_bytes
+from dflash_lab.workbench.figures.style import BLUE, GREY
+from dflash_lab.workbench.figures.train_drafter import queues
+
+
+def rates(found: dict[str, Any]) -> go.Figure:
+    """Rows a second of one device for both sides, and of each split."""
+    names = ["both on one GPU", *(f"{len(s['targets'])} + {len(s['drafters'])}" for s in found["splits"])]
+    one = 1e3 / found["one_device"]["step_ms"]
+    values = [one, *(len(s["drafters"]) * 1e3 / s["step_ms"] for s in found["splits"])]
+    busy = [
+        "",
+        *(f"drafter busy {s['drafter_busy_pct']:.1f} %, limit: {s['limit']}" for s in found["splits"]),
+    ]
+    figure = go.Figure(
+        go.Bar(x=names, y=values, text=busy, marker_color=[GREY, *[BLUE] * len(found["splits"])])
+    )
+    return figure.update_layout(
+        title="Online training: rows a second",
+        xaxis_title="target GPUs + drafter GPUs",
+        yaxis_title="rows a second",
+    )
+
+
+def main() -> None:
+    """Draw both as PNG."""
+    found, folder = read_json(Path(sys.argv[1])), Path(sys.argv[2])
+    diary = pl.DataFrame(found["splits"][0]["diary"], schema=SCHEMA)
+    for name, figure in (("pipeline_rates", rates(found)), ("pipeline_queues", queues(diary))):
+        figure.update_layout(template="dflash")
+        write_bytes(folder / f"{name}.png", figure.to_image("png", width=900, height=500, scale=2))
+
+
+if __name__ == "__main__":
+    main()
