@@ -61,6 +61,58 @@ SCROLL_TO = """index => {
 }"""
 
 
+THEME = """async name => {
+    await window.jupyterapp.commands.execute('apputils:change-theme', {theme: name});
+    const light = String(!name.includes('Dark'));
+    while (document.body.dataset.jpThemeLight !== light) await new Promise(done => setTimeout(done, 50));
+    await new Promise(done => setTimeout(done, 300));
+}"""
+# WCAG contrast of every text of a figure or of our HTML now in the page, from the colours as rendered: the
+# text's own, over the backgrounds that lie behind it, blended.
+CONTRAST = """() => {
+    const parse = text => {
+        const parts = (text.match(/[\\d.]+/g) ?? []).map(Number);
+        return parts.length < 3 ? null : [...parts.slice(0, 3), parts.length > 3 ? parts[3] : 1];
+    };
+    const over = (top, below) => [0, 1, 2].map(i => top[i] * top[3] + below[i] * (1 - top[3])).concat(1);
+    const light = colour => {
+        const [r, g, b] = colour.map(value => {
+            const part = value / 255;
+            return part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+        });
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const behind = node => {
+        const layers = [];
+        for (let at = node; at; at = at.parentElement) {
+            const colour = parse(getComputedStyle(at).backgroundColor);
+            if (colour && colour[3] > 0) layers.push(colour);
+            if (colour && colour[3] === 1) break;
+        }
+        return layers.reverse().reduce((below, top) => over(top, below), [255, 255, 255, 1]);
+    };
+    const found = [];
+    const figure = '.xtick text, .ytick text, .gtitle, .xtitle, .ytitle, .legendtext, .cbtitle text, ' +
+        '.cbaxis text, .annotation-text';
+    const html = '.jp-RenderedHTMLCommon span, .jp-RenderedHTMLCommon td, .jp-RenderedHTMLCommon th, ' +
+        '.jp-RenderedHTMLCommon p, .jp-OutputArea .widget-label, .jp-OutputArea .widget-html-content *';
+    for (const [kind, nodes] of [['figure', figure], ['html', html]])
+        for (const node of document.querySelectorAll(nodes)) {
+            const box = node.getBoundingClientRect();
+            const text = node.textContent.trim();
+            if (!text || !box.width || !node.closest('.jp-OutputArea')) continue;
+            const style = getComputedStyle(node);
+            const colour = parse(kind === 'figure' ? style.fill : style.color);
+            if (!colour || colour[3] === 0) continue;
+            const below = behind(node);
+            const [a, b] = [light(over(colour, below)), light(below)];
+            const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+            found.push({kind, text: text.slice(0, 40), ratio, colour: colour.join(), below: below.join()});
+        }
+    return found;
+}"""
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -165,11 +217,19 @@ class Notebook:
     def cells(self) -> list[dict[str, Any]]:
         return self.page.evaluate(CELLS)
 
-    def scroll_to(self, text: str) -> None:
+    def scroll_to(self, text: str, wait_ms: float = 800) -> None:
         """Bring the cell whose source contains `text` to the top of the screen."""
         sources = self.page.evaluate(SOURCES)
         self.page.evaluate(SCROLL_TO, next(i for i, source in enumerate(sources) if text in source))
-        self.page.wait_for_timeout(800)
+        self.page.wait_for_timeout(wait_ms)
+
+    def theme(self, name: str) -> None:
+        """Change the Lab's theme, for all pages of this server."""
+        self.page.evaluate(THEME, name)
+
+    def contrasts(self) -> list[dict[str, Any]]:
+        """Contrast of every text of our outputs that is in the page now: kind, text, ratio, colours."""
+        return self.page.evaluate(CONTRAST)
 
     def screenshot(self, name: str) -> None:
         """Keep a picture when SCREENSHOTS names a folder."""

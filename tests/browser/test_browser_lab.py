@@ -5,6 +5,7 @@ The tests of one file run in order in one process, and each stage reads what the
 
 from __future__ import annotations
 
+import os
 import re
 import time
 
@@ -40,12 +41,30 @@ def test_run_all_in_a_fresh_lab(opened, workspace, stage):
     assert "application/vnd.plotly.v1+json" in kinds or "application/vnd.jupyter.widget-view+json" in kinds
     results = list((workspace / "runs" / "lab").glob(f"{stage}*/result.json"))
     assert len(results) == 1
-    for text in ("show(", "execute("):
-        notebook.scroll_to(text)
-        notebook.screenshot(f"{stage}-{text.strip('(')}")
     notebook.scroll_to("show(")
     notebook.page.wait_for_selector(".js-plotly-plot .main-svg", timeout=20_000)
+    try:
+        for theme in ("JupyterLab Light", "JupyterLab Dark"):
+            notebook.theme(theme)
+            readable(notebook, f"{stage}-{theme.split()[1].lower()}")
+    finally:
+        notebook.theme("JupyterLab Light")
     assert complaints(notebook) == []
+
+
+def readable(notebook, name: str) -> None:
+    """Assert that every text of the figures and tables can be read, page by page through the notebook."""
+    kinds = set()
+    for number, cell in enumerate(notebook.cells()):
+        if not any("data" in output for output in cell["outputs"]):
+            continue
+        notebook.scroll_to(cell["source"], wait_ms=800 if os.environ.get("SCREENSHOTS") else 200)
+        notebook.screenshot(f"{name}-{number:02d}")
+        found = notebook.contrasts()
+        kinds |= {one["kind"] for one in found}
+        low = [one for one in found if one["ratio"] < (4.3 if one["kind"] == "figure" else 4.5)]
+        assert not low, low[:5]
+    assert "figure" in kinds
 
 
 def test_moving_a_slider_changes_the_figure(opened):

@@ -21,7 +21,7 @@ from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.stage import execute
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
-EXAMPLES = int(os.environ.get("ATTACK_EXAMPLES", "12"))  # a hunt for more: ATTACK_EXAMPLES=500
+EXAMPLES = int(os.environ.get("ATTACK_EXAMPLES", "8"))  # a hunt for more: ATTACK_EXAMPLES=500
 # What would only make a run long: processes, compilation, sizes of a model; each has tests of its own.
 LEFT_OUT = {
     "run_dir",

@@ -60,6 +60,7 @@ def length_ecdf(ecdf: pl.DataFrame, percentiles: pl.DataFrame, *, max_length: in
             hovertemplate=f"%{{y:.1f}} % of {name}<br>are in samples up to %{{x:,}} tokens<extra></extra>",
         )
     dots = percentiles.filter(pl.col("percent").is_in([25.0, 50.0, 90.0, 99.0, 100.0]))
+    dots = dots.unique("length", keep="first", maintain_order=True)  # of equal ones the lowest says it all
     figure.add_scatter(
         x=dots["length"].to_list(),
         y=dots["percent"].to_list(),
@@ -245,7 +246,6 @@ def _mark(figure: go.Figure, max_length: int, *, height: float = 1.0) -> go.Figu
             y=height,
             yref="paper",
             text=f"limit {max_length:,}",
-            font={"color": RED},
             showarrow=False,
             xanchor="left",
             yanchor="top",

@@ -80,7 +80,7 @@ def peak_map(
         showlegend=False,
     )
     figure.update_layout(
-        title=f"Predicted peak; the red line is the budget of {budget_gib:g} GiB",
+        title=f"Predicted peak; the red line is the budget of {budget_gib:.3g} GiB",
         xaxis={"title": "batch", "type": "log", "tickvals": _powers(batches)},
         yaxis={"title": "length, tokens", "type": "log", "tickvals": _powers(lengths)},
     )

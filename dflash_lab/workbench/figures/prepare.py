@@ -37,8 +37,9 @@ def outcome(figures: dict[str, Any]) -> go.Figure:
         title=f"What became of {figures['samples_in']:,} records",
         xaxis_title="records",
         barmode="stack",
-        height=240,
-        legend={"traceorder": "normal", "y": -0.45, "yanchor": "top", "x": 0, "xanchor": "left"},
+        height=290,
+        margin_b=100,
+        legend={"traceorder": "normal", "y": -0.6, "yanchor": "top", "x": 0, "xanchor": "left"},
     )
     return figure
 
@@ -70,8 +71,10 @@ def problem_kinds(problems: pl.DataFrame, *, keep: int = 20) -> go.Figure:
         yaxis_type="category",
         barmode="stack",
         legend_traceorder="normal",
-        height=max(220, 150 + 26 * table.height),
+        height=max(220, 150 + 26 * table.height) if table.height else 90,
     )
+    if not table.height:
+        figure.update_xaxes(visible=False).update_yaxes(visible=False)
     return figure
 
 

@@ -32,15 +32,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
-GREY = "#7b8087"
+GREY = "#747a82"  # 4.3 to 1 against white and against JupyterLab's dark page; no colour has more on both
 PALETTE = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY)
 SEQUENTIAL = "Cividis"  # for heat maps: even in lightness, the same for colour-blind readers
 DIVERGING = [[0.0, BLUE], [0.5, "#d9d9d9"], [1.0, RED]]
 MAX_BYTES = 1_000_000  # of a figure's JSON
 HEIGHT = 420  # px; the width is that of the page: a figure and its text fit a 1280 x 800 screen
+WIDTH = 820  # px of a live figure
 # A legend with many entries: below the axes, where it meets no title.
 BELOW_LEFT = {"orientation": "h", "x": 0, "xanchor": "left", "y": -0.22, "yanchor": "top"}
-_GRID = "rgba(123, 128, 135, 0.25)"
+_GRID = "rgba(116, 122, 130, 0.25)"
 
 TEMPLATE = go.layout.Template(
     layout={
@@ -79,6 +80,13 @@ def show(fig: go.Figure, params: StageParams, name: str = "") -> None:
         _show_live(fig)
     else:
         _show_saved(plain, content, name)
+
+
+def live(fig: go.Figure, height: int | None = None) -> go.FigureWidget:
+    """Return a figure that a widget can change. Inside a box it cannot measure its place, so it is as wide as
+    the notebook beside the file browser at 1280 pixels.
+    """
+    return go.FigureWidget(fig).update_layout(width=WIDTH, **({} if height is None else {"height": height}))
 
 
 def _show_live(fig: go.Figure) -> None:

@@ -130,6 +130,7 @@ def positions(frame: pl.DataFrame, kind: str = "heldout", column: str = "accurac
     )
     words = "given the slots before it" if column == "conditional" else "by slot"
     fig.update_layout(title=f"Right {words}, {kind}", xaxis_title="step", yaxis_title="slot")
+    fig.update_yaxes(tickmode="linear", tick0=1, dtick=max(1, grid.height // 8))
     return fig
 
 

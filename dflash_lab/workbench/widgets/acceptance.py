@@ -33,10 +33,10 @@ def known_taus(result: Evaluation, temperature: float = 0.0) -> pl.DataFrame:
 def what_if(result: Evaluation) -> ipywidgets.Widget:
     """Return the sliders and their figure; `measured` uses this machine's costs, otherwise the typed ones."""
     import ipywidgets as widgets
-    import plotly.graph_objects as go
 
     from dflash_lab.acceptance.whatif import Costs, at
     from dflash_lab.workbench.figures import acceptance_speed as speed
+    from dflash_lab.workbench.figures.style import live
 
     known = known_taus(result)
     costs = result.cost_model
@@ -66,7 +66,7 @@ def what_if(result: Evaluation) -> ipywidgets.Widget:
             value=max(1.0, at(costs.draft, sizes[-1])), min=-1, max=4, description="draft (ms)", **look
         ),
     }
-    figure = go.FigureWidget(speed.what_if(costs, known, block_size=sizes[-1]))
+    figure = live(speed.what_if(costs, known, block_size=sizes[-1]))
 
     def update(_: Any) -> None:
         chosen = costs

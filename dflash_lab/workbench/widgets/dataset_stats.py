@@ -17,10 +17,10 @@ def explorer(result: DatasetStatsResult, params: DatasetStatsParams) -> ipywidge
     """Return the explorer; its start is `params`. On sets beyond 200,000 samples counts are scaled up from so
     many."""
     import ipywidgets as widgets
-    import plotly.graph_objects as go
 
     from dflash_lab.data.policies import POLICIES
     from dflash_lab.workbench.figures.dataset_stats import exploration, explored
+    from dflash_lab.workbench.figures.style import live
 
     longest = int(result.figures["longest_tokens"])
     top = max(longest, params.max_length, 2)
@@ -41,8 +41,7 @@ def explorer(result: DatasetStatsResult, params: DatasetStatsParams) -> ipywidge
         control.layout.width = "400px"
     table = widgets.HTML()
     start = explored(result, params, **{name: control.value for name, control in choices.items()})
-    figure = go.FigureWidget(exploration(result.histogram, start, max_length=choices["max_length"].value))
-    figure.update_layout(width=820, height=340)  # beside the file browser at 1280 pixels
+    figure = live(exploration(result.histogram, start, max_length=choices["max_length"].value), height=340)
     table.value = outcome_table(start)
 
     def update(change: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_lab.errors import InputError
 from dflash_lab.workbench.figures import memory_sweep as figures
+from dflash_lab.workbench.figures import style
 from dflash_lab.workbench.figures.memory_map import map_axes, peak_map
 
 if TYPE_CHECKING:
@@ -80,7 +81,6 @@ def planner(result: MemorySweepResult, params: MemorySweepParams) -> ipywidgets.
     figures.
     """
     import ipywidgets as widgets
-    import plotly.graph_objects as go
 
     from dflash_lab.memory.explore import Question
     from dflash_lab.memory.training_account import with_chunk
@@ -104,6 +104,7 @@ def planner(result: MemorySweepResult, params: MemorySweepParams) -> ipywidgets.
     for name, control in controls.items():
         control.description = name.replace("_", " ").replace(" gib", ", GiB")
         control.style = {"description_width": "90px"}
+        control.layout.width = "300px"
         if hasattr(control, "continuous_update"):
             control.continuous_update = False
 
@@ -112,9 +113,7 @@ def planner(result: MemorySweepResult, params: MemorySweepParams) -> ipywidgets.
 
     text = widgets.HTML()
     chart, bars, text.value = brain.draw(question())
-    live = [go.FigureWidget(chart), go.FigureWidget(bars)]
-    for figure in live:
-        figure.update_layout(height=360)
+    shown = [style.live(chart, height=360), style.live(bars, height=360)]
 
     def update(_change: dict[str, Any]) -> None:
         try:
@@ -122,12 +121,12 @@ def planner(result: MemorySweepResult, params: MemorySweepParams) -> ipywidgets.
         except InputError as error:
             text.value = f"<b>{escape(str(error))}</b>"
             return
-        for figure, fresh in zip(live, (chart, bars)):
+        for figure, fresh in zip(shown, (chart, bars)):
             redraw(figure, fresh)
 
     for control in controls.values():
         control.observe(update, names="value")
-    return widgets.VBox([widgets.HBox([widgets.VBox(list(controls.values())), text]), widgets.VBox(live)])
+    return widgets.VBox([widgets.HBox([widgets.VBox(list(controls.values())), text]), widgets.VBox(shown)])
 
 
 def redraw(live: go.FigureWidget, fresh: go.Figure) -> None:
@@ -197,14 +196,13 @@ class SweepRun:
 def sweep_control(result: MemorySweepResult, params: MemorySweepParams) -> ipywidgets.Widget:
     """Run and stop buttons, a bar, and prediction against measurement as points come in."""
     import ipywidgets as widgets
-    import plotly.graph_objects as go
     import polars as pl
 
     from dflash_lab.workbench.stages.memory_sweep import POINT_SCHEMA
 
     run, stop = widgets.Button(description="Run sweep"), widgets.Button(description="Stop", disabled=True)
     bar, line = widgets.IntProgress(min=0, max=1), widgets.Label()
-    live = go.FigureWidget(figures.predicted_measured(result.points))
+    shown = style.live(figures.predicted_measured(result.points))
 
     def changed() -> None:
         bar.max, bar.value = max(sweep.total, 1), sweep.done
@@ -212,7 +210,7 @@ def sweep_control(result: MemorySweepResult, params: MemorySweepParams) -> ipywi
         ended = finished or (sweep.total > 0 and sweep.done >= sweep.total)
         run.disabled, stop.disabled = not ended, ended
         line.value = sweep.error or f"{sweep.done} of {sweep.total} points"
-        redraw(live, figures.predicted_measured(pl.DataFrame(sweep.rows, schema=POINT_SCHEMA)))
+        redraw(shown, figures.predicted_measured(pl.DataFrame(sweep.rows, schema=POINT_SCHEMA)))
 
     sweep = SweepRun(params, result, changed)
 
@@ -227,7 +225,7 @@ def sweep_control(result: MemorySweepResult, params: MemorySweepParams) -> ipywi
 
     run.on_click(start)
     stop.on_click(halt)
-    box = widgets.VBox([widgets.HBox([run, stop, bar, line]), live])
+    box = widgets.VBox([widgets.HBox([run, stop, bar, line]), shown])
     box.sweep = sweep
     return box
 

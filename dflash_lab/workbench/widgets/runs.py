@@ -10,6 +10,7 @@ import polars as pl
 
 from dflash_lab.errors import LabError
 from dflash_lab.workbench.figures import runs as figures
+from dflash_lab.workbench.figures.style import live
 from dflash_lab.workbench.runs import compare_figures, compare_parameters, overview
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ def matching(table: pl.DataFrame, words: str, sort: str) -> pl.DataFrame:
 def browser(root: Path | str = "runs") -> ipywidgets.Widget:
     """Return the browser of the runs below `root`; select two or more to compare them."""
     import ipywidgets as widgets
-    import plotly.graph_objects as go
 
     root = Path(root)
     words = widgets.Text(placeholder="filter by name or state", layout={"width": "240px"})
@@ -40,7 +40,7 @@ def browser(root: Path | str = "runs") -> ipywidgets.Widget:
     refresh = widgets.Button(description="read again", icon="refresh")
     chosen = widgets.SelectMultiple(rows=8, description="runs", layout={"width": "98%"})
     message, table, differing, numbers = (widgets.HTML() for _ in range(4))
-    figure = go.FigureWidget(figures.curves({}, "loss"))
+    figure = live(figures.curves({}, "loss"))
     state: dict[str, Any] = {"table": overview(root)}
 
     def list_runs(*_: Any) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_lab.workbench.figures import train_drafter as figures
+from dflash_lab.workbench.figures.style import live
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -42,7 +43,6 @@ def monitor(run: Path | str, *, every_s: float = 5.0) -> ipywidgets.Widget:
     it.
     """
     import ipywidgets as widgets
-    import plotly.graph_objects as go
 
     view = widgets.ToggleButtons(options=list(VIEWS), value="losses")
     follow = widgets.ToggleButton(
@@ -51,13 +51,13 @@ def monitor(run: Path | str, *, every_s: float = 5.0) -> ipywidgets.Widget:
     refresh = widgets.Button(description="refresh")
     line = widgets.Label()
     figure, line.value = snapshot(run, view.value)
-    holder = widgets.VBox([go.FigureWidget(figure)])
+    holder = widgets.VBox([live(figure)])
     stop = threading.Event()
 
     def update(*_: Any) -> None:
         drawn, line.value = snapshot(run, view.value)
         holder.children[0].close()
-        holder.children = [go.FigureWidget(drawn)]
+        holder.children = [live(drawn)]
 
     def work() -> None:
         while not stop.wait(every_s):
@@ -84,18 +84,17 @@ def monitor(run: Path | str, *, every_s: float = 5.0) -> ipywidgets.Widget:
 def mask_explorer(result: TrainDrafterResult) -> ipywidgets.Widget:
     """Step through the blocks of a real document and the kinds of layers."""
     import ipywidgets as widgets
-    import plotly.graph_objects as go
 
     row = result.row
     block = widgets.IntSlider(
         description="block", min=0, max=max(0, len(row["anchors"]) - 1), continuous_update=False
     )
     kind = widgets.ToggleButtons(options=[k["name"] for k in row["kinds"]] or ["none"])
-    holder = widgets.VBox([go.FigureWidget(figures.mask(row))])
+    holder = widgets.VBox([live(figures.mask(row))])
 
     def update(*_: Any) -> None:
         holder.children[0].close()
-        holder.children = [go.FigureWidget(figures.mask(row, block.value, kind.value))]
+        holder.children = [live(figures.mask(row, block.value, kind.value))]
 
     block.observe(update, "value")
     kind.observe(update, "value")
