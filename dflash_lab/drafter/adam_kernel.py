@@ -18,7 +18,7 @@ _BLOCK = 1024
 @triton.jit
 def _adam(
     grad, weight, master, first, second, scalars, count,
-    rate, decay, beta1, beta2, eps,
+    rate, decay, new1, beta2, new2, eps,  # new: 1 - beta, exact only before it is rounded to fp32
     MASTER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     go = tl.load(scalars)
@@ -31,8 +31,8 @@ def _adam(
         v = tl.load(second + where, mask=inside, other=0.0)
         home = master if MASTER else weight
         w = tl.load(home + where, mask=inside, other=0.0)
-        m += (1 - beta1) * (g - m)
-        v = v * beta2 + (1 - beta2) * g * g
+        m += new1 * (g - m)
+        v = v * beta2 + new2 * g * g
         w = w * (1 - decay) - rate * (m / bias1) / (tl.sqrt(v) / root2 + eps)
         tl.store(first + where, m, mask=inside)
         tl.store(second + where, v, mask=inside)
@@ -57,5 +57,6 @@ def adam(
     with torch.cuda.device_of(weight):
         _adam[(triton.cdiv(count, _BLOCK),)](
             grad, weight, weight if master is None else master, state["exp_avg"], state["exp_avg_sq"],
-            scalars, count, rate, decay, *betas, eps, MASTER=master is not None, BLOCK=_BLOCK,
+            scalars, count, rate, decay, 1 - betas[0], betas[1], 1 - betas[1], eps,
+            MASTER=master is not None, BLOCK=_BLOCK,
         )  # fmt: skip

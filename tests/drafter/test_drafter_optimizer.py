@@ -125,7 +125,7 @@ def test_the_kernel_does_what_the_plain_operations_do(dtype, size):
             update(grad, weight, state, torch.tensor(values, device="cuda"), 1e-2, 1e-3, (0.9, 0.999), 1e-8)
         results.append({**state, "weight": weight})
     for name, found in results[0].items():
-        assert relative_error(found, results[1][name]) < (1e-3 if found.dtype != torch.float32 else 1e-6)
+        assert relative_error(found, results[1][name]) < (1e-3 if found.dtype != torch.float32 else 2e-6)
 
 
 @pytest.mark.gpu

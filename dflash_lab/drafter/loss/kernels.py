@@ -15,6 +15,14 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.0e38)
 NOWHERE = tl.constexpr(2147483647)
 
+# Pointers to one number a row. They start where a chunk starts, so their alignment changes from row to row of
+# a run; a kernel made for each case would be compiled in the middle of it.
+ROWS = (
+    "LABEL", "LOGIT", "LSE", "LSE_T", "CE", "ENTROPY", "P_MAX", "ARGMAX", "ABOVE", "PEAK", "MASS", "SLOPE",
+    "MASS_T", "SOURCE", "TARGET_LSE", "TARGET_LSE_T", "BELOW", "RANK", "HARD", "SOFT", "CAP", "TV", "LOST",
+    "KL", "INVERSE", "SCALE", "ANCHOR", "SLOT",
+)  # fmt: skip
+
 
 @triton.jit
 def before_label(z, column, logit, label, start, TILE: tl.constexpr):
@@ -70,7 +78,7 @@ def first_column(Z, top, peak, best, vocab, LANES: tl.constexpr):
     return tl.where(first == NOWHERE, group, first)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROWS)
 def sums_kernel(
     Z, LABEL, LOGIT, LSE, LSE_T, CE, ENTROPY, P_MAX, ARGMAX, ABOVE, PEAK, MASS, SLOPE, MASS_T,
     stride, vocab, offset, inv_t,

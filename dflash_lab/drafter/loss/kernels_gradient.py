@@ -7,10 +7,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dflash_lab.drafter.loss.kernels import LOG2E, LOWEST, before_label, first_column
+from dflash_lab.drafter.loss.kernels import LOG2E, LOWEST, ROWS, before_label, first_column
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROWS)
 def divergence_kernel(
     Z, S, SOURCE, LSE, LSE_T, TARGET_LSE, TARGET_LSE_T, KL, TV, BELOW,
     stride, target_stride, vocab, inv_t, HOT: tl.constexpr, BLOCK: tl.constexpr,
@@ -47,7 +47,7 @@ def divergence_kernel(
     tl.store(BELOW + row, tl.sum(below, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROWS)
 def gradient_kernel(
     Z, S, SOURCE, LABEL, LSE, LSE_T, ENTROPY, RANK, TARGET_LSE, TARGET_LSE_T, BELOW, HARD, SOFT, CAP, TV,
     OUT, LOST, KL,
@@ -135,7 +135,7 @@ def gradient_kernel(
         tl.store(KL + row * tl.num_programs(1) + part, tl.sum(kl, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROWS)
 def hard_kernel(
     Z, LABEL, LSE, CE, ENTROPY, P_MAX, ARGMAX, RANK, OUT, LOST, INVERSE, stride, out_stride, vocab, cap,
     HAS_CAP: tl.constexpr, LANES: tl.constexpr,
@@ -224,7 +224,7 @@ def hard_kernel(
     tl.store(RANK + row, rank.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ROWS)
 def deposit_kernel(
     PART, LOST, SCALE, HEAD, LABEL, ANCHOR, SLOT, OUT, part_stride, head_stride, stride_a, stride_b, size,
     GIVE_BACK: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
