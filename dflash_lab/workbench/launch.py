@@ -46,13 +46,29 @@ def run_notebook(stage: str, given: Given, extra: list[str]) -> int:
     words = [_literal(source), _literal(output), *given.arguments(stage), *_defaults(extra), *extra]
     if "interactive" not in _names(stage, given):
         words += ["-p", "interactive", "False"]
+    _save_whole(output)
     with _pass_on_sigterm() as terminated:
         code = _papermill(words)
-    _hide_secrets(output)
     if terminated.is_set():
         code = TERMINATED
     _closing_words(params, output, code)
     return code
+
+
+def _save_whole(output: Path) -> None:
+    """Let papermill save this notebook as every file is saved here: whole or not at all, without secrets.
+
+    Its own writer opens the file and writes into it, which leaves half a notebook on a full disk.
+    """
+    from papermill.iorw import LocalHandler, papermill_io
+
+    class Whole(LocalHandler):
+        def write(self, buf: str, path: str) -> None:
+            write_bytes(path, redact(buf).encode())
+
+    papermill_io.register(
+        str(output), Whole()
+    )  # a scheme is what a path begins with; the last one is asked first
 
 
 def _papermill(words: list[str]) -> int:
@@ -167,15 +183,6 @@ def signal_kernels(number: int) -> int:
                 os.kill(child.pid, number)
                 count += 1
     return count
-
-
-def _hide_secrets(notebook: Path) -> None:
-    """Take secrets out of a saved notebook's text, if any got there."""
-    if notebook.exists():
-        text = notebook.read_text(encoding="utf-8")
-        clean = redact(text)
-        if clean != text:
-            write_bytes(notebook, clean.encode())
 
 
 def _closing_words(params: StageParams, output: Path, code: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -110,7 +111,7 @@ def lab(tmp_path):
         "OMP_NUM_THREADS": "1",
     }
 
-    def start(*words: str, module: str = "dflash_lab.workbench.cli") -> subprocess.Popen:
+    def start(*words: str, module: str = "dflash_lab.workbench.cli", **more) -> subprocess.Popen:
         return subprocess.Popen(
             [sys.executable, "-m", module, *words],
             cwd=tmp_path,
@@ -119,6 +120,7 @@ def lab(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            **more,
         )
 
     return start
@@ -127,6 +129,16 @@ def lab(tmp_path):
 def finish(process: subprocess.Popen) -> tuple[int, str]:
     output, _ = process.communicate(timeout=120)
     return process.returncode, output
+
+
+def test_a_notebook_that_cannot_be_saved_is_named_and_never_half_there(lab, tmp_path):
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))  # the notebook is larger
+
+    code, output = finish(lab("prepare", "-p", "run_dir", "runs/toy", preexec_fn=small_files))
+    assert code == 1 and "dflash-lab: runs/toy/prepare.ipynb: the file would be larger" in output, output
+    assert "Traceback" not in output
+    assert not (tmp_path / "runs/toy/prepare.ipynb").exists() and not list(tmp_path.glob("runs/toy/.*"))
 
 
 def test_a_stage_ends_with_0_its_notebook_and_its_result(lab, tmp_path):
