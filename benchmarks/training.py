@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import cProfile
 import gc
 import json
+import pstats
 import subprocess
 import sys
 import tempfile
@@ -65,7 +67,7 @@ class Case:
     settings: TrainSettings
     lengths: tuple[int, ...]
     steps: int
-    final: bool = True
+    warm: int = 2  # steps before the clock starts
 
 
 def large_case(toy: bool, steps: int = 0) -> Case:
@@ -103,7 +105,9 @@ def small_case(toy: bool, **changes: Any) -> Case:
     generator = torch.Generator().manual_seed(0)
     count, low, high = (24, 30, 90) if toy else (240, 100, 500)
     lengths = torch.randint(low, high, (count,), generator=generator).tolist()
-    return Case(config, TrainSettings(**(values | changes)), tuple(lengths), 3 if toy else 40)
+    return Case(
+        config, TrainSettings(**(values | changes)), tuple(lengths), 3 if toy else 60, 2 if toy else 20
+    )
 
 
 def random_head(config: DrafterConfig, device: torch.device, dtype: torch.dtype) -> TargetHead:
@@ -154,6 +158,22 @@ def step_flop(case: Case, row: Row) -> dict[str, float]:
     }
 
 
+def host_times(trainer: Trainer, stream: Any, steps: int = 5, most: int = 40) -> dict[str, float]:
+    """Milliseconds of the loop's own thread a step by function, without what it calls; the profiler's own
+    time is in it.
+    """
+    profiler = cProfile.Profile()
+    with profiler:
+        for _ in range(steps):
+            trainer.train_step(stream)
+    catch_up(trainer)
+    rows = sorted(pstats.Stats(profiler).stats.items(), key=lambda row: -row[1][2])  # type: ignore[attr-defined]
+    return {
+        f"{Path(file).name}:{line} {name} x{calls / steps:g}": round(own / steps * 1e3, 3)
+        for (file, line, name), (_, calls, own, *_) in rows[:most]
+    }
+
+
 class Phases:
     """Marks on the device's own clock around the parts of each step; on a CPU, on the host's."""
 
@@ -200,7 +220,7 @@ def measure(case: Case, trainer: Trainer, *, profile: bool) -> dict[str, Any]:
     compile_seconds = warm_up(trainer)
     print(f"compiled in {compile_seconds:.1f} s", flush=True)
     with contextlib.closing(prefetch(feed(trainer.stream(), device))) as stream:
-        for _ in range(2):
+        for _ in range(case.warm):
             trainer.train_step(stream)
         catch_up(trainer)
         before = dict(trainer.place)
@@ -231,6 +251,7 @@ def measure(case: Case, trainer: Trainer, *, profile: bool) -> dict[str, Any]:
         print(json.dumps(result), flush=True)
         if profile and cuda:
             result["kernels_ms"] = kernels(trainer, stream)
+            result["host_ms"] = host_times(trainer, stream)
     return result
 
 
