@@ -141,7 +141,12 @@ def _worth_a_line(record: logging.LogRecord) -> bool:
     """Drop empty lines and papermill's running commentary; keep the notebook's words."""
     text = record.getMessage().rstrip()
     record.msg, record.args = text, ()
-    noise = ("Executing Cell", "Ending Cell", "Executing notebook", "Kernel is running over TCP")
+    noise: tuple[str, ...] = (
+        "Executing Cell",
+        "Ending Cell",
+        "Executing notebook",
+        "Kernel is running over TCP",
+    )
     noise += ("Input Notebook:", "Output Notebook:", "<IPython.core.display.")
     return bool(text) and not text.startswith(noise)
 
