@@ -20,7 +20,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from dflash_lab.drafter.objective import RowLoss
 
-TOP_K = (1, 2, 4, 8, 16)
+TOP_K = (1, 2, 4, 8, 16)  # powers of two, in order
 BINS = 15  # of confidence, for calibration
 
 
@@ -56,38 +56,49 @@ class Tally:
 
     @torch.no_grad()
     def add(self, row: RowLoss) -> None:
-        """Add one row."""
+        """Add one row, in few operations: a small drafter's step is short enough to feel them."""
         stats = row.rows
-        mask, labels, sums = stats.live, stats.label, self.sums
+        mask, labels = stats.live, stats.label
+        none = torch.zeros((), dtype=torch.float64, device=mask.device)
         correct = (stats.argmax == labels) & mask
         run = correct[:, 1:].long().cumprod(1)  # [A, B-1]
         before = torch.cat([torch.ones_like(run[:, :1]), run[:, :-1]], 1).bool()
-        sums["slots"] += mask.sum(0)
-        sums["correct"] += correct.sum(0)
-        sums["reached"][1:] += (before & mask[:, 1:]).sum(0)
-        sums["accepted"][1:] += run.sum(0)
-        sums["blocks"] += mask.any(1).sum()
-        for i, k in enumerate(TOP_K):
-            sums["top_k"][i] += ((stats.rank < k) & mask)[:, 1:].long().cumprod(1).sum()
-        sums["ce"] += torch.where(mask, stats.ce, 0).sum(dtype=torch.float64)
-        sums["entropy"] += torch.where(mask, stats.entropy, 0).sum(dtype=torch.float64)
-        if stats.kl is not None:
-            sums["kl"] += torch.where(mask, stats.kl, 0).sum(dtype=torch.float64)
-        if stats.target_argmax is not None:
-            sums["agree"] += ((stats.target_argmax == labels) & mask).sum()
-            sums["judged"] += mask.sum()
-        counted, confidence = mask.flatten().double(), stats.p_max.flatten().double()
-        where = (confidence * BINS).long().clamp(0, BINS - 1)
-        sums["bin_count"].index_add_(0, where, counted)
-        sums["bin_confidence"].index_add_(0, where, torch.where(mask.flatten(), confidence, 0))
-        sums["bin_correct"].index_add_(0, where, correct.flatten().double())
-        if row.chosen is not None:
-            right = (row.chosen == labels) & mask
-            sums["selected"] += right.sum()
-            sums["selected_run"] += right[:, 1:].long().cumprod(1).sum()
-            sums["selectable"] += mask.sum()
-        sums["loss"] += row.total.detach().double()
-        sums["denominator"] += row.below
+        at_first = mask.new_zeros(1, dtype=torch.int64)  # slot 0, where nothing is reached
+        best = 1 << torch.arange(len(TOP_K), device=mask.device)
+        among = ((stats.rank[..., None] < best) & mask[..., None])[:, 1:].long().cumprod(1)
+        measured = [stats.ce, stats.entropy, *([] if stats.kl is None else [stats.kl])]
+        means = torch.where(mask, torch.stack(measured), 0).sum((1, 2), dtype=torch.float64)
+        slots, count = mask.sum(0), mask.sum()
+        confidence = stats.p_max.flatten().double()
+        bins = none.new_zeros(3, BINS).index_add_(
+            1,
+            (confidence * BINS).long().clamp(0, BINS - 1),
+            torch.stack([mask.flatten(), torch.where(mask.flatten(), confidence, 0), correct.flatten()]),
+        )
+        judged = stats.target_argmax is not None
+        right = None if row.chosen is None else (row.chosen == labels) & mask
+        found = {
+            "slots": slots,
+            "correct": correct.sum(0),
+            "reached": torch.cat([at_first, (before & mask[:, 1:]).sum(0)]),
+            "accepted": torch.cat([at_first, run.sum(0)]),
+            "blocks": mask.any(1).sum(),
+            "top_k": among.sum((0, 1)),
+            "ce": means[0],
+            "kl": none if stats.kl is None else means[2],
+            "entropy": means[1],
+            "agree": ((stats.target_argmax == labels) & mask).sum() if judged else none,
+            "judged": count if judged else none,
+            "bin_count": bins[0],
+            "bin_confidence": bins[1],
+            "bin_correct": bins[2],
+            "selected": none if right is None else right.sum(),
+            "selected_run": none if right is None else right[:, 1:].long().cumprod(1).sum(),
+            "selectable": none if right is None else count,
+            "loss": row.total.detach(),
+            "denominator": row.below,
+        }
+        self.flat += torch.cat([found[name].reshape(-1).to(torch.float64) for name in self.sums])
 
     def reduced(self, total: Callable[[Tensor], Tensor]) -> Tally:
         """A copy with `total` (a sum over processes) applied to all sums at once."""
