@@ -153,7 +153,6 @@ def main() -> None:
         extraction = extraction_runs(
             device,
             middle,
-            args.layers,
             args.batches,
             args.limits,
             lambda found: keep({"extraction_runs": found}),
