@@ -252,6 +252,9 @@ def test_packed_rows_on_cuda_equal_plain_forwards(samples, tiny_target, kind, co
         assert torch.equal(found.taps, again.taps) and torch.equal(found.final, again.final)
         bounds = [(p.context_start, p.context_stop) for p in row.layout.segments if p.context_stop]
         taps, _ = plain(row.input_ids, row.layout.positions, bounds)
+        joined, _ = plain(row.input_ids, row.layout.positions, [(0, bounds[-1][1])])
         if kind != "qwen3_moe":  # whose routing a rounding may change
-            assert relative_error(found.taps, taps) < 5e-2
+            # bf16 through eight layers of large random weights: 0.03 to 0.11 on a CPU too.
+            assert relative_error(found.taps, taps) < 0.15
+            assert len(bounds) == 1 or relative_error(found.taps, joined) > 0.3, "one document, not several"
         assert not found.taps[found.tokens :].any() and torch.isfinite(found.taps).all()

@@ -199,7 +199,7 @@ def test_placement_is_checked(samples, tiny_target, tmp_path):
 @pytest.mark.gpu
 def test_processes_on_one_gpu_train_the_drafter_of_one_process(samples, tiny_target, tmp_path):
     """Slots lie on a GPU: what the target writes there from its own process is what the drafter reads."""
-    common = dict(device="cuda", dtype="bfloat16", drafter_dtype="float32", context_tokens=128)
+    common = dict(device="cuda", dtype="bfloat16", drafter_dtype="float32", context_tokens=128, compile=False)
     chosen = params(tmp_path / "apart", samples, tiny_target, targets=[0, 0], drafters=[0], **common)
     result = execute(chosen)
     single = params(tmp_path / "alone", samples, tiny_target, **common)
@@ -214,7 +214,9 @@ def test_processes_on_one_gpu_train_the_drafter_of_one_process(samples, tiny_tar
 def test_the_frozen_head_may_live_on_another_gpu(samples, tiny_target, tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    common = dict(device="cuda:0", dtype="bfloat16", drafter_dtype="float32", context_tokens=128)
+    common = dict(
+        device="cuda:0", dtype="bfloat16", drafter_dtype="float32", context_tokens=128, compile=False
+    )
     losses = [
         execute(params(tmp_path / str(head), samples, tiny_target, head=head, **common))
         .steps["loss"]
