@@ -19,6 +19,7 @@ import polars as pl
 from dflash_lab.data.problems import BadRecord, Problem, storable
 from dflash_lab.data.strict_json import parse, split_values
 from dflash_lab.errors import InputError
+from dflash_lab.hub import out_of_reach
 
 log = logging.getLogger(__name__)
 
@@ -213,6 +214,10 @@ def _read_hub(name: str) -> Iterator[tuple[str, int, Any]]:
             f"{name}: no such file or folder here. For a Hugging Face data set id install the extra that "
             "loads them: pip install 'dflash-lab[hub]'."
         ) from error
+    if (why := out_of_reach()) and "OFFLINE" not in why:  # with that set, the library answers at once itself
+        raise InputError(
+            f"{name}: no such file or folder here, and as a Hugging Face data set it cannot be read: {why}."
+        )
     repository, _, split = name.partition("@")
     repository, _, config = repository.partition(":")
     try:

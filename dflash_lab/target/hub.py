@@ -1,23 +1,15 @@
 """Where a hub id's files are: on the hub while it answers, else in this machine's cache, decided in seconds.
 
-Left to itself the hub's client asks an unreachable server six times for every file, half a minute in all.
-Here one short question settles it; without an answer, an id means its cached snapshot, a plain folder.
+Without an answer from the hub, an id means its cached snapshot, a plain folder.
 """
 
 from __future__ import annotations
 
-import functools
-import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 
 from dflash_lab.errors import InputError, near
-
-ANSWER_S = 3.0  # how long the hub may take to answer
-_ASKED_AGAIN_S = 60.0  # an answer is believed this long, so that a kernel notices when the network returns
+from dflash_lab.hub import out_of_reach
 
 
 def checkpoint_of(target: str, known: Iterable[str]) -> str:
@@ -29,12 +21,11 @@ def checkpoint_of(target: str, known: Iterable[str]) -> str:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    if not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT, int(time.monotonic() / _ASKED_AGAIN_S)):
+    if not (why := out_of_reach()):
         return target
     try:
         return snapshot_download(target, cache_dir=constants.HF_HUB_CACHE, local_files_only=True)
     except LocalEntryNotFoundError as error:
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
         options = [*known, *cached_ids(), *folders_beside(target)]
         short = {option.removeprefix("random:").split("/")[-1].lower(): option for option in options}
         meant = near(target, options) or _by_name(target, short)
@@ -68,26 +59,3 @@ def folders_beside(target: str) -> list[str]:
         return [str(path) for path in sorted(parent.iterdir()) if path.is_dir()][:1000]
     except OSError:  # no such parent, or not ours to read: nothing there can have been meant
         return []
-
-
-@functools.lru_cache(maxsize=4)
-def _answers(endpoint: str, minute: int) -> bool:
-    """Say whether a server answers, whatever it answers; the name's look-up may hang, so a thread asks."""
-    found: list[bool] = []
-
-    def ask() -> None:
-        request = urllib.request.Request(endpoint, method="HEAD")
-        try:
-            urllib.request.urlopen(request, timeout=ANSWER_S).close()
-        except urllib.error.HTTPError:
-            found.append(True)
-        except OSError as error:
-            # A certificate that urllib cannot check belongs to a server that answers.
-            found.append("CERTIFICATE" in str(error))
-        else:
-            found.append(True)
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(ANSWER_S + 1.0)
-    return bool(found and found[0])

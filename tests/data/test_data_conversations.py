@@ -312,6 +312,16 @@ def test_hub_data_sets_stream_and_the_missing_extra_is_named(monkeypatch):
     assert asked[-1] == ("owner/name", None, "train", True)
 
 
+def test_a_data_set_id_without_a_hub_is_answered_at_once(monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=None))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody listens
+    with pytest.raises(InputError, match=r"owner/name: no such file .* http://127.0.0.1:9 does not answer"):
+        read_conversations("owner/name")
+
+
 def test_jsonl_of_one_huge_line_is_read_in_bounded_memory(tmp_path):
     import tracemalloc
 
