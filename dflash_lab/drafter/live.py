@@ -77,7 +77,10 @@ class SampleItems:
 
 
 class LiveItems(SampleItems):
-    """Samples and the target that fills in their states, on the target's device."""
+    """Samples and the target that fills in their states, on the target's device.
+
+    The target is theirs from then on: its attention is told apart by documents, so it runs no other forwards.
+    """
 
     def __init__(
         self,
