@@ -33,7 +33,6 @@ _BLOCK = re.compile(
     r"(?:<!-- not run: ([^\n]*?) -->\n)?^```(sh|bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
 _INLINE = re.compile(r"`((?:dflash-lab|papermill|make|python)(?: [^`\n]+))`")
-_PLACEHOLDER = re.compile(r"<[a-z]+>|\.\.\.|\b[A-Z]{3,}\b")
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,13 @@ def blocks(page: Path) -> list[Block]:
 
 
 def inline_commands(page: Path) -> list[str]:
-    """Commands in running text, without those that have a place to fill in."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    """Commands in a page's running text."""
+    text = page.read_text(encoding="utf-8")
+    return commands_in_text(re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def commands_in_text(text: str) -> list[str]:
+    """Commands between backticks, without those that have a place to fill in."""
     found = [m.group(1) for m in _INLINE.finditer(text)]
     return [command for command in found if not re.search(r"<[a-z]+>|\.\.\.", command)]
 

@@ -16,6 +16,7 @@ import subprocess
 import time
 
 import documents
+import nbformat
 import pytest
 from documents import REPO, Block, blocks, check_line, check_python, inline_commands, pages
 
@@ -156,6 +157,17 @@ def test_every_page_is_in_the_index_and_no_command_hides_in_an_indented_block():
     for page in PAGES:
         text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
         assert not hidden.search(text), f"{page.name}: put commands into a ```sh block, where they are run"
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_commands_in_the_notebooks_words_name_what_exists(path):
+    words = "\n".join(
+        cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown"
+    )
+    lines = re.findall(r"^ {4}((?:papermill|dflash-lab) .*)$", words, re.MULTILINE)
+    assert lines, "the first cell shows how to run it headless"
+    for line in [*lines, *documents.commands_in_text(words)]:
+        check_line(line)
 
 
 # The file-format page against the files of the README's run.
