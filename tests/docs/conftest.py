@@ -54,6 +54,7 @@ class Checkout:
     def run(self, command: str, timeout_s: float = 400) -> tuple[int, str]:
         """Run shell text as a person does in the checkout's root; return exit code and output."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(self.root)}
+        environment["BROWSER_PATH"] = "/nowhere/chromium"  # pictures cost a browser start a notebook
         environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
         done = subprocess.run(
             ["bash", "-e", "-c", command],

@@ -7,8 +7,6 @@ The chain runs once a kind of target; each test then looks at what one stage lef
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import pytest
 
 from dflash_lab.files import read_json
 from dflash_lab.workbench.closing import ROWS, closing_figures
+from dflash_lab.workbench.figures.png import browser_path
 from dflash_lab.workbench.registry import STAGES, params_class, result_class
 from dflash_lab.workbench.report import write_report
 from dflash_lab.workbench.stage import is_finished
@@ -30,6 +29,7 @@ KINDS = (
     pytest.param(("llama", "cuda"), marks=pytest.mark.gpu),
     pytest.param(("qwen3_5", "cuda"), marks=pytest.mark.gpu),
 )
+PICTURED = "prepare"  # the notebook whose figures get pictures beside them
 TINY: dict[str, dict[str, Any]] = {
     "prepare": {"max_length": 256, "heldout_fraction": 0.3},
     "dataset_stats": {"max_length": 128, "token_budget": 512},
@@ -101,27 +101,29 @@ class Run:
     def notebook(self, stage: str, name: str = "", **values: Any) -> None:
         name = name or stage
         self.given[name] = {**self.common, **TINY[stage], **values, "interactive": False}
-        papermill.execute_notebook(
-            str(REPO / "notebooks" / f"{stage}.ipynb"),
-            str(self.folder / f"{name}.ipynb"),
-            parameters=self.given[name],
-            kernel_name="python3",
-            cwd=str(REPO),
-            progress_bar=False,
-            execution_timeout=240,
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OMP_NUM_THREADS", "1")
+            if stage != PICTURED:  # a browser start a notebook is half a minute a chain
+                patch.setenv("BROWSER_PATH", "/nowhere/chromium")
+            papermill.execute_notebook(
+                str(REPO / "notebooks" / f"{stage}.ipynb"),
+                str(self.folder / f"{name}.ipynb"),
+                parameters=self.given[name],
+                kernel_name="python3",
+                cwd=str(REPO),
+                progress_bar=False,
+                execution_timeout=240,
+            )
 
     def result(self, name: str) -> dict[str, Any]:
         return read_json(self.folder / name / "result.json")
 
 
 @pytest.fixture(scope="session", params=KINDS, ids="-".join)
-def run(request, tmp_path_factory, tiny_target) -> Iterator[Run]:
+def run(request, tmp_path_factory, tiny_target) -> Run:
     """Run the six notebooks once for a kind of target and a device (the extraction in two shards)."""
     kind, device = request.param
     made = Run(tmp_path_factory.mktemp(f"run-{kind}-{device}"), tiny_target(kind), device)
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
     made.notebook("prepare", input=str(conversations(made.folder / "chats.jsonl")))
     made.notebook("dataset_stats")
     for shard in range(2):
@@ -129,11 +131,7 @@ def run(request, tmp_path_factory, tiny_target) -> Iterator[Run]:
     made.notebook("memory_sweep")
     made.notebook("train_drafter")
     made.notebook("acceptance")
-    yield made
-    if before is None:
-        del os.environ["OMP_NUM_THREADS"]
-    else:
-        os.environ["OMP_NUM_THREADS"] = before
+    return made
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -194,6 +192,7 @@ def test_saved_notebook_is_small_plain_and_whole(run, stage):
         }
         assert "application/vnd.jupyter.widget-view+json" not in kinds and "widgets" not in notebook.metadata
         assert "application/vnd.plotly.v1+json" in kinds
+        assert ("image/png" in kinds) == (stage == PICTURED and bool(browser_path()))
         code = [cell for cell in notebook.cells if cell.cell_type == "code"]
         assert all(cell.execution_count for cell in code)
 
