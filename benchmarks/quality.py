@@ -7,8 +7,9 @@
 
 `train` is the stage `train_drafter` with the row's parameters (`quality_recipes.py`; `-p NAME VALUE` changes
 one), then tau from stored greedy answers of held-out prompts and of all HumanEval's, 128 tokens each.
-`client` decodes 20 prompts of each with the PyPI package `dflash` 0.1.0 (DFLASH_CLIENT: its folder, if it is
-not installed). `study` trains rows for the same number of steps, some side by side.
+`client` decodes 20 prompts of each with the PyPI package `dflash` 0.1.0 (in .venv/clients, or in the folder
+that DFLASH_CLIENTS names). `study` trains rows for the same number of steps, some side by side; it ends with
+status 1 and names them if some did not finish.
 """
 
 from __future__ import annotations
@@ -158,7 +159,10 @@ def client(args: argparse.Namespace) -> dict[str, Any]:
         }
         files.write_json(args.drafter / f"{name}.prompts.json", asked)
     work = [(name, part) for name in SETS for part in range(args.parallel)]
-    paths = [os.environ.get("DFLASH_CLIENT", ""), os.environ.get("PYTHONPATH", "")]
+    paths = [
+        os.environ.get("DFLASH_CLIENTS", str(Path(sys.prefix) / "clients")),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     running = []
     for name, part in work:
@@ -216,10 +220,11 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
     done = {row: record for row, record in done.items() if record["tau"]}
     for row, record in done.items():
         log.info("%s: %s", row, {name: tau["tau"] for name, tau in record["tau"].items()})
-    if missing := sorted(set(rows) - set(done)):
+    missing = sorted(set(rows) - set(done))
+    if missing:
         tails = [path.read_text()[-1500:] for path in sorted(args.out.glob("worker-*.log"))]
         log.warning("not finished: %s\n%s", missing, "\n--\n".join(tails))
-    return {"rows": done}
+    return {"rows": done, "missing": missing}
 
 
 def main() -> int:
@@ -285,7 +290,7 @@ def main() -> int:
     if args.json:
         arguments = {name: str(value) for name, value in vars(args).items()}
         files.write_json(Path(args.json), {"arguments": arguments, **found, **provenance.provenance()})
-    return 0
+    return 1 if found.get("missing") else 0
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python benchmarks/quality_report.py benchmarks/results/h200/quality.json docs/results
 
 The file holds `rows` (what `quality.py study` left: same steps, same slots a step) and `runs` (what
-`quality.py train` left of the recorded runs, each with its `client`). Written: quality.md (tables and
-commands), quality.html and quality.png (tau of every row with its interval over answers), quality-runs.html
-and quality-runs.png (held-out streak of the runs against tokens seen).
+`quality.py train` left of the recorded runs, each with `clients`: what `quality.py client` left, by block
+size). Written: quality.md (tables and commands), quality-runs.html and quality-runs.png (streak of the runs
+against tokens seen) and, if there are rows, quality.html and quality.png (tau of each, with its interval).
 """
 
 from __future__ import annotations
@@ -53,20 +53,30 @@ def study_table(rows: dict[str, Record]) -> str:
 
 
 def runs_table(runs: dict[str, Record]) -> str:
-    """The recorded runs: the public client's tau first, then tau from stored answers."""
+    """The recorded runs: the public client's tau at each block size it decoded with, then tau from stored
+    answers.
+    """
     lines = [
-        "| run | tokens | seconds | steps | anchors/s | epochs | training streak "
-        "| client: held-out | HumanEval | stored answers: held-out | HumanEval | peak GiB |",
-        "|" + "---|" * 12,
+        "| run | tokens | seconds | steps | anchors/s | epochs | streak: training | held-out | peak GiB |",
+        "|" + "---|" * 9,
     ]
     for name, run in runs.items():
-        figures, client = run["figures"], run.get("client", {}).get("tau", {})
+        figures, peak = run["figures"], run["peak_gib"]
         cells = [name, f"{run['data']['tokens'] / 1e6:.1f} M", f"{figures['train_seconds']:.0f}"]
         cells += [f"{figures['steps']:,}", f"{figures['anchors_per_s']:,.0f}"]
         cells += [f"{run['training']['epoch'] + 1:.0f}", f"{run['training']['streak']:.2f}"]
-        cells += [spelled(client[key]) if key in client else "" for key in SETS]
-        cells += [spelled(run["tau"][key]) if key in run["tau"] else "" for key in SETS]
-        lines.append("| " + " | ".join([*cells, f"{run['peak_gib']:.1f}" if run["peak_gib"] else ""]) + " |")
+        cells += [f"{figures['streak_last']:.2f}", "" if peak is None else f"{peak:.1f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "| run | how | tau held-out | answers | tau HumanEval | answers |", "|" + "---|" * 6]
+    for name, run in runs.items():
+        measured = {f"client, {how}": found["tau"] for how, found in run["clients"].items()}
+        for how, taus in (measured | {"stored answers": run["tau"]}).items():
+            cells = [name, how]
+            for key in SETS:
+                cells += (
+                    [spelled(taus[key]), str(taus[key]["answers"])] if key in taus else ["not measured", ""]
+                )
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -75,3 +75,22 @@ def test_data_is_the_targets_own_and_what_is_measured_is_apart(tiny_target, tmp_
     assert few["input_ids"].to_list() == taught["input_ids"].to_list()[: len(few)]
     assert 100 < few["length"].sum() <= 200 and (tmp_path / "small" / "humaneval.parquet").is_file()
     assert np.all(whole["response_start"].to_numpy() == whole["response_start"][0])
+
+
+def test_a_study_whose_rows_fail_says_so(tmp_path, monkeypatch):
+    import quality
+
+    class Fails:
+        def __init__(self, command, stdout, stderr):
+            stdout.write("the compiler refused the kernel")
+            stdout.flush()
+
+        def wait(self, timeout=None):
+            return 1
+
+    monkeypatch.setattr(quality.subprocess, "Popen", Fails)
+    words = ["quality.py", "study", "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", [*words, "--rows", "base", "kl", "--json", str(tmp_path / "study.json")])
+    assert quality.main() == 1
+    found = json.loads((tmp_path / "study.json").read_text())
+    assert found["rows"] == {} and found["missing"] == ["base", "kl"]
