@@ -1,8 +1,8 @@
 """The public `dflash` 0.1.0 loop as an external client: same checkpoint, same greedy prompts, same acceptance
 lengths.
 
-The client is found as an installed package or below DFLASH_CLIENT (`pip install --target DIR --no-deps
-dflash==0.1.0`); without it these tests skip.
+It lies in the folder `clients` of the virtual environment (`make install-test` puts it there) or in the one
+that DFLASH_CLIENTS names; without it these tests skip.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,17 +22,14 @@ from dflash_lab.acceptance.study import Study
 from dflash_lab.drafter.checkpoint import load_checkpoint, save_checkpoint
 
 PROMPTS = [[257, 84, 104, 105, 115, 32, 105], [257, 80, 44, 10, 32], [257, 66, 67, 12, 9, 9]]
-CLIENT = os.environ.get("DFLASH_CLIENT", "")
+CLIENTS = os.environ.get("DFLASH_CLIENTS", str(Path(sys.prefix) / "clients"))
 
 
 @pytest.fixture(scope="module")
 def client():
     """The client's model module, or a skip."""
-    if CLIENT:
-        sys.path.append(CLIENT)
-    module = pytest.importorskip(
-        "dflash.model", reason="the package dflash 0.1.0 is not there: set DFLASH_CLIENT"
-    )
+    sys.path.append(CLIENTS)
+    module = pytest.importorskip("dflash.model", reason=f"no package dflash 0.1.0 in {CLIENTS}")
     found = [d.version for d in importlib.metadata.distributions(name="dflash")]
     if found != ["0.1.0"]:
         pytest.skip(f"dflash {found} is not the 0.1.0 these numbers are compared with")

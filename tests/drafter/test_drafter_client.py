@@ -1,11 +1,8 @@
 """Our files in the released packages, as clients in processes of their own: z-lab's `dflash` and
 `speculators`.
 
-They are installed apart, for their pins would rule ours, in the folder `clients` of the virtual environment
-or in the one that DFLASH_CLIENTS names:
-
-    pip install --no-deps --target .venv/clients dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0 \
-        loguru pydantic-settings
+They are installed apart, for their pins would rule ours: `make install-test` puts them into the folder
+`clients` of the virtual environment; DFLASH_CLIENTS names another.
 """
 
 from __future__ import annotations
