@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -88,7 +90,8 @@ def test_a_study_whose_rows_fail_says_so(tmp_path, monkeypatch):
         def wait(self, timeout=None):
             return 1
 
-    monkeypatch.setattr(quality.subprocess, "Popen", Fails)
+    fake = SimpleNamespace(Popen=Fails, STDOUT=subprocess.STDOUT, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(quality, "subprocess", fake)
     words = ["quality.py", "study", "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--steps", "1"]
     monkeypatch.setattr(sys, "argv", [*words, "--rows", "base", "kl", "--json", str(tmp_path / "study.json")])
     assert quality.main() == 1
