@@ -16,7 +16,8 @@ LOWEST = tl.constexpr(-3.0e38)
 NOWHERE = tl.constexpr(2147483647)
 
 # Pointers to one number a row. They start where a chunk starts, so their alignment changes from row to row of
-# a run; a kernel made for each case would be compiled in the middle of it.
+# a run; a kernel made for each case would be compiled in the middle of it. No flag (constexpr) may bear one
+# of these names: Triton 3.6 refuses such a kernel at its first launch.
 ROWS = (
     "LABEL", "LOGIT", "LSE", "LSE_T", "CE", "ENTROPY", "P_MAX", "ARGMAX", "ABOVE", "PEAK", "MASS", "SLOPE",
     "MASS_T", "SOURCE", "TARGET_LSE", "TARGET_LSE_T", "BELOW", "RANK", "HARD", "SOFT", "CAP", "TV", "LOST",
@@ -78,16 +79,17 @@ def first_column(Z, top, peak, best, vocab, LANES: tl.constexpr):
     return tl.where(first == NOWHERE, group, first)
 
 
-@triton.jit(do_not_specialize_on_alignment=tuple(name for name in ROWS if name != "RANK"))  # a flag here
+@triton.jit(do_not_specialize_on_alignment=ROWS)
 def sums_kernel(
     Z, LABEL, LOGIT, LSE, LSE_T, CE, ENTROPY, P_MAX, ARGMAX, ABOVE, PEAK, MASS, SLOPE, MASS_T,
     stride, vocab, offset, inv_t,
-    RANK: tl.constexpr, HOT: tl.constexpr, FINISH: tl.constexpr, TARGET: tl.constexpr, LANES: tl.constexpr,
+    LABELLED: tl.constexpr, HOT: tl.constexpr, FINISH: tl.constexpr, TARGET: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """One program a row: its sums, or with FINISH its terms.
 
-    RANK: a label is given. HOT: temperature is not 1. TARGET: a target row, of which only lse, lse_t, argmax
-    are wanted.
+    LABELLED: a label is given. HOT: temperature is not 1. TARGET: a target row, of which only lse, lse_t,
+    argmax are wanted.
     """
     TILE: tl.constexpr = LANES * 4
     row = tl.program_id(0).to(tl.int64)
@@ -101,7 +103,7 @@ def sums_kernel(
     above = tl.zeros([LANES], tl.int32)
     logit = 0.0
     label = 0
-    if RANK:
+    if LABELLED:
         label = (tl.load(LABEL + row) - offset).to(tl.int32)
         if FINISH:
             logit = tl.load(Z + tl.where((label >= 0) & (label < vocab), label, 0))
@@ -111,12 +113,12 @@ def sums_kernel(
     for start in range(0, whole, TILE):
         z = tl.load(Z + start + column)
         peak, mass, slope, mass_t, best = absorb(z, start, peak, mass, slope, mass_t, best, inv_t, HOT)
-        if RANK:
+        if LABELLED:
             above += before_label(z, start + column, logit, label, start, TILE)
     if whole < vocab:
         z = tl.load(Z + whole + column, mask=whole + column < vocab, other=-float("inf"))
         peak, mass, slope, mass_t, best = absorb(z, whole, peak, mass, slope, mass_t, best, inv_t, HOT)
-        if RANK:
+        if LABELLED:
             # columns past the end are -inf and must not tie with a label of -inf that another slice owns
             tie = (z == logit) & (whole + column < tl.minimum(label, vocab))
             above += tl.sum(((z > logit) | tie).to(tl.int32), axis=1)
@@ -124,7 +126,7 @@ def sums_kernel(
         mass_t = mass
     top, row_mass, row_slope, row_mass_t = merge_lanes(peak, mass, slope, mass_t, inv_t)
     tl.store(ARGMAX + row, first_column(Z, top, peak, best, vocab, LANES).to(tl.int64) + offset)
-    if RANK:
+    if LABELLED:
         tl.store(ABOVE + row, tl.sum(above, axis=0).to(tl.int64))
     if FINISH:
         log_mass = tl.log(row_mass)

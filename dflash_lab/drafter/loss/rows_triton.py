@@ -132,6 +132,6 @@ def _launch_sums(
     kernels.sums_kernel[(logits.shape[0],)](
         logits, label, logit, lse, lse_t, ce, entropy, p_max, argmax, above, peak, mass, slope, mass_t,
         logits.stride(0), logits.shape[1], offset, 1 / temperature,
-        RANK=label is not None, HOT=temperature != 1.0, FINISH=lse is not None, TARGET=label is None,
+        LABELLED=label is not None, HOT=temperature != 1.0, FINISH=lse is not None, TARGET=label is None,
         LANES=LANES, num_warps=WARPS,
     )  # fmt: skip
