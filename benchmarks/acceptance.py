@@ -171,6 +171,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--target", default="smollm2")
     p.add_argument("--device", default="auto")
     p.add_argument("--dtype", default="auto")
+    p.add_argument("--sets", nargs="+", default=["heldout", "humaneval"], choices=["heldout", "humaneval"])
     p.add_argument("--prompts", type=int, default=32, help="prompts of each set; 0: all")
     p.add_argument("--max-new-tokens", type=int, default=512)
     p.add_argument("--budgets", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512, 1024])
@@ -212,10 +213,11 @@ def main() -> int:
             result = {"figures": figures, "details": details, **provenance.provenance()}
             files.write_json(Path(args.json), result)
 
-    params, lab, found = study(args, "heldout")
+    first, *others = args.sets
+    params, lab, found = study(args, args.humaneval if first == "humaneval" else first)
     speeds = {f"speedup_{way}": found.figures.get(f"speedup_{way}") for way in ("chain", "tree")}
     drafter = lab.drafter.config.to_json()
-    keep({**headline(found, "heldout"), **speeds}, drafter=drafter, heldout=tables(found))
+    keep({**headline(found, first), **speeds}, drafter=drafter, **{first: tables(found)})
     budget = found.figures.get("tree_budget", 0) if not lab.target.is_hybrid else 0
     methods = {"plain": lab.methods.plain(), "chain": lab.methods.speculative(lab.drafter, lab.size)}
     if budget:
@@ -228,14 +230,16 @@ def main() -> int:
         waits_a_round={name: waits_a_round(lab, way) for name, way in methods.items()},
         plain_without_graphs_ms=growing_cache_ms(lab),
     )
-    try:
-        _, _, humaneval = study(args, args.humaneval)
-    except InputError as error:
-        log.warning("HumanEval left out: %s", error)
-    else:
-        keep(headline(humaneval, "humaneval"), humaneval=tables(humaneval))
-    rate = offline_rate(params, lab, args.offline_samples, args.offline_seconds)
-    keep({"offline_minutes_for_10000": rate["minutes_for_10000"]}, offline=rate)
+    for name in others:
+        try:
+            _, _, found = study(args, args.humaneval if name == "humaneval" else name)
+        except InputError as error:
+            log.warning("%s left out: %s", name, error)
+        else:
+            keep(headline(found, name), **{name: tables(found)})
+    if params.prompts == "heldout":
+        rate = offline_rate(params, lab, args.offline_samples, args.offline_seconds)
+        keep({"offline_minutes_for_10000": rate["minutes_for_10000"]}, offline=rate)
     return 0
 
 

@@ -1,6 +1,8 @@
 """The figure and the page of the acceptance benchmark: tau by tree budget, where the time of a round goes.
 
-python benchmarks/acceptance_figure.py RESULT.json FOLDER
+python benchmarks/acceptance_figure.py RESULT.json [MORE.json ...] FOLDER
+
+Later results add prompt sets that the first one lacks. Speeds are shown of the first one's device alone.
 """
 
 from __future__ import annotations
@@ -112,7 +114,12 @@ def report(result: dict[str, Any]) -> str:
         f"Target {arguments['target']} ({protocol['dtype']}), drafter of {drafter['num_hidden_layers']} "
         f"layers, blocks of {protocol['block_size']}; greedy, one prompt at a time, up to "
         f"{arguments['max_new_tokens']} tokens; {counts} prompts, seed {arguments['seed']}. "
-        f"{facts['decoding']} The tree budget is chosen on a dev part of the prompts.",
+        f"{facts['decoding']} The tree budget is chosen on a dev part of the prompts. "
+        + " ".join(
+            f"{name[0].upper()}{name[1:]} prompts were decoded on {_device(result, key)}."
+            for key, name in sets
+        ),
+        *(["", details["note"]] if "note" in details else []),
         "",
         "| | " + " | ".join(name for _, name in sets) + " |",
         "|---" * (1 + len(sets)) + "|",
@@ -182,5 +189,26 @@ def save(result: dict[str, Any], folder: str | Path) -> None:
     write_bytes(folder / "acceptance.md", report(result).encode())
 
 
+def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the first result with the prompt sets that only later ones have."""
+    whole, *others = results
+    device = _device(whole, next(key for key, *_ in SETS if key in whole["details"]))
+    for other in others:
+        for key, *_ in SETS:
+            if key in other["details"] and key not in whole["details"]:
+                whole["details"][key] = other["details"][key]
+                same = _device(other, key) == device
+                whole["figures"] |= {
+                    name: value
+                    for name, value in other["figures"].items()
+                    if name.endswith(key) and (same or not name.startswith("speedup"))
+                }
+    return whole
+
+
+def _device(result: dict[str, Any], key: str) -> str:
+    return str(result["details"][key]["facts"]["protocol"]["device"])
+
+
 if __name__ == "__main__":
-    save(read_json(sys.argv[1]), sys.argv[2])
+    save(joined([read_json(path) for path in sys.argv[1:-1]]), sys.argv[-1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_lab.acceptance.live import answered_items, sample_items, stored_items
+from dflash_lab.acceptance.live import answered_items, sample_items, stored_items, text_hash
 from dflash_lab.acceptance.prompts import Prompt
 from dflash_lab.acceptance.study import Study
 from dflash_lab.data.items import FeatureItem
@@ -58,6 +58,13 @@ class Answers:
         if self._store is not None:
             return stored_items(self._store, hashes, extra=extra)
         return sample_items(self._target, self._tap_ids, self._params.samples_path, hashes, extra=extra)
+
+    def texts(self, prompts: Sequence[Prompt], plain: Study) -> tuple[list[str], list[Sequence[int]]]:
+        """Return hash and answer tokens of what `items` holds of each decoded answer."""
+        if self.stored:
+            return [prompt.hash for prompt in prompts], [prompt.answer for prompt in prompts]
+        names = [text_hash([*asked, *a.tokens]) for asked, a in zip(plain.asked, plain.answers)]
+        return names, [answer.tokens for answer in plain.answers]
 
     def sources(self, prompts: Sequence[Prompt]) -> dict[str, str]:
         """Return the source of each sample by its hash."""

@@ -14,6 +14,7 @@ import polars as pl
 import torch
 
 from dflash_lab.acceptance import diagnosis
+from dflash_lab.acceptance.agreement import compare_taus
 from dflash_lab.acceptance.answers import Answers
 from dflash_lab.acceptance.decode import Decoded
 from dflash_lab.acceptance.evaluation import Evaluation
@@ -197,16 +198,13 @@ class Evaluator:
             temperatures=params.temperatures if with_temperatures else (),
             on_item=lambda tokens: self._tick("offline", next(done), len(items)),
         )
-        own = list(range(report.num_answers))
-        if self.answers.stored:
-            firsts = report.anchors.group_by("sample", maintain_order=True).agg(pl.col("answer").first())
-            answer_of = dict(firsts.iter_rows())
-            own = [answer_of[prompt.hash] for prompt in self.prompts if prompt.hash in answer_of]
-        tau = report.tau(answers=own, limit=params.max_new_tokens)
-        gap = tau.mean / self.figures["tau_trained"] - 1
+        texts = self.answers.texts(self.prompts, self.studies["plain"])
+        self.agreement = compare_taus(self.studies["trained"], report, *texts, params.max_new_tokens)
         self.figures |= {
-            "tau_offline": round(tau.mean, 4),
-            "tau_offline_gap_pct": round(100 * gap, 2),
+            "tau_offline": round(float(self.agreement.offline.mean()), 4),
+            "tau_offline_gap_pct": round(100 * self.agreement.gap, 2),
+            "tau_offline_gap_same_text_pct": round(100 * self.agreement.judged_gap, 2),
+            "answers_same_text": int(self.agreement.same.sum()),
             "tau_offline_all": round(report.tau().mean, 4),
             "streak_uniform": round(report.streak(), 4),
             "offline_answers": report.num_answers,
@@ -298,13 +296,8 @@ class Evaluator:
     def _checks(self) -> pl.DataFrame:
         """Run the diagnosis when asked for, or when offline and decoded tau disagree."""
         params = self.params
-        gap = abs(self.figures["tau_offline_gap_pct"]) / 100
-        disagree = params.temperature == 0 and gap > params.gap_tolerance
-        taus = f"Offline tau {self.figures['tau_offline']:.3f}, decoded {self.figures['tau_trained']:.3f}"
-        verdict = (
-            f"{self.figures['tau_offline_gap_pct']:+.1f} %): they {'disagree' if disagree else 'agree'}."
-        )
-        self.facts["agreement"] = f"{taus} on the same prompts ({verdict}"
+        disagree = params.temperature == 0 and abs(self.agreement.judged_gap) > params.gap_tolerance
+        self.facts["agreement"] = self.agreement.sentence(params.gap_tolerance)
         if params.diagnose == "never" or (params.diagnose == "auto" and not disagree):
             return pl.DataFrame(schema=diagnosis.SCHEMA)
         checks = diagnosis.diagnose(

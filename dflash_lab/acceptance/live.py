@@ -84,6 +84,11 @@ class LiveItems(Sequence[FeatureItem]):
         return FeatureItem(name, ids.int(), mask, taps, of_layer[last], True)
 
 
+def text_hash(ids: Sequence[int]) -> str:
+    """Name a text that no samples file names: 32 hex digits."""
+    return hashlib.sha256(repr(list(ids)).encode()).hexdigest()[:32]
+
+
 def answered_items(target: Target, tap_ids: tuple[int, ...], study: Study) -> LiveItems:
     """Return every answer of `study` with its prompt, and states of the target."""
     texts = []
@@ -91,7 +96,7 @@ def answered_items(target: Target, tap_ids: tuple[int, ...], study: Study) -> Li
         ids = torch.tensor([*asked, *answer.tokens])
         mask = torch.zeros(len(ids), dtype=torch.uint8)
         mask[len(asked) :] = 1
-        texts.append((hashlib.sha256(repr(ids.tolist()).encode()).hexdigest()[:32], ids, mask))
+        texts.append((text_hash(ids.tolist()), ids, mask))
     return LiveItems(target, tap_ids, texts)
 
 

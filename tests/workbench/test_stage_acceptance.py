@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
 
@@ -62,6 +63,8 @@ def test_trained_beats_untrained_and_agrees_with_offline(llama_result):
         assert isinstance(figures[name], float)
     assert figures["tau_trained_low"] <= figures["tau_trained"] <= figures["tau_trained_high"]
     assert "they agree" in result.facts["agreement"]
+    assert figures["tau_offline_gap_same_text_pct"] == pytest.approx(0, abs=0.5)
+    assert figures["answers_same_text"] == figures["prompts"]
     assert result.facts["protocol"]["max_new_tokens"] == 128 and result.facts["protocol"]["thinking"] is False
     assert ("slower" in result.facts["speed"]) == (figures["speedup_chain"] < 1)
 
@@ -235,3 +238,17 @@ def test_every_long_step_reports_progress(run_of):
     steps = {"decode plain", "decode trained", "decode tree", "decode together", "offline"}
     assert steps | {"costs of a round"} <= set(seen)
     assert seen.count("decode plain") > 20
+
+
+def test_answers_of_other_text_are_not_held_against_the_drafter():
+    from dflash_lab.acceptance.agreement import Agreement
+
+    taus = np.asarray([2.0, 3.0, 4.0])
+    agreed = Agreement(taus, np.asarray([2.0, 3.0, 2.0]), np.asarray([True, True, False]))
+    assert agreed.gap == pytest.approx(7 / 9 - 1) and agreed.judged_gap == 0
+    assert "1 of 3 decoded answers are not the stored ones" in agreed.sentence(0.03)
+    assert agreed.sentence(0.03).endswith("they agree.")
+    apart = Agreement(taus, 1.1 * taus, np.asarray([True, True, False]))
+    assert apart.sentence(0.03).endswith("they disagree.")
+    unlike = Agreement(taus, 1.1 * taus, np.zeros(3, bool))
+    assert unlike.judged_gap == pytest.approx(0.1) and "disagree" in unlike.sentence(0.03)
