@@ -1,9 +1,15 @@
-"""What made a result: versions of the libraries and kernels, the git commit, the device, the time."""
+"""What made a result: versions of the libraries and kernels, the git commit, the device, the time.
+
+A copy of the code on another machine has no history, or an older one beside newer files. Whoever copies it
+says what it is in DFLASH_LAB_COMMIT, and the hash of the files themselves shows whether that is true.
+"""
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import importlib.metadata
+import os
 import platform
 import subprocess
 import sys
@@ -35,7 +41,12 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str:
-    """Return the commit this package runs from, ``+dirty`` if changed, or ``unknown`` outside a checkout."""
+    """Return the commit this package runs from, ``+dirty`` if changed, or ``unknown`` outside a checkout.
+
+    What DFLASH_LAB_COMMIT says goes before what a checkout says.
+    """
+    if given := os.environ.get("DFLASH_LAB_COMMIT", ""):
+        return given
     root = Path(__file__).resolve().parent.parent
     try:
         commit = subprocess.run(
@@ -50,6 +61,29 @@ def git_commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit + ("+dirty" if changed else "")
+
+
+def source_tree(folder: Path | None = None) -> str:
+    """Return git's id of a folder's Python files (default: this package), computed without git.
+
+    These are the package's files in a commit exactly if ``git rev-parse <commit>:dflash_lab`` says the same.
+    """
+    return _tree(folder or Path(__file__).resolve().parent).hex()
+
+
+def _tree(folder: Path) -> bytes:
+    entries: list[tuple[bytes, bytes]] = []  # what git sorts by, the entry
+    for path in folder.iterdir():
+        name = path.name.encode()
+        if path.is_dir() and any(path.rglob("*.py")):
+            entries.append((name + b"/", b"40000 " + name + b"\0" + _tree(path)))
+        elif path.suffix == ".py":
+            entries.append((name, b"100644 " + name + b"\0" + _object(b"blob", path.read_bytes())))
+    return _object(b"tree", b"".join(entry for _, entry in sorted(entries)))
+
+
+def _object(kind: bytes, content: bytes) -> bytes:
+    return hashlib.sha1(kind + b" %d\0" % len(content) + content, usedforsecurity=False).digest()
 
 
 def device_info() -> dict[str, str | int | float]:
@@ -72,6 +106,7 @@ def provenance() -> dict[str, object]:
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": git_commit(),
+        "source_tree": source_tree(),
         "versions": versions(),
         "device": device_info(),
         "argv0": Path(sys.argv[0]).name,
