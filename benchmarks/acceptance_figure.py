@@ -42,24 +42,25 @@ def figure(result: dict[str, Any]) -> go.Figure:
         first, *rows = _rows(details[key], "all")
         chain = first["tau"]
         budgets = [row["budget"] for row in rows]
+        figures = details[key]["figures"]
         fig.add_scatter(
             x=[*budgets, *budgets[::-1]], y=[*(r["high"] for r in rows), *(r["low"] for r in rows[::-1])],
-            fill="toself", fillcolor=band, line={"width": 0}, hoverinfo="skip", showlegend=False,
-            row=1, col=1,
+            fill="toself", fillcolor=band, mode="lines", line={"width": 0}, hoverinfo="skip",
+            showlegend=False, row=1, col=1,
         )  # fmt: skip
         fig.add_scatter(
-            x=budgets, y=[row["tau"] for row in rows], name=f"{name}, tree", mode="lines+markers",
+            x=budgets, y=[row["tau"] for row in rows], mode="lines+markers",
+            name=f"{name}, tree ({figures['offline_answers']} answers)",
             line={"color": colour}, row=1, col=1,
         )  # fmt: skip
         fig.add_scatter(
             x=[budgets[0], budgets[-1]], y=[chain, chain], name=f"{name}, chain", mode="lines",
             line={"color": colour, "dash": "dash"}, row=1, col=1,
         )  # fmt: skip
-        figures = details[key]["figures"]
         if "tau_tree_decoded" in figures:
             fig.add_scatter(
                 x=[figures["tree_budget"]], y=[figures["tau_tree_decoded"]], mode="markers",
-                name=f"{name}, decoded (budget chosen on a dev part)",
+                name=f"{name}, tree decoded ({figures['prompts']} prompts)",
                 marker={"symbol": "star", "size": 13, "color": colour, "line": {"width": 1}},
                 row=1, col=1,
             )  # fmt: skip
@@ -71,13 +72,15 @@ def figure(result: dict[str, Any]) -> go.Figure:
     plain = details["heldout"]["figures"]["plain_ms_per_token"]
     split = details["phase_ms"]
     bars = ["plain", *split]
-    labels = {"plain": "plain step", "chain": "chain", "tree": f"tree of {_budget(details)}"}
+    size = details["heldout"]["facts"]["protocol"]["block_size"]
+    labels = {"plain": "plain step", "chain": f"chain of {size}", "tree": f"tree of {_budget(details)}"}
     for phase, colour in PHASES:
         values = [plain if phase == "verify" else 0.0, *(parts[phase] for parts in split.values())]
         fig.add_bar(
             x=[labels[bar] for bar in bars], y=values, name=phase, marker_color=colour, row=1, col=2
         )  # fmt: skip
-    speeds = {name: details["heldout"]["figures"].get(f"speedup_{name}") for name in split}
+    own = details["heldout"]["figures"]
+    speeds = {"chain": own["speedup_trained_block"], "tree": own.get("speedup_tree")}
     for name, parts in split.items():
         if speeds[name]:
             fig.add_annotation(
@@ -115,19 +118,18 @@ def report(result: dict[str, Any]) -> str:
         f"layers, blocks of {protocol['block_size']}; greedy, one prompt at a time, up to "
         f"{arguments['max_new_tokens']} tokens; {counts} prompts, seed {arguments['seed']}. "
         f"{facts['decoding']} The tree budget is chosen on a dev part of the prompts. "
-        + " ".join(
-            f"{name[0].upper()}{name[1:]} prompts were decoded on {_device(result, key)}."
-            for key, name in sets
-        ),
+        f"Decoded on: {', '.join(f'{_device(result, key)} ({name})' for key, name in sets)}.",
         *(["", details["note"]] if "note" in details else []),
         "",
         "| | " + " | ".join(name for _, name in sets) + " |",
         "|---" * (1 + len(sets)) + "|",
     ]
+    best = (str(details[key]["figures"]["best_block_size"]) for key, _ in sets)
+    lines.append(f"| best block size | {' | '.join(best)} |")
     for label, name, form in (
         ("tau, chain", "tau_chain", _number),
         ("tau, tree, decoded", "tau_tree", _number),
-        ("times plain decoding, chain", "speedup_chain", _number),
+        ("times plain decoding, chain of the best block size", "speedup_chain", _number),
         ("times plain decoding, tree", "speedup_tree", _number),
         ("offline tau against decoded, %", "tau_offline_gap_pct", _number),
         ("answers that leave plain decoding", "greedy_different", str),
@@ -135,7 +137,8 @@ def report(result: dict[str, Any]) -> str:
     ):
         cells = (form(figures.get(f"{name}_{key}")) for key, _ in sets)
         lines.append(f"| {label} | {' | '.join(cells)} |")
-    lines += ["", "Tau by tree budget, offline from the same answers, with 95 % intervals over answers:", ""]
+    answers = ", ".join(f"{details[key]['figures']['offline_answers']} {name}" for key, name in sets)
+    lines += ["", f"Tau by tree budget, offline, over {answers} answers, with 95 % intervals:", ""]
     lines += ["| nodes | " + " | ".join(name for _, name in sets) + " |", "|---" * (1 + len(sets)) + "|"]
     for rows in zip(*(_rows(details[key], "all") for key, _ in sets)):
         cells = (f"{row['tau']:.2f} ({row['low']:.2f} to {row['high']:.2f})" for row in rows)
