@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import safe_open
-from support.tiny_drafters import SECOND, ItemList, tiny_config, tiny_drafter, tiny_head, tiny_items
+from support.tiny_drafters import HIDDEN, SECOND, ItemList, tiny_config, tiny_drafter, tiny_head, tiny_items
 
+from dflash_lab.drafter.attention import row_layout
 from dflash_lab.drafter.checkpoint import load_checkpoint
 from dflash_lab.drafter.guard import Diverged
 from dflash_lab.drafter.journal import read_journal
@@ -218,6 +219,31 @@ def test_time_limit_ends_the_run_with_a_low_rate(tmp_path, monkeypatch):
     assert 10 <= report.steps <= 13 and report.seconds >= 1.0  # a step's time is known one step later
     assert steps[-1]["lr"] < 0.1 * max(r["lr"] for r in steps)
     assert report.last["step"] == report.steps
+
+
+def test_a_probe_of_many_shapes_leaves_the_steps_compiled(tmp_path):
+    """More shapes than the compiler keeps (8), met before the first step."""
+    torch.compiler.reset()
+    graphs = []
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def probe(drafter):
+        before = len(graphs)
+        for tokens in range(3, 13):
+            layout = row_layout([[2]], [tokens], drafter.config.block_size)
+            drafter(
+                torch.zeros(1, drafter.config.block_size, HIDDEN), torch.zeros(tokens, 2 * HIDDEN), layout
+            )
+        return {"compiled": len(graphs) - before}
+
+    drafter = fresh()
+    drafter.compile_layers(backend=counted)
+    report = train(tiny_items(), tiny_head(), drafter, settings(max_steps=1), folder=tmp_path, probe=probe)
+    torch.compiler.reset()
+    assert report.last["compiled"] == 0 and len(graphs) > 1
 
 
 def test_probe_metrics_are_recorded(tmp_path):

@@ -60,6 +60,8 @@ def train_here(
         )
     name = params.drafter_dtype
     dtype = getattr(torch, ("bfloat16" if device.type == "cuda" else "float32") if name == "auto" else name)
+    if params.compile and device.type == "cuda":
+        torch.compiler.reset()  # shapes of earlier runs of this process count against the compiler's limit
     items, head = (open_with or open_states)(params, device, dtype)
     config = drafter_config(params, items)
     settings = train_settings(params, items, config)
