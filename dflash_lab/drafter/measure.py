@@ -54,8 +54,8 @@ def evaluate(run: Trainer) -> None:
     report = tally.reduced(run.group.total).report()
     if run.probe:
         whole = run.group.replica(run.drafter)
-        # Documents have all lengths, and the compiler keeps eight shapes: were they the probe's, the steps' own
-        # would run uncompiled.
+        # Documents have all lengths, and the compiler keeps eight shapes: were they the probe's, the steps'
+        # own would run uncompiled.
         with torch.compiler.set_stance("force_eager"):
             report |= run.probe(whole) if run.group.rank == 0 else {}
     place = run.place
