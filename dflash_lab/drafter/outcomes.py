@@ -46,10 +46,11 @@ class Outcomes:
         """Start the copy of a step's `values` (float64, in the order of FIELDS)."""
         copied = None
         if values.is_cuda:
+            stream = torch.cuda.current_stream(values.device)  # of the drafter's device, current or not
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             values = host.copy_(values, non_blocking=True)
             copied = torch.cuda.Event()
-            copied.record()
+            copied.record(stream)
         self.waiting.append((step, lr, rows, values, copied))
 
     def take(self, keep: int) -> Iterator[Outcome]:

@@ -37,8 +37,12 @@ def choose_device(device: str | torch.device) -> torch.device:
         raise InputError(f"device {device!r}: expected auto, cpu, cuda or cuda:<number>.") from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device {device!r}: torch sees no CUDA device here. Use device=cpu or device=auto.")
-    if chosen.type == "cuda" and chosen.index is None:
+    if chosen.type != "cuda":
+        return chosen
+    if chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device())  # equal to the device of tensors on it
+    if chosen.index >= (count := torch.cuda.device_count()):
+        raise InputError(f"device {device!r}: torch sees {count} CUDA device(s) here, numbered from 0.")
     return chosen
 
 

@@ -103,7 +103,7 @@ def _run(params: StageParams, inputs: dict[str, str], progress: ProgressCallback
     peak.reset_peak()
     start = time.monotonic()
     try:
-        with _on_sigterm(stop, lambda: _forced(params, start)):
+        with _on_sigterm(stop, lambda: _forced(params, start)), _current(params.device):
             result = run_function(params.stage)(params, report)
     except BaseException as error:
         forget_locals(error)
@@ -227,7 +227,8 @@ def _on_sigterm(stop: StopFlag, end_by_force: Callable[[], None]) -> Iterator[No
 
     def handle(number: int, frame: Any) -> None:
         stop.set("SIGTERM")
-        killer.start()
+        if not killer.is_alive():  # a second signal changes nothing
+            killer.start()
 
     killer = threading.Timer(UNSTOPPED_S, end_by_force)
     killer.daemon = True
@@ -237,6 +238,20 @@ def _on_sigterm(stop: StopFlag, end_by_force: Callable[[], None]) -> Iterator[No
     finally:
         killer.cancel()
         signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _current(device: str) -> Iterator[None]:
+    """Make a GPU that is named by its number the current one: kernels and graphs are launched on that."""
+    if not device.startswith("cuda:"):
+        yield
+        return
+    import torch
+
+    from dflash_lab.target.loading import choose_device
+
+    with torch.cuda.device(choose_device(device)):
+        yield
 
 
 def _forced(params: StageParams, start: float) -> None:

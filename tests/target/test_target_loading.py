@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from dflash_lab.errors import InputError, UnsupportedTarget
 from dflash_lab.target import loading
 from dflash_lab.target.checkpoint import Checkpoint
-from dflash_lab.target.loading import load_head, load_target
+from dflash_lab.target.loading import choose_device, load_head, load_target
 from dflash_lab.target.sources import load_config, load_tokenizer
 
 TOKENS = torch.randint(0, 256, (2, 70), generator=torch.Generator().manual_seed(3))
@@ -124,6 +124,14 @@ def test_dtype_and_device_are_what_was_asked(tiny_target):
     if not torch.cuda.is_available():
         with pytest.raises(InputError, match="no CUDA device"):
             load_target(str(tiny_target("llama")), device="cuda")
+
+
+def test_a_gpu_that_is_not_there_is_refused_by_its_number(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(InputError, match=r"'cuda:2': torch sees 2 CUDA device"):
+        choose_device("cuda:2")
         assert load_target(str(tiny_target("llama")), device="auto").device.type == "cpu"
 
 

@@ -161,7 +161,8 @@ class _Sweep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, job: Job, want: bool, holder: list[Terms]) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
+        # Triton launches on the current device, which with a head on a GPU of its own is another one.
+        with torch.autocast(hidden.device.type, enabled=False), torch.cuda.device_of(hidden):
             grad, terms = sweep(hidden, job, want_gradient=want)
         holder.append(terms)
         if grad is not None:
