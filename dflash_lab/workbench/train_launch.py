@@ -115,16 +115,19 @@ def stoppable(params: TrainDrafterParams) -> Callable[..., None]:
     """The progress callback of a training process: raises `Stop` when the parent asks for an end, in all
     processes at the same step.
     """
+    import torch
     import torch.distributed as dist
 
     stop, steps = params.folder / STOP, params.folder / STEPS
+    groups: list[Any] = []  # one over the host: through NCCL every step would wait for its device
 
     def progress(description: str, done: int, total: int, **facts: Any) -> None:
         if not steps.exists():
             files.write_json(steps, total)
         wanted = [stop.exists()]
         if dist.is_initialized():
-            dist.broadcast_object_list(wanted, src=0)
+            groups[:] = groups or [dist.new_group(backend="gloo")]
+            dist.broadcast_object_list(wanted, src=0, group=groups[0], device=torch.device("cpu"))
         if wanted[0]:
             raise Stop
 
