@@ -14,6 +14,7 @@ step, matrices of one shape together; `fc`, norms and DFlash 2's codebooks and b
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from dflash_lab.drafter.anchors import stream_seed
 from dflash_lab.drafter.moments import decode, encode
 from dflash_lab.errors import InputError
+
+logger = logging.getLogger(__name__)
 
 MUON_ELEMENTS = 1 << 26  # of the matrices that are orthogonalised at once
 
@@ -222,6 +225,9 @@ def adam_update(
 def _adam_kernel() -> Any:
     """The CUDA kernel, None without Triton."""
     if importlib.util.find_spec("triton") is None:
+        logger.warning(
+            "Triton is not installed: each update takes some fifteen passes over its memory, not one"
+        )
         return None
     from dflash_lab.drafter.adam_kernel import adam
 

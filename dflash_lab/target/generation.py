@@ -104,6 +104,11 @@ def _slots(target: Target, prompts: Sequence[Sequence[int]], max_new: int, batch
     free, _ = torch.cuda.mem_get_info(target.device)
     free += torch.cuda.memory_reserved(target.device) - torch.cuda.memory_allocated(target.device)
     room = int(0.7 * free) // slot_bytes(target, max(map(len, prompts)) + max_new)
+    if not room:
+        log.warning(
+            "%s: %.1f GiB free hold no prompt of %d tokens with its answer, so generation goes the slow way",
+            target.name, free / 2**30, max(map(len, prompts)),
+        )  # fmt: skip
     return min(batch or MOST_SLOTS, room)
 
 
