@@ -173,13 +173,17 @@ def client(args: argparse.Namespace) -> dict[str, Any]:
         command += ["--part", f"{part}/{args.parallel}", "--device", args.client_device]
         command += ["--dtype", args.dtype, "--block-size", str(args.block_size)]
         running.append((name, out, subprocess.Popen(command, env=env)))
-    for name, out, process in running:
-        if process.wait() != 0:
-            raise RuntimeError(f"the client ended with {process.returncode} on {name}")
-        part = json.loads(out.read_text())
-        entry = found.setdefault(name, {"lengths": []})
-        entry["lengths"] += part.pop("lengths")
-        entry |= part
+    try:
+        for name, out, process in running:
+            if process.wait() != 0:
+                raise RuntimeError(f"the client ended with {process.returncode} on {name}")
+            part = json.loads(out.read_text())
+            entry = found.setdefault(name, {"lengths": []})
+            entry["lengths"] += part.pop("lengths")
+            entry |= part
+    finally:
+        for _, _, process in running:
+            process.kill()  # those beside one that failed; nothing happens to one that has ended
     for name, entry in found.items():
         entry |= described(summarize(entry["lengths"]))
         log.info("client, %s: tau %.3f (%d prompts)", name, entry["tau"], len(entry["lengths"]))
