@@ -35,7 +35,6 @@ def figure(result: dict[str, Any]) -> go.Figure:
         cols=2, column_widths=[0.6, 0.4], horizontal_spacing=0.1,
         subplot_titles=("Tokens a round by tree budget", "A round, phase by phase"),
     )  # fmt: skip
-    budgets: list[float] = []
     for key, name, colour, band in SETS:
         if key not in details:
             continue
@@ -64,6 +63,9 @@ def figure(result: dict[str, Any]) -> go.Figure:
                 marker={"symbol": "star", "size": 13, "color": colour, "line": {"width": 1}},
                 row=1, col=1,
             )  # fmt: skip
+    budgets = sorted(
+        {r["budget"] for key, *_ in SETS if key in details for r in _rows(details[key], "all")[1:]}
+    )
     fig.update_xaxes(
         type="log", tickvals=budgets, ticktext=[str(budget) for budget in budgets],
         range=[math.log10(budgets[0] / 1.2), math.log10(budgets[-1] * 1.2)], title="nodes", row=1, col=1,
@@ -108,15 +110,19 @@ def report(result: dict[str, Any]) -> str:
     facts = details["heldout"]["facts"]
     protocol = facts["protocol"]
     sets = [(key, name) for key, name, _, _ in SETS if key in details]
-    counts = ", ".join(f"{details[key]['figures']['prompts']} {name}" for key, name in sets)
+    limits = ", ".join(
+        f"{details[key]['figures']['prompts']} {name} prompts up to "
+        f"{details[key]['facts']['protocol']['max_new_tokens']} tokens"
+        for key, name in sets
+    )
     lines = [
         "# Acceptance on one GPU",
         "",
         "![Tokens a round by tree budget, and the time of a round](acceptance.png)",
         "",
         f"Target {arguments['target']} ({protocol['dtype']}), drafter of {drafter['num_hidden_layers']} "
-        f"layers, blocks of {protocol['block_size']}; greedy, one prompt at a time, up to "
-        f"{arguments['max_new_tokens']} tokens; {counts} prompts, seed {arguments['seed']}. "
+        f"layers, blocks of {protocol['block_size']}; greedy, one prompt at a time; {limits}; seed "
+        f"{arguments['seed']}. "
         f"{facts['decoding']} The tree budget is chosen on a dev part of the prompts. "
         f"Decoded on: {', '.join(f'{_device(result, key)} ({name})' for key, name in sets)}.",
         *(["", details["note"]] if "note" in details else []),
@@ -140,9 +146,11 @@ def report(result: dict[str, Any]) -> str:
     answers = ", ".join(f"{details[key]['figures']['offline_answers']} {name}" for key, name in sets)
     lines += ["", f"Tau by tree budget, offline, over {answers} answers, with 95 % intervals:", ""]
     lines += ["| nodes | " + " | ".join(name for _, name in sets) + " |", "|---" * (1 + len(sets)) + "|"]
-    for rows in zip(*(_rows(details[key], "all") for key, _ in sets)):
-        cells = (f"{row['tau']:.2f} ({row['low']:.2f} to {row['high']:.2f})" for row in rows)
-        lines.append(f"| {rows[0]['budget'] or 'chain'} | {' | '.join(cells)} |")
+    tables = [{row["budget"]: row for row in _rows(details[key], "all")} for key, _ in sets]
+    for budget in sorted({budget for rows in tables for budget in rows}):
+        found = (rows.get(budget) for rows in tables)
+        cells = ("" if r is None else f"{r['tau']:.2f} ({r['low']:.2f} to {r['high']:.2f})" for r in found)
+        lines.append(f"| {budget or 'chain'} | {' | '.join(cells)} |")
     lines += ["", f"A plain step takes {details['heldout']['figures']['plain_ms_per_token']:.2f} ms."]
     if "plain_without_graphs_ms" in details:
         lines[-1] += f" Without graphs it takes {details['plain_without_graphs_ms']:.2f} ms."

@@ -1,0 +1,35 @@
+"""The recorded result and the page about it say the same."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from dflash_lab.files import read_json
+
+REPO = Path(__file__).parents[2]
+RESULTS = ("h200/acceptance.json", "cpu/acceptance_humaneval.json")
+
+
+def _drawing():
+    spec = importlib.util.spec_from_file_location(
+        "acceptance_figure", REPO / "benchmarks/acceptance_figure.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_what_the_recorded_result_gives():
+    drawing = _drawing()
+    result = drawing.joined([read_json(REPO / "benchmarks/results" / name) for name in RESULTS])
+    assert drawing.report(result) == (REPO / "docs/results/acceptance.md").read_text(encoding="utf-8")
+    figure = drawing.figure(result)
+    chains = [trace for trace in figure.data if trace.name == "held-out, chain"]
+    assert chains[0].y[0] == next(
+        row["tau"]
+        for row in result["details"]["heldout"]["budgets"]
+        if row["part"] == "all" and row["budget"] == 0
+    )
+    assert result["figures"]["tau_chain_humaneval"] > 1
+    assert "speedup_chain_humaneval" not in result["figures"]  # decoded on another device
