@@ -24,7 +24,6 @@ from dflash_lab.errors import UnsupportedTarget
 from dflash_lab.target.model import Target
 from dflash_lab.target.taps import Taps
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LOOKS_AT_POSITIONS = ("dynamic", "longrope")  # rotary angles chosen on the host by the longest position
 
 
@@ -36,7 +35,7 @@ def why_not(target: Target) -> str:
     except UnsupportedTarget:
         kind = "a recurrent state" if target.is_hybrid else "a sliding window or an attention without masks"
         return f"its layers have {kind}, which has no fixed-size form that can be rolled back"
-    if any(getattr(config, name, None) for name in _EXPERTS):
+    if target.has_experts:
         return "its experts are called on as many tokens as are routed to them, which no fixed shape holds"
     if hasattr(config, "kv_lora_rank"):
         return "its attention keeps compressed keys and values"

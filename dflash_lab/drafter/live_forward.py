@@ -117,7 +117,7 @@ class RowForward:
             body.set_attn_implementation(before)
             return why
         self.path = "packed"
-        self._records = self._cuda and not _routes_tokens(self.target.config)
+        self._records = self._cuda and not self.target.has_experts
         return ""
 
     def _proof(self) -> tuple[list[Tensor], tuple[Tensor, Tensor, Tensor]]:
@@ -276,8 +276,3 @@ def _token_error(
     below = (wanted if scale is None else scale).double().norm(dim=-1).clamp_min(1e-30)
     error = float((gap / below).median())
     return error if bool(found.isfinite().all()) else float("inf")
-
-
-def _routes_tokens(config: Any) -> bool:
-    """Whether the target is a mixture of experts, whose shapes depend on its data."""
-    return any(getattr(config, name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts"))

@@ -79,6 +79,11 @@ class Target:
         """Whether some layers keep a recurrent state instead of keys and values."""
         return structure.is_hybrid(self.config, self.body)
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether layers route tokens to experts."""
+        return structure.has_experts(self.config)
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The target's tokenizer; `InputError` for a random target."""

@@ -24,7 +24,6 @@ from dflash_lab.target.slot_attention import NAME, SlotCache
 
 STEPS_A_LOOK = 32  # steps between two looks of the host at the counter
 MOST_SLOTS = 4096
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def takes_slots(target: Target) -> bool:
@@ -34,9 +33,8 @@ def takes_slots(target: Target) -> bool:
     config = target.config
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    experts = any(getattr(config, name, 0) for name in _EXPERTS)
     capped = getattr(config, "attn_logit_softcapping", None)
-    plain = kinds == {"full_attention"} and not windowed and not experts and not capped
+    plain = kinds == {"full_attention"} and not windowed and not target.has_experts and not capped
     return plain and not target.is_hybrid and bool(target.body._supports_attention_backend)
 
 

@@ -25,6 +25,7 @@ from dflash_lab.errors import InputError, UnsupportedTarget
 _LOGIT_FIELD = re.compile(
     r"(final_|output_)?(logits?|lm_head)_(scale|scaling|soft_?cap(ping)?|multiplier)|output_multiplier"
 )
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _CAUSAL_ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForImageTextToText")
 
 
@@ -155,6 +156,11 @@ def head_of(config: PretrainedConfig, *, name: str, trust_remote_code: bool = Fa
             "without bias: the losses compute hidden @ weight.T and no more."
         )
     return next(child for child, module in causal.named_modules() if module is head)
+
+
+def has_experts(config: PretrainedConfig) -> bool:
+    """Tell whether layers route tokens to experts, so that shapes inside them follow the data."""
+    return any(getattr(config, name, 0) for name in _EXPERT_COUNTS)
 
 
 def is_hybrid(config: PretrainedConfig, body: PreTrainedModel | None = None) -> bool:
