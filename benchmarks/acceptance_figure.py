@@ -186,7 +186,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+    return "" if value is None else f"{round(value, 2) + 0.0:.2f}"  # no minus zero
 
 
 def save(result: dict[str, Any], folder: str | Path) -> None:
