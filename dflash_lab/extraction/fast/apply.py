@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,12 +109,18 @@ def speed_up(target: Target, mode: str = "auto", ops: Ops | None = None) -> Fast
     return path
 
 
-def skip_tuning() -> None:
+def skip_tuning() -> Callable[[], None]:
     """Let flash-linear-attention's kernels take their first tile shape instead of trying all, a minute a
-    process: for tests and measurements of memory, where their rate is no matter.
+    process: for tests and measurements of memory, where their rate is no matter. What is returned undoes it.
     """
+    tuned: list[tuple[Any, Any]] = []
+
+    def undo() -> None:
+        for kernel, configs in reversed(tuned):
+            kernel.configs = configs
+
     if importlib.util.find_spec("fla") is None or not torch.cuda.is_available():
-        return
+        return undo
     importlib.import_module("fla.ops.gated_delta_rule")
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import KernelInterface
@@ -123,8 +129,10 @@ def skip_tuning() -> None:
     for kernel in [value for module in modules for value in vars(module).values()]:
         while isinstance(kernel, KernelInterface):
             if isinstance(kernel, Autotuner):
+                tuned.append((kernel, kernel.configs))
                 kernel.configs = kernel.configs[:1]
             kernel = getattr(kernel, "fn", None)
+    return undo
 
 
 @torch.inference_mode()

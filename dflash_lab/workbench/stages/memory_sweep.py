@@ -8,6 +8,7 @@ measured largest first until the time given is up; a lack of memory is a result.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -253,27 +254,28 @@ def measure_points(
         with_head=False,
         allow_slow_kernels=params.allow_slow_kernels,
     )
-    if found.extraction.fused:
-        skip_tuning()
-        speed_up(target, "auto")
     measured = [dict(row) for row in rows]
-    deadline = time.monotonic() + params.measure_s
-    for order in params.orders:
-        sizes = sorted(rows, key=lambda row: row["batch"] * row["length"], reverse=order == "falling")
-        for number, row in enumerate(sizes):
-            progress(f"measuring ({order})", number, len(sizes))
-            if time.monotonic() > deadline:
-                break
-            setup = replace(found.extraction, batch=row["batch"], length=row["length"])
-            outcome = measure_extraction(target, setup)
-            new = {**row, "order": order, **outcome}
-            same = [i for i, old in enumerate(measured) if _is(old, row) and old["order"] in ("", order)]
-            if same:
-                measured[same[0]] = new
-            else:
-                measured.append(new)
-            each(measured)
-        progress(f"measuring ({order})", len(sizes), len(sizes))
+    with contextlib.ExitStack() as afterwards:
+        if found.extraction.fused:
+            afterwards.callback(skip_tuning())
+            speed_up(target, "auto")
+        deadline = time.monotonic() + params.measure_s
+        for order in params.orders:
+            sizes = sorted(rows, key=lambda row: row["batch"] * row["length"], reverse=order == "falling")
+            for number, row in enumerate(sizes):
+                progress(f"measuring ({order})", number, len(sizes))
+                if time.monotonic() > deadline:
+                    break
+                setup = replace(found.extraction, batch=row["batch"], length=row["length"])
+                outcome = measure_extraction(target, setup)
+                new = {**row, "order": order, **outcome}
+                same = [i for i, old in enumerate(measured) if _is(old, row) and old["order"] in ("", order)]
+                if same:
+                    measured[same[0]] = new
+                else:
+                    measured.append(new)
+                each(measured)
+            progress(f"measuring ({order})", len(sizes), len(sizes))
     return measured
 
 
