@@ -259,3 +259,13 @@ def test_options_that_cannot_be_are_refused():
         count_training(config, drafter, TrainingSetup(anchors=8, context=64, block_size=8, loss="naive"))
     with pytest.raises(InputError, match="need at least 101 context tokens"):
         count_training(config, drafter, TrainingSetup(anchors=100, context=64, block_size=8))
+
+
+def test_what_the_formulas_take_from_the_code_is_what_stands_there():
+    """The accounts import no torch, so they repeat two numbers."""
+    from dflash_lab.drafter import optimizer
+    from dflash_lab.extraction.fast import merge
+    from dflash_lab.memory import fused_account, optimizer_account
+
+    assert optimizer_account.MUON_ELEMENTS == optimizer.MUON_ELEMENTS
+    assert fused_account._TILE == merge._ROWS
