@@ -7,25 +7,16 @@ never by its class name; `speed_up` then compares every fused layer with the pla
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dflash_lab.extraction.fast.merge import merge
 from dflash_lab.extraction.fast.ops import Ops
 from dflash_lab.extraction.fast.reference import Gates
-
-# cuDNN's attention saves 6 to 26 ms a batch of 16,384 tokens over flash attention (36 layers of 32 heads x
-# 128 on an H200), but for a shape it has not met it builds a plan for 42 ms, in which the device stands
-# still. Batches of a long run have some thousand shapes.
-_BEFORE_PLANNING = 3
-_UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class NotUnderstood(Exception):
@@ -140,12 +131,6 @@ class FusedAttention:
     def prepare(self) -> None:
         """Merge the weights."""
         self._weight, self._starts = merge(self._parts)
-        self._met: Counter[torch.Size] = Counter()
-
-    def _kernels(self, shape: torch.Size) -> contextlib.AbstractContextManager[None]:
-        """Which attention kernels a batch of this shape may take: cuDNN's once the shape has come often."""
-        self._met[shape] += 1
-        return contextlib.nullcontext() if self._met[shape] > _BEFORE_PLANNING else sdpa_kernel(_UNPLANNED)
 
     def __call__(self, ops: Ops, normed: Tensor, batch: int, positions: Any) -> Tensor:
         """Return the attention output [T, H] of `normed` [T, H]; positions: cos, sin, each [B or 1, L, R]."""
@@ -162,11 +147,10 @@ class FusedAttention:
         )  # fmt: skip
         v = rows[:, self._starts[2] : self._starts[2] + self._kv_heads * self._width]
         v = v.view(batch, -1, self._kv_heads, self._width)
-        with self._kernels(q.shape):
-            mixed = F.scaled_dot_product_attention(
-                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-                is_causal=True, scale=self._scale, enable_gqa=self._heads != self._kv_heads,
-            ).transpose(1, 2)  # fmt: skip
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+            is_causal=True, scale=self._scale, enable_gqa=self._heads != self._kv_heads,
+        ).transpose(1, 2)  # fmt: skip
         if self._gated:
             flat = ops.sigmoid_gate(mixed, rows, self._starts[0] + self._width, self._stride)
         else:
