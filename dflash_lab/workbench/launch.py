@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from dflash_lab.files import make_folder, read_json, write_bytes
 from dflash_lab.workbench.kernel import enter_workspace, notebook_path
@@ -95,11 +96,31 @@ def _defaults(extra: list[str]) -> list[str]:
     """Return the options a log file wants, unless the caller chose otherwise."""
     chosen = set(extra)
     words = [] if chosen & {"-k", "--kernel"} else ["-k", "python3"]
+    if "--engine" not in chosen:
+        words += ["--engine", _quiet_engine()]
     if not chosen & {"--log-output", "--no-log-output"}:
         words.append("--log-output")
     if not chosen & {"--progress-bar", "--no-progress-bar"}:
         words.append("--no-progress-bar")
     return words
+
+
+def _quiet_engine() -> str:
+    """Register papermill's engine with a kernel that keeps its start-up warnings to itself; return its name.
+
+    The kernel writes them straight to the terminal, past our filter. The one it always gives (no encryption)
+    is about a connection that never leaves this machine.
+    """
+    from papermill.engines import NBClientEngine, papermill_engines
+
+    class Quiet(NBClientEngine):
+        @classmethod
+        def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **options: Any) -> Any:
+            quiet = ["--IPKernelApp.log_level=ERROR"]
+            return super().execute_managed_notebook(nb_man, kernel_name, extra_arguments=quiet, **options)
+
+    papermill_engines.register("dflash-lab", Quiet)
+    return "dflash-lab"
 
 
 def _names(stage: str, given: Given) -> set[str]:
@@ -145,7 +166,6 @@ def _worth_a_line(record: logging.LogRecord) -> bool:
         "Executing Cell",
         "Ending Cell",
         "Executing notebook",
-        "Kernel is running over TCP",
     )
     noise += ("Input Notebook:", "Output Notebook:", "<IPython.core.display.")
     return bool(text) and not text.startswith(noise)

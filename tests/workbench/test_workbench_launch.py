@@ -150,6 +150,7 @@ def test_a_stage_ends_with_0_its_notebook_and_its_result(lab, tmp_path):
     assert "hidden-token-value" not in saved and "[hidden]" in saved
     assert "hidden-token-value" not in output and "steps: 1/600" in output
     assert "widget" not in saved
+    assert "[IPKernelApp]" not in output  # the kernel's own words go past every filter
 
 
 def test_plain_papermill_is_headless_too(lab, tmp_path):
