@@ -83,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
         "root", nargs="?", default="runs", help="folder that holds the runs (default: %(default)s)"
     )
     runs.add_argument(
-        "--compare", nargs="+", metavar="RUN", default=[], help="show what differs between runs"
+        "--compare", nargs="+", metavar="RUN", default=[], help="show figures and parameters side by side"
     )
     report = add("report", "write a run's report and the index of runs", commands.report)
     report.add_argument("run", help="a run folder, such as runs/demo")

@@ -24,8 +24,8 @@ ROWS: dict[str, tuple[str, str, str, Callable[[list[float]], float]]] = {
     "padding_waste_pct": ("%", "extract", "padding_waste_pct", max),
     "predicted_peak_gib": ("GiB", "memory_sweep", "predicted_peak_gib", max),
     "measured_peak_gib": ("GiB", "memory_sweep", "measured_peak_gib", max),
-    "loss_first": ("", "train_drafter", "loss_first", max),
-    "loss_last": ("", "train_drafter", "loss_last", max),
+    "loss_first": ("nats", "train_drafter", "loss_first", max),
+    "loss_last": ("nats", "train_drafter", "loss_last", max),
     "tau_trained": ("tokens/round", "acceptance", "tau_trained", max),
     "tau_untrained": ("tokens/round", "acceptance", "tau_untrained", max),
 }
@@ -57,14 +57,19 @@ def closing_figures(run: Path) -> Figures:
     return figures
 
 
+def closing_rows(figures: Figures) -> list[tuple[str, str, str]]:
+    """Return the table as text: name, value, unit."""
+    return [
+        (name, _number(value), ROWS[name][0])
+        if name in ROWS
+        else (name.removesuffix("_seconds") + " time", f"{value:,.1f}", "s")
+        for name, value in figures.items()
+    ]
+
+
 def closing_lines(figures: Figures) -> list[str]:
     """Return the table as aligned lines of text."""
-    rows = []
-    for name, value in figures.items():
-        unit = ROWS[name][0] if name in ROWS else "s"
-        rows.append(
-            (name.removesuffix("_seconds") + " time" if name not in ROWS else name, _number(value), unit)
-        )
+    rows = closing_rows(figures)
     width = max((len(row[0]) for row in rows), default=0)
     right = max((len(row[1]) for row in rows), default=0)
     return [f"{name:<{width}}  {value:>{right}} {unit}".rstrip() for name, value, unit in rows]

@@ -42,13 +42,21 @@ def runs(options: argparse.Namespace, extra: list[str]) -> int:
     """List runs, or compare the given ones."""
     import polars as pl
 
-    from dflash_lab.workbench.runs import compare_parameters, overview
+    from dflash_lab.workbench.runs import compare_closing, compare_parameters, overview
 
     with pl.Config(
-        tbl_rows=-1, tbl_cols=-1, fmt_str_lengths=60, tbl_hide_dataframe_shape=True, tbl_width_chars=200
+        tbl_rows=-1,
+        tbl_cols=-1,
+        fmt_str_lengths=60,
+        tbl_hide_dataframe_shape=True,
+        tbl_hide_column_data_types=True,
+        tbl_width_chars=200,
+        float_precision=2,
     ):
         if options.compare:
-            print(compare_parameters([Path(name) for name in options.compare]))
+            folders = [Path(name) for name in options.compare]
+            print("What was measured:", compare_closing(folders), sep="\n")
+            print("Parameters that differ:", compare_parameters(folders), sep="\n")
         else:
             print(overview(Path(options.root)))
     return 0

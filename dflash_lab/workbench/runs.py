@@ -16,7 +16,7 @@ import polars as pl
 
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.files import read_json
-from dflash_lab.workbench.closing import closing_figures
+from dflash_lab.workbench.closing import closing_figures, closing_rows
 from dflash_lab.workbench.lock import LOCK, is_held
 from dflash_lab.workbench.registry import STAGES
 from dflash_lab.workbench.stage import FAILURE, RESULT, read_result
@@ -131,10 +131,24 @@ def _run_state(states: list[str]) -> str:
 
 
 def compare_parameters(runs: Sequence[Path]) -> pl.DataFrame:
-    """Return the parameters that differ: stage, parameter, and one column a run (JSON text; null: stage not
-    run).
+    """Return the parameters that differ: stage, parameter, and one column a run (JSON text).
+
+    A stage that only some of the runs have is one row: parameter ``(stage)``, ``"run"`` or null.
     """
     return _compare(runs, "parameters")
+
+
+def compare_closing(runs: Sequence[Path]) -> pl.DataFrame:
+    """Return the closing tables side by side: figure, unit, one column a run (text; null: not measured)."""
+    names = _checked_names(runs)
+    tables = {name: closing_rows(closing_figures(run)) for name, run in zip(names, runs, strict=True)}
+    cells = {name: {figure: value for figure, value, _ in table} for name, table in tables.items()}
+    units = {figure: unit for table in tables.values() for figure, _, unit in table}
+    rows = [
+        {"figure": figure, "unit": unit, **{name: cells[name].get(figure) for name in names}}
+        for figure, unit in units.items()
+    ]
+    return pl.DataFrame(rows, schema=dict.fromkeys(("figure", "unit", *names), pl.String))
 
 
 def compare_figures(runs: Sequence[Path]) -> pl.DataFrame:
@@ -143,17 +157,19 @@ def compare_figures(runs: Sequence[Path]) -> pl.DataFrame:
 
 
 def _compare(runs: Sequence[Path], what: str, *, only_different: bool = True) -> pl.DataFrame:
-    if len(runs) < 2:
-        raise InputError(f"comparing needs two runs or more, got {len(runs)}.")
     values: dict[tuple[str, str], dict[str, str]] = {}
-    names = _column_names(runs)
+    names = _checked_names(runs)
+    had: dict[str, set[str]] = {}
     for run, name in zip(runs, names, strict=True):
-        if not run.is_dir():
-            raise InputError(f"{run}: no such run folder.")
         for folder in _stage_folders(run):
             _, record = _state(folder)
+            had.setdefault(folder.name, set()).add(name)
             for key, value in record.get(what, {}).items():
                 values.setdefault((folder.name, key), {})[name] = json.dumps(value)
+    if only_different:
+        lone = {stage: who for stage, who in had.items() if len(who) < len(names)}
+        values = {key: found for key, found in values.items() if key[0] not in lone}
+        values |= {(stage, "(stage)"): dict.fromkeys(who, '"run"') for stage, who in lone.items()}
     rows = [
         {"stage": stage, what.removesuffix("s"): key, **{name: found.get(name) for name in names}}
         for (stage, key), found in values.items()
@@ -161,6 +177,15 @@ def _compare(runs: Sequence[Path], what: str, *, only_different: bool = True) ->
     ]
     schema = {"stage": pl.String, what.removesuffix("s"): pl.String, **dict.fromkeys(names, pl.String)}
     return pl.DataFrame(rows, schema=schema)
+
+
+def _checked_names(runs: Sequence[Path]) -> list[str]:
+    if len(runs) < 2:
+        raise InputError(f"comparing needs two runs or more, got {len(runs)}.")
+    for run in runs:
+        if not run.is_dir():
+            raise InputError(f"{run}: no such run folder.")
+    return _column_names(runs)
 
 
 def _column_names(runs: Sequence[Path]) -> list[str]:

@@ -73,6 +73,7 @@ def test_shards_are_put_together_in_the_closing_table(root):
     )
     lines = closing_lines(figures)
     assert any(line.split() == ["tau_trained", "2.500", "tokens/round"] for line in lines)
+    assert any(line.split() == ["extract", "time", "20.0", "s"] for line in lines)
 
 
 def test_overview_has_a_row_a_run(root):
@@ -111,6 +112,22 @@ def test_comparing_shows_only_what_differs(root):
     figures = runs.compare_figures([root / "one", root / "two"])
     row = figures.filter(figures["figure"] == "tau_trained").to_dicts()[0]
     assert (row["one"], row["two"]) == ("2.5", "3.0")
+
+
+def test_comparing_puts_the_closing_tables_side_by_side(root):
+    rows = runs.compare_closing([root / "one", root / "two"]).to_dicts()
+    tau = {"figure": "tau_trained", "unit": "tokens/round", "one": "2.500", "two": "3.000"}
+    assert tau in rows
+    result(root / "two" / "memory_sweep", {"measured_peak_gib": 1.5}, {"batches": [1], "measure_s": 3.0})
+    rows = runs.compare_closing([root / "one", root / "two"]).to_dicts()
+    assert {"figure": "measured_peak_gib", "unit": "GiB", "one": None, "two": "1.500"} in rows
+
+
+def test_a_stage_of_one_run_alone_is_one_row(root):
+    result(root / "two" / "memory_sweep", {}, {"batches": [1], "measure_s": 3.0})
+    rows = runs.compare_parameters([root / "one", root / "two"]).to_dicts()
+    assert [row["parameter"] for row in rows] == ["lr", "(stage)"]
+    assert rows[1] == {"stage": "memory_sweep", "parameter": "(stage)", "one": None, "two": '"run"'}
 
 
 @pytest.mark.parametrize("names", [["one"], ["one", "nowhere"]])
