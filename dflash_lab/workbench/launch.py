@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -159,8 +160,10 @@ def log_to_stderr() -> Iterator[None]:
 
 
 def _worth_a_line(record: logging.LogRecord) -> bool:
-    """Drop empty lines and papermill's running commentary; keep the notebook's words."""
+    """Drop empty lines and papermill's running commentary; keep the notebook's words, of a table its size."""
     text = record.getMessage().rstrip()
+    if table := re.match(r"shape: \(([\d_,]+), (\d+)\)\n", text):  # polars cuts a wide one past reading
+        text = f"table: {table[1].replace('_', ',')} rows, {table[2]} columns"
     record.msg, record.args = text, ()
     noise: tuple[str, ...] = (
         "Executing Cell",

@@ -7,6 +7,7 @@ A toy stage stands in for a real one: a module put under the name of a stage in 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import resource
@@ -17,9 +18,11 @@ import time
 from pathlib import Path
 
 import nbformat
+import polars as pl
 import pytest
 
 from dflash_lab.files import read_json
+from dflash_lab.workbench.launch import log_to_stderr
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -255,3 +258,10 @@ params = Toy(run_dir=tempfile.mkdtemp(), interactive=False)
 def test_papermills_usage_error_is_2(lab):
     code, output = finish(lab("prepare", "--no-such-option"))
     assert code == 2 and "--no-such-option" in output
+
+
+def test_of_a_table_the_terminal_shows_the_size(capsys):
+    with log_to_stderr():
+        logging.getLogger("papermill").info(repr(pl.DataFrame({"a": range(1200), "b": range(1200)})))
+        logging.getLogger("papermill").info("shape: (a word of the notebook's)")
+    assert capsys.readouterr().err == "table: 1,200 rows, 2 columns\nshape: (a word of the notebook's)\n"
