@@ -93,6 +93,11 @@ def _check(
             raise InputError(f"Prompt {i} has token ids outside 0..{target.vocab_size - 1}.")
 
 
+def usual_batch(target: Target) -> int:
+    """Prompts worth handing to `generate` at once: what fills its slots, or one plain batch."""
+    return MOST_SLOTS if target.device.type == "cuda" and takes_slots(target) else PLAIN_BATCH
+
+
 def _slots(target: Target, prompts: Sequence[Sequence[int]], max_new: int, batch: int) -> int:
     """Slots to generate in on this device; 0: the plain way. Prompts enter slots a token a step, so they must
     not be much longer than answers.

@@ -45,6 +45,7 @@ class Preparation:
         """Let the target write the prompts asked for, and all answers."""
         from dflash_lab.data.problems import BadRecord
         from dflash_lab.data.regenerate import AnswerFile, problem_of, regenerate
+        from dflash_lab.target.generation import usual_batch
         from dflash_lab.target.loading import load_target
         from dflash_lab.workbench.speaking import speaker_of
 
@@ -70,7 +71,7 @@ class Preparation:
             speaker,
             answers,
             self.unfit,
-            batch=params.batch_size,
+            batch=params.batch_size or usual_batch(target),
             max_prompt=params.max_length - params.max_new_tokens if params.max_length else 0,
             on_answers=told,
         ):
@@ -103,6 +104,7 @@ class Preparation:
         """Read the input, then let the target write prompts."""
         from dflash_lab.data.conversations import Conversation
         from dflash_lab.data.problems import Problem
+        from dflash_lab.target.generation import PLAIN_BATCH, usual_batch
         from dflash_lab.workbench.speaking import own_prompts
 
         yield from self._read()
@@ -114,7 +116,7 @@ class Preparation:
             wanted,
             self.params.folder / "self_prompts.jsonl",
             max_new_tokens=self.params.self_prompt_tokens,
-            batch=self.params.batch_size,
+            batch=self.params.batch_size or max(PLAIN_BATCH, min(wanted, usual_batch(target))),
             seed=self.params.seed,
             report=self.report,
         )

@@ -48,7 +48,7 @@ class PrepareParams(StageParams):
     temperature: float = param(1.0, "of sampled answers", low=0.01, high=10.0)
     self_prompts: int = param(0, "prompts the target writes itself, beside the input", low=0)
     self_prompt_tokens: int = param(64, "longest prompt it writes", unit="tokens", low=1)
-    batch_size: int = param(32, "answers generated together", low=1)
+    batch_size: int = param(0, "answers generated and saved together; 0: what suits the device", low=0)
     max_record_mib: int = param(64, "largest input record", unit="MiB", low=1, high=2**16)
 
     @property
