@@ -150,7 +150,7 @@ def _advice(
         changes.append(Change(name, {}, 0.0, asked.peak_gib, 0.0, fits, f"no help: {why}"))
     plan, after = ((), asked) if fits else _plan(changes, setup, account, cap, room)
     verdict = "fits" if fits else f"is {(asked.peak - room) / GIB:.2f} GiB too much for"
-    budget = f"{budget_gib:g} GiB ({100 * (1 - room / (budget_gib * GIB)):.0f}% kept free)"
+    budget = f"{budget_gib:.4g} GiB ({100 * (1 - room / (budget_gib * GIB)):.0f}% kept free)"
     text = (
         f"{asked.explain()} That {verdict} {budget}; the largest {unit} that fits as it is, is {most:,} "
         f"(asked: {wanted:,})."

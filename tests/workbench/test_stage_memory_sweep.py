@@ -125,6 +125,14 @@ def test_figures_draw_what_the_tables_say(swept):
     assert all(len(fig.to_json()) < 400_000 for fig in (chart, bars, scatter))
 
 
+@pytest.mark.parametrize(
+    ("budget", "words"), [(9.0, "all here fits"), (1.5, "the red line is"), (0.5, "nothing here fits")]
+)
+def test_the_map_speaks_of_a_line_only_where_it_draws_one(budget, words):
+    chart = peak_map([1, 2], [64, 128], [[1.0, 2.0], [1.2, 2.4]], budget)
+    assert words in chart.layout.title.text and chart.data[1].showlegend == (budget == 1.5)
+
+
 def test_nothing_measured_still_draws(tmp_path, tiny_target):
     params = params_for(tmp_path, tiny_target("llama"), measure=False)
     result = execute(params)

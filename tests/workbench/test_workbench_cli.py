@@ -217,8 +217,9 @@ def test_output_path_is_in_the_run_folder_and_survives_braces():
 
 
 def test_log_defaults_give_way_to_the_callers_choice():
-    assert launch._defaults([]) == ["-k", "python3", "--log-output", "--no-progress-bar"]
-    assert launch._defaults(["--kernel", "x", "--no-log-output", "--progress-bar"]) == []
+    ours = ["-k", "python3", "--engine", "dflash-lab", "--log-output", "--no-progress-bar"]
+    assert launch._defaults([]) == ours
+    assert launch._defaults(["--kernel", "x", "--engine", "y", "--no-log-output", "--progress-bar"]) == []
 
 
 def test_workspace_is_found_from_the_notebooks_folder(tmp_path):

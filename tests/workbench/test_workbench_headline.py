@@ -20,7 +20,7 @@ from dflash_lab.workbench.figures.headline import headline, shown_number
         (0.0, "0"),
         (3.2e9, "3.2e+09"),
         (float("nan"), "nan"),
-        (None, ""),
+        (None, "-"),
         (True, "True"),
         ("[1, 16]", "[1, 16]"),
     ],

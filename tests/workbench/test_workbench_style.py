@@ -122,3 +122,8 @@ def test_thinning_keeps_both_ends(count):
 
 def test_untrusted_text_is_escaped():
     assert style.escape("<script>'\"") == "&lt;script&gt;&#x27;&quot;"
+
+
+def test_a_logarithmic_axis_writes_numbers_between_decades():
+    written = dict(zip(style.LOG_AXIS["tickvals"], style.LOG_AXIS["ticktext"], strict=True))
+    assert written[0.2] == "0.2" and written[5000.0] == "5,000"

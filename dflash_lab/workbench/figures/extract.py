@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 import polars as pl
 
-from dflash_lab.workbench.figures.style import BLUE, GREY, ORANGE, RED, thin
+from dflash_lab.workbench.figures.style import BLUE, GREY, LOG_AXIS, ORANGE, RED, thin
 
 
 def speed(batches: pl.DataFrame) -> go.Figure:
@@ -47,8 +47,9 @@ def batch_shapes(batches: pl.DataFrame, token_budget: int) -> go.Figure:
         hovertemplate="%{y} samples x %{x} tokens<br>padding %{customdata:.1f} %<extra></extra>",
     )
     if batches.height:
-        low, high = int(batches["longest"].min()), int(batches["longest"].max())  # type: ignore[arg-type]
-        grid = [low * (high / low) ** (step / 40) for step in range(41)] if high > low else [low]
+        # a little beyond the batches, so that a single one has a line too
+        low, high = min(batches["longest"].to_list()) / 1.2, max(batches["longest"].to_list()) * 1.2
+        grid = [low * (high / low) ** (step / 40) for step in range(41)]
         fig.add_scatter(
             x=grid,
             y=[token_budget / x for x in grid],
@@ -59,8 +60,8 @@ def batch_shapes(batches: pl.DataFrame, token_budget: int) -> go.Figure:
     fig.update_layout(
         title="Batches under the token budget", xaxis_title="padded length (tokens)", yaxis_title="samples"
     )
-    fig.update_xaxes(type="log")
-    fig.update_yaxes(type="log")
+    fig.update_xaxes(**LOG_AXIS)
+    fig.update_yaxes(**LOG_AXIS)
     return fig
 
 
@@ -109,5 +110,5 @@ def state_sizes(states: pl.DataFrame) -> go.Figure:
     fig.update_layout(
         title="Size of the stored states", xaxis_title="stored state", yaxis_title="RMS of a row"
     )
-    fig.update_yaxes(type="log")
+    fig.update_yaxes(**LOG_AXIS)
     return fig

@@ -43,9 +43,9 @@ def headline(figures: Mapping[str, Any]) -> Headline:
 
 
 def shown_number(value: Any) -> str:
-    """Return a number as a person reads it, thousands apart, four significant digits; others as text."""
+    """Return a number as a person reads it, four significant digits; others as text, None as a dash."""
     if isinstance(value, bool | str) or value is None:
-        return "" if value is None else str(value)
+        return "-" if value is None else str(value)
     if isinstance(value, int):
         return f"{value:,}"
     if value == 0 or 1e-3 <= abs(value) < 1e6:

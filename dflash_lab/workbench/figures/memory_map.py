@@ -31,6 +31,7 @@ def peak_map(
     levels = [[math.log10(max(value, 1e-6)) for value in row] for row in gib]
     flat = [value for row in gib for value in row]
     ticks = _ticks(min(flat), max(flat))
+    crossed = min(flat) <= budget_gib <= max(flat)
     figure = go.Figure(
         go.Heatmap(
             x=list(batches),
@@ -61,6 +62,7 @@ def peak_map(
         showscale=False,
         hoverinfo="skip",
         name="budget",
+        showlegend=crossed,
     )
     measured = points.filter(pl.col("measured_gib").is_not_null()) if points is not None else None
     rows = measured.to_dicts() if measured is not None else []
@@ -80,7 +82,7 @@ def peak_map(
         showlegend=False,
     )
     figure.update_layout(
-        title=f"Predicted peak; the red line is the budget of {budget_gib:.3g} GiB",
+        title="Predicted peak; " + _budget_words(budget_gib, crossed, fits=max(flat) <= budget_gib),
         xaxis={"title": "batch", "type": "log", "tickvals": _powers(batches)},
         yaxis={"title": "length, tokens", "type": "log", "tickvals": _powers(lengths)},
     )
@@ -103,6 +105,12 @@ def scene_map(found: Scene, points: pl.DataFrame, budget_gib: float | None = Non
     batches, lengths = map_axes(points)
     gib = compute(found.shape, found.extraction, batches, lengths, cuda=found.cuda)
     return peak_map(batches, lengths, gib, budget, points)
+
+
+def _budget_words(budget_gib: float, crossed: bool, *, fits: bool) -> str:
+    if crossed:
+        return f"the red line is the budget of {budget_gib:.3g} GiB"
+    return f"{'all' if fits else 'nothing'} here fits the budget of {budget_gib:.3g} GiB"
 
 
 def _measured_text(row: Mapping[str, Any]) -> str:

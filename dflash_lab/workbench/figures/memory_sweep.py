@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import plotly.graph_objects as go
 import polars as pl
 
-from dflash_lab.workbench.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, escape
+from dflash_lab.workbench.figures.style import BLUE, GREEN, GREY, LOG_AXIS, ORANGE, PURPLE, RED, SKY, escape
 
 if TYPE_CHECKING:
     from dflash_lab.memory.account import Account
@@ -64,6 +64,8 @@ GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "workspace and fragments": (GREY, ("workspace", "fragmentation", "outside torch")),
 }
 
+KINDS = {"analytic": "formulas", "fake": "counted on fake tensors"}  # how a peak was predicted
+
 
 def account_bars(bars: Mapping[str, Account], budget_gib: float) -> go.Figure:
     """One stacked bar an account, a segment a term; what fits ends before the dashed line."""
@@ -79,7 +81,7 @@ def term_bars(terms: pl.DataFrame, budget_gib: float) -> go.Figure:
     sizes: dict[str, dict[str, float]] = {}
     formulas: dict[str, dict[str, str]] = {}
     for row in terms.iter_rows(named=True):
-        label = f"{row['title'].replace(', ', '<br>')}<br>{row['kind']}"
+        label = f"{row['title'].replace(', ', '<br>')}<br>{KINDS[row['kind']]}"
         sizes.setdefault(label, {})[row["term"]] = row["gib"]
         formulas.setdefault(label, {})[row["term"]] = row["formula"]
     return _stacked(sizes, formulas, budget_gib, "What fills the memory at the peak")
@@ -105,7 +107,7 @@ def predicted_measured(points: pl.DataFrame) -> go.Figure:
             y=[row["predicted"] for row in rows],
             mode="markers",
             marker={"color": colour, "symbol": symbol, "size": 9},
-            name={"analytic": "formulas", "fake": "counted on fake tensors"}[kind],
+            name=KINDS[kind],
             customdata=[
                 [row["batch"], row["length"], 100 * (row["predicted"] / row["measured"] - 1)] for row in rows
             ],
@@ -114,8 +116,8 @@ def predicted_measured(points: pl.DataFrame) -> go.Figure:
         )
     figure.update_layout(
         title="What a batch brings: predicted against measured",
-        xaxis={"title": "measured, GiB", "type": "log"},
-        yaxis={"title": "predicted, GiB", "type": "log"},
+        xaxis={"title": "measured, GiB", **LOG_AXIS},
+        yaxis={"title": "predicted, GiB", **LOG_AXIS},
     )
     return figure
 
@@ -143,7 +145,7 @@ def step_bars(steps: pl.DataFrame, budget_gib: float) -> go.Figure:
     )
     high = max(top, budget_gib) if budget_gib < 4 * top else top
     figure.update_layout(
-        title=f"Peak of a training step; the red line is {budget_gib:g} GiB",
+        title=f"Peak of a training step; the red line is {budget_gib:.4g} GiB",
         xaxis={"title": "anchors x block size", "type": "category"},
         yaxis={"title": "GiB", "range": [0, 1.12 * high]},
     )
@@ -166,7 +168,7 @@ def bucket_bars(buckets: pl.DataFrame, budget_gib: float) -> go.Figure:
             "<br>%{customdata[1]:.2f} GiB at the largest<extra></extra>",
         )
     figure.update_layout(
-        title=f"Largest batch by length under {budget_gib:g} GiB",
+        title=f"Largest batch by length under {budget_gib:.4g} GiB",
         barmode="overlay",
         xaxis={"title": "longest sample of the batch, tokens", "type": "category"},
         yaxis={"title": "rows", "type": "log", "dtick": 1},
@@ -230,7 +232,7 @@ def _stacked(
     figure.add_hline(
         y=budget_gib,
         line={"color": RED, "dash": "dash"},
-        annotation_text=f"budget {budget_gib:g} GiB",
+        annotation_text=f"budget {budget_gib:.4g} GiB",
         annotation_position="top left",
     )
     top = max((sum(bar.values()) for bar in sizes.values()), default=1.0)

@@ -41,6 +41,9 @@ HEIGHT = 420  # px; the width is that of the page: a figure and its text fit a 1
 WIDTH = 820  # px of a live figure
 # A legend with many entries: below the axes, where it meets no title.
 BELOW_LEFT = {"orientation": "h", "x": 0, "xanchor": "left", "y": -0.22, "yanchor": "top"}
+# A logarithmic axis: 1, 2, 5 of each decade, written out. Plotly alone writes bare digits between decades.
+_STEPS = [m * 10.0**e for e in range(-9, 10) for m in (1, 2, 5)]
+LOG_AXIS = {"type": "log", "tickvals": _STEPS, "ticktext": [f"{step:,g}" for step in _STEPS]}
 _GRID = "rgba(116, 122, 130, 0.25)"
 
 TEMPLATE = go.layout.Template(

@@ -10,7 +10,18 @@ import plotly.graph_objects as go
 import polars as pl
 from plotly.subplots import make_subplots
 
-from dflash_lab.workbench.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, escape, thin
+from dflash_lab.workbench.figures.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    LOG_AXIS,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    escape,
+    thin,
+)
 
 _TERMS = {"loss": BLUE, "ce": ORANGE, "kl": GREEN, "entropy": PURPLE}
 
@@ -181,7 +192,7 @@ def pace(steps: pl.DataFrame, metrics: pl.DataFrame) -> go.Figure:
         rangemode="tozero", title_text="anchors / s", row=1, col=1, secondary_y=True, showgrid=False
     )
     fig.update_yaxes(title_text="learning rate", row=2, col=1, secondary_y=False)
-    fig.update_yaxes(type="log", title_text="norm", row=2, col=1, secondary_y=True, showgrid=False)
+    fig.update_yaxes(**LOG_AXIS, title_text="norm", row=2, col=1, secondary_y=True, showgrid=False)
     return fig
 
 
