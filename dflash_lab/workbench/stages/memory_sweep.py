@@ -262,8 +262,9 @@ def measure_points(
         deadline = time.monotonic() + params.measure_s
         for order in params.orders:
             sizes = sorted(rows, key=lambda row: row["batch"] * row["length"], reverse=order == "falling")
-            for number, row in enumerate(sizes):
-                progress(f"measuring ({order})", number, len(sizes))
+            what, count = f"measuring, {order} sizes, for {params.measure_s:.0f} s", 0
+            for row in sizes:
+                progress(what, count, len(sizes), batch=row["batch"], length=row["length"])
                 if time.monotonic() > deadline:
                     break
                 setup = replace(found.extraction, batch=row["batch"], length=row["length"])
@@ -275,7 +276,8 @@ def measure_points(
                 else:
                     measured.append(new)
                 each(measured)
-            progress(f"measuring ({order})", len(sizes), len(sizes))
+                count += 1
+            progress(what, len(sizes), len(sizes), measured=count)
     return measured
 
 
