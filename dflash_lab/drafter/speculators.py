@@ -14,7 +14,7 @@ from dflash_lab import files
 from dflash_lab.drafter.checkpoint import WEIGHTS, check_tensors, read_tensors, save_checkpoint
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.errors import InputError, UnsupportedTarget
+from dflash_lab.errors import InputError, LabError, UnsupportedTarget
 
 # What lies beside the body in some files: the target's own matrices and the maps of a cut vocabulary.
 _BORROWED = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
@@ -109,8 +109,12 @@ def import_speculators(folder: Path | str, *, num_target_layers: int = 0) -> Dra
         raise InputError(f"{path} is missing; give the folder of a speculators checkpoint.")
     try:
         config = read_speculators_json(files.read_json(path), num_target_layers)
-    except (KeyError, TypeError, AttributeError) as error:
+    except LabError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(f"{path}: no configuration of a speculators drafter ({error}).") from error
+    if not (folder / WEIGHTS).is_file():
+        raise InputError(f"no weights at {folder / WEIGHTS}; only a single {WEIGHTS} is read.")
     tensors = read_tensors(folder / WEIGHTS)
     size = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else config.vocab_size
     if "d2t" in tensors and size != config.vocab_size:

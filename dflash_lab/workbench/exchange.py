@@ -17,6 +17,8 @@ def export_drafter(options: argparse.Namespace, extra: list[str]) -> int:
     from dflash_lab.drafter.checkpoint import load_checkpoint
     from dflash_lab.drafter.speculators import export_speculators
 
+    if not options.target.strip():
+        raise InputError("--target is empty: give the hub id or path by which its users load the target.")
     goal = _new_folder(options.output)
     drafter = load_checkpoint(options.drafter)
     export_speculators(drafter, goal, target=options.target, target_architecture=options.architecture)
@@ -38,13 +40,16 @@ def import_drafter(options: argparse.Namespace, extra: list[str]) -> int:
 
 def merge(options: argparse.Namespace, extra: list[str]) -> int:
     """Join samples files, each sample once."""
-    from dflash_lab.data.samples import merge_samples, read_provenance
+    from dflash_lab.data.samples import merge_samples, provenance_path, read_provenance
 
     goal = Path(options.output)
-    if goal.exists():
-        raise InputError(f"{goal}: exists already. Give a new file, or move it away.")
+    if goal.suffix != ".parquet":  # what made the samples lies beside them, as .json
+        raise InputError(f"{goal}: samples files end in .parquet. Give such a name.")
+    for path in (goal, provenance_path(goal)):
+        if path.exists():
+            raise InputError(f"{path}: exists already. Give a new file, or move it away.")
     made = {path: read_provenance(path) for path in options.inputs}
-    fraction = options.heldout_fraction if options.heldout_fraction >= 0 else _same_fraction(made)
+    fraction = options.heldout_fraction if options.heldout_fraction != -1 else _same_fraction(made)
     report = merge_samples(options.inputs, goal, heldout_fraction=fraction)
     print(
         f"{goal}: {report.stored:,} samples, {report.heldout:,} of them held out "

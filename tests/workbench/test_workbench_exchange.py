@@ -73,9 +73,9 @@ def test_merge_refuses_what_does_not_belong_together(tmp_path, capsys):
     assert "--heldout-fraction" in capsys.readouterr().err
     assert cli.main(["merge", goal, first, share, "--heldout-fraction", "0.3"]) == 0
     assert read_provenance(goal)["heldout_fraction"] == 0.3
-    assert cli.main(["merge", goal + "2", first, "--heldout-fraction", "7"]) == 1
-    assert cli.main(["merge", goal + "2", str(tmp_path / "none.parquet")]) == 1
-    assert "none.json is missing" in capsys.readouterr().err and not (tmp_path / "all.parquet2").exists()
+    assert cli.main(["merge", str(tmp_path / "all2.parquet"), first, "--heldout-fraction", "7"]) == 1
+    assert cli.main(["merge", str(tmp_path / "all2.parquet"), str(tmp_path / "none.parquet")]) == 1
+    assert "none.json is missing" in capsys.readouterr().err and not (tmp_path / "all2.parquet").exists()
 
 
 def test_a_drafter_goes_out_and_comes_back_equal(tmp_path, drafter, capsys):
@@ -121,3 +121,37 @@ def test_help_says_what_each_word_is(command, capsys):
     with pytest.raises(SystemExit) as left:
         cli.main([command, "--help"])
     assert left.value.code == 0 and "to write" in capsys.readouterr().out
+
+
+def test_merge_never_takes_the_place_of_what_lies_beside(tmp_path, capsys):
+    """The provenance of all.parquet is all.json: neither name may be in use, and they must differ."""
+    first = samples(tmp_path / "a.parquet", range(5))
+    assert cli.main(["merge", str(tmp_path / "all.json"), first]) == 1
+    assert "end in .parquet" in capsys.readouterr().err
+    (tmp_path / "all.json").write_text("mine")
+    assert cli.main(["merge", str(tmp_path / "all.parquet"), first]) == 1
+    assert "all.json: exists already" in capsys.readouterr().err
+    assert (tmp_path / "all.json").read_text() == "mine" and not (tmp_path / "all.parquet").exists()
+    for share in ("nan", "-3", "1"):
+        assert cli.main(["merge", str(tmp_path / "new.parquet"), first, "--heldout-fraction", share]) == 1
+        assert "give a share from 0" in capsys.readouterr().err
+    assert not (tmp_path / "new.parquet").exists()
+
+
+def test_import_names_the_file_that_is_wrong(tmp_path, drafter, capsys):
+    assert cli.main(["export", str(tmp_path / "drafter"), str(tmp_path / "out"), "--target", ""]) == 1
+    assert "--target is empty" in capsys.readouterr().err
+    assert cli.main(["export", str(tmp_path / "drafter"), str(tmp_path / "out"), "--target", "a/b"]) == 0
+    whole = json.loads((tmp_path / "out" / "config.json").read_text())
+    for name, value in (("block_size", "q"), ("num_target_layers", "many"), ("transformer_layer_config", 3)):
+        (tmp_path / "out" / "config.json").write_text(json.dumps({**whole, name: value}))
+        assert cli.main(["import", str(tmp_path / "out"), str(tmp_path / "in")]) == 1
+        assert "config.json: no configuration of a speculators drafter" in capsys.readouterr().err
+    (tmp_path / "out" / "config.json").write_text(json.dumps(whole))
+    (tmp_path / "out" / "model.safetensors").unlink()
+    assert cli.main(["import", str(tmp_path / "out"), str(tmp_path / "in")]) == 1
+    assert "no weights at" in capsys.readouterr().err and not (tmp_path / "in").exists()
+    config = tmp_path / "drafter" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "hidden_size": "wide"}))
+    assert cli.main(["export", str(tmp_path / "drafter"), str(tmp_path / "o2"), "--target", "a/b"]) == 1
+    assert "config.json: no configuration of a drafter" in capsys.readouterr().err
