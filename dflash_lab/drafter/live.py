@@ -42,6 +42,9 @@ class SampleItems:
         self._starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
         if not len(self._ids) == len(self._mask) == self._starts[-1]:
             raise InputError(f"{path}: lengths and tokens disagree. Make it again with prepare.")
+        if not frame["content_hash"].str.contains("^[0-9a-f]{32}$").all():
+            raise InputError(f"{path}: content_hash is not always 32 hex digits. Make it again with prepare.")
+        self.path = path
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -61,11 +64,11 @@ class SampleItems:
 
     def check_vocabulary(self, size: int) -> None:
         """`InputError` if a token lies outside a vocabulary of `size`."""
-        largest = int(self._ids.max())
-        if largest >= size or int(self._ids.min()) < 0:
+        lowest, highest = int(self._ids.min()), int(self._ids.max())
+        if lowest < 0 or highest >= size:
             raise InputError(
-                f"the samples hold token {largest}, the target knows 0..{size - 1}: they were made with "
-                "another tokenizer. Run prepare with this target."
+                f"{self.path}: holds token {lowest if lowest < 0 else highest}, the target knows "
+                f"0..{size - 1}: the samples were made with another tokenizer. Run prepare with this target."
             )
 
     def digest(self) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import plotly.graph_objects as go
+import polars as pl
 import pytest
 
 from dflash_lab.data.samples import Sample, write_samples
@@ -319,3 +320,45 @@ def test_stage_trains_from_a_live_target(run_dir, tiny_target, tmp_path):
     assert execute(chosen).steps.equals(result.steps)
     with pytest.raises(InputError, match=r"tap_ids=\[1\].*a store has its own"):
         params(tmp_path, tiny_target, tap_ids=[1])
+
+
+def test_live_samples_are_checked_before_a_target_is_loaded(tiny_target, tmp_path, monkeypatch):
+    """The message names the file, with processes of their own too, and nothing has been loaded or started."""
+    from dflash_lab.target import loading
+
+    monkeypatch.setattr(loading, "load_target", lambda *a, **k: pytest.fail("loaded a target"))
+
+    def ids(*numbers):
+        return [Sample(f"s{n}", np.full(9, n), np.r_[0, np.ones(8)].astype(np.uint8), "t") for n in numbers]
+
+    path = tmp_path / "samples.parquet"
+    for placed in ({}, {"targets": [0], "drafters": [0]}, {"processes": 2}):
+        chosen = params(tmp_path, tiny_target, source="live", **placed)
+        path.unlink(missing_ok=True)
+        with pytest.raises(InputError, match=r"samples\.parquet: no such samples file"):
+            execute(chosen)
+        write_samples(path, ids(1, 2, 5000), heldout_fraction=0.0, provenance={})
+        with pytest.raises(InputError, match=r"samples\.parquet: holds token 5000, the target knows 0"):
+            execute(chosen)
+        write_samples(path, ids(1, 2, 3), heldout_fraction=1 - 2**-40, provenance={})
+        with pytest.raises(InputError, match=r"samples\.parquet: every sample is held out"):
+            execute(chosen)
+        write_samples(path, ids(1, 2, 3), heldout_fraction=0.0, provenance={})
+        pl.read_parquet(path).with_columns(content_hash=pl.lit("no hash")).write_parquet(path)
+        with pytest.raises(InputError, match=r"samples\.parquet: content_hash is not always 32 hex"):
+            execute(chosen)
+
+
+@pytest.mark.parametrize("heldout", [(202, 130), (2, 0)])
+def test_heldout_answers_that_a_row_cuts_away_do_not_end_live_training(tiny_target, tmp_path, heldout):
+    """Their chained tau is not known, which is no fault of the training samples."""
+    rows = [Sample(f"s{n}", np.arange(n) % 256, (np.arange(n) >= start).astype(np.uint8), "t")
+            for n, start in [(30, 10), (31, 10), heldout]]  # fmt: skip
+    write_samples(tmp_path / "samples.parquet", rows, heldout_fraction=0.0, provenance={})
+    kept = pl.read_parquet(tmp_path / "samples.parquet")
+    kept.with_columns(
+        split=pl.when(pl.col("length") == heldout[0]).then(pl.lit("heldout")).otherwise(pl.lit("train"))
+    ).write_parquet(tmp_path / "samples.parquet")
+    chosen = params(tmp_path, tiny_target, source="live", tap_ids=[1, 3], max_steps=2, sliding_layers=[])
+    figures = execute(chosen).figures
+    assert figures["steps"] == 2 and (figures["chained_tau_last"] is None) == (heldout[0] == 202)

@@ -231,6 +231,7 @@ def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> Train
     from dflash_lab.workbench.train_launch import train_apart
     from dflash_lab.workbench.train_pipeline import train_pipeline
 
+    train_setup.open_bare(params)  # what is wrong with it is told before targets load and processes start
     if params.targets:
         report = train_pipeline(params, progress)
     elif params.processes > 1:

@@ -163,15 +163,22 @@ def packed_rows(params: TrainDrafterParams, items: LiveItems) -> tuple[PackedRow
 
 
 def open_bare(params: TrainDrafterParams) -> States:
-    """What rows are planned from, without a target: the store, or the samples alone."""
+    """What rows are planned from, without a target: the store, or the samples alone, which are checked."""
     from dflash_lab.drafter.live import SampleItems
     from dflash_lab.extraction.store import open_store
     from dflash_lab.target.sources import load_config
 
     if params.source == "store":
         return open_store(params.store_path)
-    width = load_config(params.target).hidden_size
-    return SampleItems(params.samples_path, width, live_taps(params))
+    config = load_config(params.target)
+    items = SampleItems(params.samples_path, config.hidden_size, live_taps(params))
+    items.check_vocabulary(config.vocab_size)
+    if items.heldout.all():
+        raise InputError(
+            f"{params.samples_path}: every sample is held out, none is left to train on. Run prepare with "
+            "more conversations or a smaller heldout_fraction."
+        )
+    return items
 
 
 def live_taps(params: TrainDrafterParams) -> list[int]:
@@ -306,10 +313,10 @@ def tau_probe(params: TrainDrafterParams, store: Items, head: Any) -> Any:
     """Chained acceptance length on the first held-out samples, as decoding would walk them."""
     import numpy as np
 
-    from dflash_lab.acceptance.offline import offline
+    from dflash_lab.acceptance.offline import answer_segments, offline
 
     items = [store[int(i)] for i in np.flatnonzero(store.heldout)[: params.tau_samples]]
-    items = [item for item in items if len(item) > 2]
+    items = [item for item in items if answer_segments(item.loss_mask)]  # some are cut within their prompt
 
     def probe(drafter: Any) -> dict[str, Any]:
         if not items:
