@@ -72,7 +72,11 @@ class ExtractionReport:
         return "disk" if self.seconds and self.write_seconds > 0.8 * self.seconds else "model"
 
     def figures(self) -> dict[str, float | int | str]:
-        """Return the flat headline numbers."""
+        """Return the flat headline numbers; those of the device's clock only where there was one (CUDA)."""
+        clock = {
+            "forward_seconds": round(self.forward_seconds, 3),
+            "gpu_idle_pct": round(self.gpu_idle_pct, 3),
+        }
         return {
             "samples_in": self.samples_in,
             "samples_stored_before": self.stored_before,
@@ -83,13 +87,12 @@ class ExtractionReport:
             "extract_tokens_per_s": round(self.tokens_per_s, 2),
             "padding_waste_pct": round(self.waste_pct, 3),
             "seconds": round(self.seconds, 3),
-            "forward_seconds": round(self.forward_seconds, 3),
             "batches": len(self.batches),
             "memory_failures": len(self.failures),
             "bytes_written": self.bytes_written,
             "write_gb_per_s": round(self.bytes_written / self.seconds / 1e9, 4) if self.seconds else 0.0,
             "limited_by": self.limited_by,
-            "gpu_idle_pct": round(self.gpu_idle_pct, 3),
+            **(clock if self.forward_seconds else {}),
         }
 
     def raise_for_quarantine(self, allowed: int = 0) -> None:

@@ -53,6 +53,7 @@ def test_two_shards_fill_one_store(params: Callable[..., ExtractParams]) -> None
     record = read_json(params(shard=1, num_shards=2).folder / "result.json")
     assert record["figures"]["samples_quarantined"] == 0 and record["figures"]["extract_tokens_per_s"] > 0
     assert {"preflight_store_gib", "padding_waste_pct", "fused_layers"} <= set(record["figures"])
+    assert not {"forward_seconds", "gpu_idle_pct"} & set(record["figures"])  # no device's clock on a CPU
 
 
 def test_a_finished_shard_is_loaded_not_run(params: Callable[..., ExtractParams]) -> None:
