@@ -134,7 +134,8 @@ def load_target(
     parts = structure.find_parts(body, config, target)
     weight = _head_weight(order, parts.embedding.weight) if with_head else None
     seconds = time.monotonic() - started
-    log.info("%s: %d layers, %s on %s, %.1f s", target, len(parts.layers), order.dtype, order.device, seconds)
+    layers = f"{len(parts.layers)} of {order.text.num_hidden_layers} layers"
+    log.info("%s: loaded %s, %s on %s, %.1f s", target, layers, order.dtype, order.device, seconds)
     return Target(order.source, config, body, weight, device=order.device, dtype=order.dtype, seed=seed)
 
 

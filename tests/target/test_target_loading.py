@@ -73,9 +73,11 @@ def test_a_wrapper_whose_text_model_has_no_causal_class(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5", "qwen3_5_moe", "qwen3_5_wrapped"])
-def test_last_layer_cuts_what_comes_after_it(tiny_target, kind):
+def test_last_layer_cuts_what_comes_after_it(tiny_target, kind, caplog):
     whole = load_target(str(tiny_target(kind)))
+    caplog.set_level("INFO")
     cut = load_target(str(tiny_target(kind)), last_layer=4, with_head=False)
+    assert "loaded 5 of 8 layers" in caplog.text
     assert cut.num_layers == cut.config.num_hidden_layers == 5
     with torch.no_grad():
         expected = whole.body(input_ids=TOKENS, use_cache=False, output_hidden_states=True).hidden_states
