@@ -37,9 +37,7 @@ def parse(data: bytes) -> Any:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         if error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip()):
-            raise BadRecord(
-                "truncated", f"the JSON is cut off after {len(text.rstrip())} characters"
-            ) from None
+            raise BadRecord("cut off", f"the JSON is cut off after {len(text.rstrip())} characters") from None
         found = "a NUL character" if text[error.pos : error.pos + 1] == "\0" else error.msg
         raise BadRecord("malformed", f"not valid JSON: {found} at character {error.pos}") from None
     except RecursionError:
@@ -155,13 +153,13 @@ def split_values(chunks: Iterable[bytes], limit: int) -> Iterator[tuple[int, byt
         line += chunk.count(b"\n", counted)
     if not element.blank:
         if array_open or element.depth or in_string:
-            yield element.line, BadRecord("truncated", "the file ends inside this record")
+            yield element.line, BadRecord("cut off", "the file ends inside this record")
         else:
             yield element.take()
     elif array_open:
         yield (
             line,
             BadRecord(
-                "truncated", "the file ends before the closing ] of its list; what followed is not known"
+                "cut off", "the file ends before the closing ] of its list; what followed is not known"
             ),
         )

@@ -149,7 +149,7 @@ def test_a_bad_record_costs_itself_only(tmp_path, name, suffix):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("truncated", "truncated"),
+        ("truncated", "cut off"),
         ("empty", "empty"),
         ("duplicate key", "duplicate key"),
         ("latin-1", "encoding"),
@@ -175,7 +175,7 @@ def test_a_list_that_is_cut_off_says_so(tmp_path, cut):
     whole = json.dumps([MESSAGES, MESSAGES], indent=1).encode()
     found, problems = read(write(tmp_path, "d.json", whole[:-cut]))
     assert 1 <= len(found) <= 2
-    assert len(problems) == 1 and problems[0].kind == "truncated"
+    assert len(problems) == 1 and problems[0].kind == "cut off"
 
 
 def test_json_lines_of_elements_are_right(tmp_path):
