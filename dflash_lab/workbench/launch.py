@@ -221,7 +221,7 @@ def _closing_words(params: StageParams, output: Path, code: int) -> None:
     logger.error("%s: not finished (exit code %d); the notebook up to there: %s", params.stage, code, output)
     if failure.exists() and not (params.folder / RESULT).exists():
         record = read_json(failure)
-        logger.error("what failed: %s", failure)
+        logger.error("details: %s", failure)
         if record.get("advice"):
             logger.error("advice: %s", record["advice"])
     if code == TERMINATED:
