@@ -35,6 +35,7 @@ from memory_points import brought as brought_bytes
 from memory_runs import LIMITS_GIB, Clock, extraction_runs, run_figures, training_runs
 
 from dflash_lab import files, provenance
+from dflash_lab.errors import InputError
 from dflash_lab.memory.shapes import GIB
 from dflash_lab.target.loading import choose_device
 
@@ -138,6 +139,8 @@ def main() -> None:
     result: dict[str, Any] = {"figures": {}, "provenance": provenance.provenance(), "rows": []}
     if args.resume and args.json.exists():
         result = files.read_json(args.json)
+        if not (isinstance(result, dict) and isinstance(result.get("rows"), list) and "figures" in result):
+            raise InputError(f"{args.json}: no result of this benchmark. Give its own, or drop --resume.")
 
     def keep(found: dict[str, Any]) -> None:
         result.update({**found, "figures": {**result["figures"], **found.get("figures", {})}})

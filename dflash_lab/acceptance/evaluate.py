@@ -27,7 +27,7 @@ from dflash_lab.acceptance.operating import (
     speeds,
     typical_context,
 )
-from dflash_lab.acceptance.prompts import choose, load_prompts
+from dflash_lab.acceptance.prompts import check_vocabulary, choose, load_prompts
 from dflash_lab.acceptance.protocol import Protocol
 from dflash_lab.acceptance.study import (
     Study,
@@ -68,6 +68,8 @@ class Evaluator:
             params.prompts, params.samples_path, lambda: self.target.tokenizer, thinking=params.thinking
         )
         self.prompts = choose(available, params.num_prompts, params.seed)
+        source = params.samples_path if params.prompts == "heldout" else params.prompts
+        check_vocabulary(self.prompts, self.target.vocab_size, str(source))
         self.methods = Methods(
             self.target,
             temperature=params.temperature,

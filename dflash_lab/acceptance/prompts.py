@@ -68,6 +68,17 @@ def heldout_prompts(samples: Path | str, *, split: str = "heldout") -> list[Prom
     return prompts
 
 
+def check_vocabulary(prompts: Sequence[Prompt], size: int, source: str) -> None:
+    """`InputError` if a prompt or a stored answer from `source` holds a token outside 0..size - 1."""
+    for prompt in prompts:
+        wrong = [token for token in (*prompt.input_ids, *prompt.answer) if not 0 <= token < size]
+        if wrong:
+            raise InputError(
+                f"{source}: {prompt.id} holds token {wrong[0]}, the target knows 0..{size - 1}: it was made "
+                "with another tokenizer. Run prepare with this target, or give its own samples."
+            )
+
+
 def _math(record: dict[str, Any], field: str) -> list[str]:
     return [record[field] + "\nPlease reason step by step, and put your final answer within \\boxed{}."]
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from dflash_lab.acceptance.prompts import (
+    Prompt,
+    check_vocabulary,
     choose,
     file_prompts,
     heldout_prompts,
@@ -111,3 +113,12 @@ def test_subsets_and_parts_are_fixed_by_the_seed(tmp_path, tokenizer):
     assert dev == [0, 1] and test == [2, 3, 4]
     assert split_dev(1, 0.5) == ([0], [0])
     assert split_dev(2, 0.95) == ([0], [1])
+
+
+@pytest.mark.parametrize("wrong", [Prompt("a:7", (1, 50), "s"), Prompt("a:7", (1,), "s", (2, -1))])
+def test_tokens_of_another_tokenizer_are_named(wrong):
+    """On a GPU they would otherwise end in an assertion of the device that names nothing."""
+    good = Prompt("a:1", (0, 49), "s", (3,))
+    check_vocabulary([good], 50, "samples.parquet")
+    with pytest.raises(InputError, match=r"samples.parquet: a:7 holds token (50|-1), the target knows"):
+        check_vocabulary([good, wrong], 50, "samples.parquet")
