@@ -47,8 +47,8 @@ def batch_shapes(batches: pl.DataFrame, token_budget: int) -> go.Figure:
         hovertemplate="%{y} samples x %{x} tokens<br>padding %{customdata:.1f} %<extra></extra>",
     )
     if batches.height:
-        # a little beyond the batches, so that a single one has a line too
-        low, high = min(batches["longest"].to_list()) / 1.2, max(batches["longest"].to_list()) * 1.2
+        # beyond the batches, so that a single one has a line too, and the axis a number
+        low, high = min(batches["longest"].to_list()) / 2, max(batches["longest"].to_list()) * 2
         grid = [low * (high / low) ** (step / 40) for step in range(41)]
         fig.add_scatter(
             x=grid,

@@ -81,7 +81,7 @@ def term_bars(terms: pl.DataFrame, budget_gib: float) -> go.Figure:
     sizes: dict[str, dict[str, float]] = {}
     formulas: dict[str, dict[str, str]] = {}
     for row in terms.iter_rows(named=True):
-        label = f"{row['title'].replace(', ', '<br>')}<br>{KINDS[row['kind']]}"
+        label = f"{row['title'].replace(', ', '<br>')}<br>{KINDS[row['kind']].split(' on ')[0]}"
         sizes.setdefault(label, {})[row["term"]] = row["gib"]
         formulas.setdefault(label, {})[row["term"]] = row["formula"]
     return _stacked(sizes, formulas, budget_gib, "What fills the memory at the peak")
@@ -94,7 +94,7 @@ def predicted_measured(points: pl.DataFrame) -> go.Figure:
     ends = [1e-3, 1e-2]
     if measured.height:
         low, high = measured["measured_moving"].min(), measured["measured_moving"].max()
-        ends = [float(low) / GIB / 1.5, float(high) / GIB * 1.5]  # type: ignore[arg-type]
+        ends = [float(low) / GIB / 2, float(high) / GIB * 2]  # type: ignore[arg-type]
     figure.add_scatter(
         x=ends, y=ends, mode="lines", line={"color": GREY, "dash": "dot"}, name="exact", hoverinfo="skip"
     )

@@ -191,7 +191,7 @@ def pace(steps: pl.DataFrame, metrics: pl.DataFrame) -> go.Figure:
     fig.update_yaxes(
         rangemode="tozero", title_text="anchors / s", row=1, col=1, secondary_y=True, showgrid=False
     )
-    fig.update_yaxes(title_text="learning rate", row=2, col=1, secondary_y=False)
+    fig.update_yaxes(title_text="learning rate", exponentformat="power", row=2, col=1, secondary_y=False)
     fig.update_yaxes(**LOG_AXIS, title_text="norm", row=2, col=1, secondary_y=True, showgrid=False)
     return fig
 
