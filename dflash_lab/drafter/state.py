@@ -7,10 +7,11 @@ streams depend on seed and place alone, so the place is all that a resumed run m
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from dflash_lab import files
 from dflash_lab.drafter.checkpoint import WEIGHTS, read_tensors, save_checkpoint
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.settings import TrainSettings
+from dflash_lab.errors import LabError, StoreError
 from dflash_lab.file_errors import naming
 
 _NAME = re.compile(r"step-(\d{8})")
@@ -71,8 +73,28 @@ def newest(root: Path) -> Path | None:
 
 
 def load_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
-    """Read a checkpoint's weights, training tensors and state."""
-    return read_tensors(folder / WEIGHTS), read_tensors(folder / _TENSORS), files.read_json(folder / _STATE)
+    """Read a checkpoint's weights, training tensors and state; `StoreError` if one of them is damaged."""
+    with _whole(folder):
+        return read_tensors(folder / WEIGHTS), read_tensors(folder / _TENSORS), _record(folder)
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    record = files.read_json(folder / _STATE)
+    if not isinstance(record, dict) or not isinstance(record.get("setup"), dict):
+        raise StoreError(f"{folder / _STATE}: no state of a training run.")
+    return record
+
+
+@contextlib.contextmanager
+def _whole(folder: Path) -> Iterator[None]:
+    """Tell how to go on without a damaged checkpoint, which is no file to be made again or copied."""
+    try:
+        yield
+    except (LabError, FileNotFoundError) as error:
+        raise StoreError(
+            f"{folder}: this checkpoint is damaged or not whole. Move the folder away: training then goes on "
+            "from the checkpoint before it, or anew if there is none."
+        ) from error
 
 
 def setup(
@@ -94,7 +116,10 @@ def setup(
 def saved_setup(run: Path) -> dict[str, Any] | None:
     """The setup of the run in a folder, None if it has no checkpoint yet."""
     found = newest(run / "checkpoints")
-    return None if found is None else files.read_json(found / _STATE)["setup"]
+    if found is None:
+        return None
+    with _whole(found):
+        return _record(found)["setup"]
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:

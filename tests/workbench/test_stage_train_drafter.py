@@ -14,7 +14,7 @@ import pytest
 
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.checkpoint import load_checkpoint, read_config
-from dflash_lab.errors import InputError
+from dflash_lab.errors import InputError, StoreError
 from dflash_lab.workbench.figures import train_drafter as figures
 from dflash_lab.workbench.stage import execute
 from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams, TrainDrafterResult
@@ -362,3 +362,32 @@ def test_heldout_answers_that_a_row_cuts_away_do_not_end_live_training(tiny_targ
     chosen = params(tmp_path, tiny_target, source="live", tap_ids=[1, 3], max_steps=2, sliding_layers=[])
     figures = execute(chosen).figures
     assert figures["steps"] == 2 and (figures["chained_tau_last"] is None) == (heldout[0] == 202)
+
+
+@pytest.mark.parametrize(
+    "damaged", ["model.safetensors", "trainer/state.safetensors", "trainer/state.json", "setup", "gone"]
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(run_dir, tiny_target, tmp_path, damaged):
+    chosen = params(tmp_path, tiny_target, store=str(run_dir / "store"), max_steps=3, checkpoint_every=1)
+
+    def stop(description, done, total, **facts):
+        if done >= 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        execute(chosen, stop)
+    kept = sorted((chosen.folder / "run" / "checkpoints").glob("step-*"))
+    assert len(kept) == 2
+    state = kept[-1] / "trainer" / "state.json"
+    if damaged == "gone":
+        state.unlink()
+    elif damaged == "setup":
+        state.write_text("{}")
+    else:
+        (kept[-1] / damaged).write_bytes(b"{cut")
+    with pytest.raises(StoreError, match=f"{kept[-1].name}: this checkpoint is damaged.*Move the folder"):
+        execute(chosen)
+    assert (kept[0] / "model.safetensors").exists() and kept[-1].exists(), "nothing is lost"
+    kept[-1].rename(tmp_path / "aside")
+    assert execute(chosen).figures["steps"] == 3
+    assert not (chosen.folder / "run-1").exists(), "the same run went on"
