@@ -1,6 +1,4 @@
-"""From the stage's flat parameters to what the training room is told, and the measure it is given to run on
-the side.
-"""
+"""From the stage's flat parameters to what the training room is told."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_lab import files
 from dflash_lab.errors import InputError
+from dflash_lab.workbench.stages.train_probe import tau_probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from dflash_lab.drafter.config import DrafterConfig
     from dflash_lab.drafter.live import LiveItems, SampleItems
-    from dflash_lab.drafter.rows import Items, PackedRows
+    from dflash_lab.drafter.rows import PackedRows
     from dflash_lab.drafter.settings import TrainSettings
     from dflash_lab.drafter.trainer import TrainReport
     from dflash_lab.extraction.store import FeatureStore
@@ -307,21 +306,3 @@ def set_aside_other_run(run: Path, setup: dict[str, Any], *, anew: bool) -> None
     run.rename(other)
     why = "; ".join(changed[:4]) or "finished, and force is set"
     logger.info("the earlier run (%s) is kept as %s", why, other)
-
-
-def tau_probe(params: TrainDrafterParams, store: Items, head: Any) -> Any:
-    """Chained acceptance length on the first held-out samples, as decoding would walk them."""
-    import numpy as np
-
-    from dflash_lab.acceptance.offline import answer_segments, offline
-
-    items = [store[int(i)] for i in np.flatnonzero(store.heldout)[: params.tau_samples]]
-    items = [item for item in items if answer_segments(item.loss_mask)]  # some are cut within their prompt
-
-    def probe(drafter: Any) -> dict[str, Any]:
-        if not items:
-            return {}
-        report = offline(items, head, drafter, budgets=(16,), top_k=())
-        return {"chained_tau": report.tau().mean, "tree16_tau": report.tau(16).mean}
-
-    return probe
