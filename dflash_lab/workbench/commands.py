@@ -74,6 +74,7 @@ def report(options: argparse.Namespace, extra: list[str]) -> int:
 
 def verify(options: argparse.Namespace, extra: list[str]) -> int:
     """Check a feature store; 1 when something in it is not what its manifest says."""
+    from dflash_lab.extraction.store import open_store
     from dflash_lab.extraction.verify import verify as verify_store
 
     folder = Path(options.store)
@@ -82,8 +83,12 @@ def verify(options: argparse.Namespace, extra: list[str]) -> int:
     faults = verify_store(folder)
     for fault in faults:
         print(f"{fault.file}: {fault.what}")
-    print(f"{folder}: {len(faults)} faults" if faults else f"{folder}: whole")
-    return 1 if faults else 0
+    if faults:
+        print(f"{folder}: {len(faults)} faults")
+        return 1
+    store = open_store(folder)
+    print(f"{folder}: whole, {store.num_samples:,} samples of {store.num_tokens:,} tokens read again")
+    return 0
 
 
 def completion(options: argparse.Namespace, extra: list[str]) -> int:
