@@ -14,6 +14,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
+from result_figure import save_figure
 
 from dflash_lab.files import read_json, write_bytes
 from dflash_lab.workbench.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE
@@ -193,10 +194,8 @@ def save(result: dict[str, Any], folder: str | Path) -> None:
     """Write the figure (acceptance.json, .html, .svg, .png) and the page about it, acceptance.md."""
     folder = Path(folder)
     fig = figure(result)
-    write_bytes(folder / "acceptance.json", fig.to_json(pretty=False).encode())
-    write_bytes(folder / "acceptance.html", fig.to_html(include_plotlyjs="cdn").encode())
+    save_figure(fig, folder, "acceptance")
     write_bytes(folder / "acceptance.svg", fig.to_image("svg"))
-    write_bytes(folder / "acceptance.png", fig.to_image("png", scale=1.5))
     write_bytes(folder / "acceptance.md", report(result).encode())
 
 

@@ -365,9 +365,10 @@ def main() -> None:
     for name, value in result["figures"].items():
         print(f"{name:<30} {value if value is None else round(value, 5)}")
     if options.figure:
-        from loss_figure import save
+        from loss_figure import figure
+        from result_figure import save_figure
 
-        save(result, options.figure)
+        save_figure(figure(result), options.figure, "loss")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
+from result_figure import save_figure
 
-from dflash_lab.files import read_json, write_bytes
+from dflash_lab.files import read_json
 
 # what a row of the table computes, by the end of its name
 KINDS = [
@@ -79,14 +80,5 @@ def figure(result: dict[str, Any]) -> go.Figure:
     return fig
 
 
-def save(result: dict[str, Any], folder: str | Path) -> None:
-    """Write loss.json, loss.html (plotly.js from its CDN) and loss.png into `folder`."""
-    folder = Path(folder)
-    fig = figure(result)
-    write_bytes(folder / "loss.json", fig.to_json(pretty=False).encode())
-    write_bytes(folder / "loss.html", fig.to_html(include_plotlyjs="cdn").encode())
-    write_bytes(folder / "loss.png", fig.to_image("png", scale=1.5))
-
-
 if __name__ == "__main__":
-    save(read_json(sys.argv[1]), sys.argv[2])
+    save_figure(figure(read_json(sys.argv[1])), Path(sys.argv[2]), "loss")

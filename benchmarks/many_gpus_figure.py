@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
+from result_figure import save_figure
 
-from dflash_lab.files import read_json, write_bytes
+from dflash_lab.files import read_json
 
 NAMES = {"ddp": "training, DDP", "fsdp": "training, FSDP2"}
 
@@ -56,14 +57,5 @@ def figure(result: dict[str, Any]) -> go.Figure:
     return fig
 
 
-def save(result: dict[str, Any], folder: str | Path) -> None:
-    """Write many_gpus.json, many_gpus.html (plotly.js from its CDN) and many_gpus.png into `folder`."""
-    folder = Path(folder)
-    fig = figure(result)
-    write_bytes(folder / "many_gpus.json", fig.to_json(pretty=False).encode())
-    write_bytes(folder / "many_gpus.html", fig.to_html(include_plotlyjs="cdn").encode())
-    write_bytes(folder / "many_gpus.png", fig.to_image("png", scale=1.5))
-
-
 if __name__ == "__main__":
-    save(read_json(sys.argv[1]), sys.argv[2])
+    save_figure(figure(read_json(sys.argv[1])), Path(sys.argv[2]), "many_gpus")

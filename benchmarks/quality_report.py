@@ -16,6 +16,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
+from result_figure import save_figure
 
 from dflash_lab.files import read_json, write_bytes
 
@@ -137,8 +138,7 @@ def save(found: Record, folder: Path) -> None:
         pictures["quality"] = rows_figure(rows, title)
     write_bytes(folder / "quality.md", text.encode())
     for name, fig in pictures.items():
-        write_bytes(folder / f"{name}.html", fig.to_html(include_plotlyjs="cdn").encode())
-        write_bytes(folder / f"{name}.png", fig.to_image("png", scale=1.5))
+        save_figure(fig, folder, name)
 
 
 if __name__ == "__main__":

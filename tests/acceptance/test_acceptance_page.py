@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from pathlib import Path
 
 from dflash_lab.files import read_json
 
-REPO = Path(__file__).parents[2]
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO / "benchmarks"))
+
+import acceptance_figure  # noqa: E402
+
 RESULTS = ("h200/acceptance.json", "cpu/acceptance_humaneval.json")
 
 
-def _drawing():
-    spec = importlib.util.spec_from_file_location(
-        "acceptance_figure", REPO / "benchmarks/acceptance_figure.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_page_is_what_the_recorded_result_gives():
-    drawing = _drawing()
-    result = drawing.joined([read_json(REPO / "benchmarks/results" / name) for name in RESULTS])
-    assert drawing.report(result) == (REPO / "docs/results/acceptance.md").read_text(encoding="utf-8")
-    figure = drawing.figure(result)
+    result = acceptance_figure.joined([read_json(REPO / "benchmarks/results" / name) for name in RESULTS])
+    assert acceptance_figure.report(result) == (REPO / "docs/results/acceptance.md").read_text(
+        encoding="utf-8"
+    )
+    figure = acceptance_figure.figure(result)
     chains = [trace for trace in figure.data if trace.name == "held-out, chain"]
     assert chains[0].y[0] == next(
         row["tau"]
