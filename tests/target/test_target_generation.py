@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.draws import assert_follows
 from support.tiny_targets import build_tiny
 
 from dflash_lab.errors import InputError
@@ -68,14 +69,7 @@ def test_sampling_is_seeded_and_follows_the_distribution(tiny_target):
     drawn = generate(target, asked, max_new_tokens=1, temperature=1.5, seed=1, stop_ids=[], batch=600)
     assert drawn == generate(target, asked, max_new_tokens=1, temperature=1.5, seed=1, stop_ids=[], batch=600)
     assert drawn != generate(target, asked, max_new_tokens=1, temperature=1.5, seed=2, stop_ids=[], batch=600)
-    with torch.no_grad():
-        states = target.body(input_ids=torch.tensor(asked[:1]), use_cache=False).last_hidden_state
-        p = torch.softmax(target.head.logits(states[0, -1]) / 1.5, -1)
-    counts = torch.bincount(torch.tensor(drawn).flatten(), minlength=p.numel())
-    likely = p > 0.02
-    spread = (600 * p * (1 - p)).sqrt()
-    assert int(likely.sum()) > 3
-    assert ((counts - 600 * p).abs() < 4.5 * spread)[likely].all()
+    assert_follows(target, asked[0], [token for (token,) in drawn], 1.5)
 
 
 def test_wrong_questions_are_refused(tiny_target):
