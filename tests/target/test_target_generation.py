@@ -65,10 +65,14 @@ def test_prompts_of_unlike_lengths_are_not_fed_token_by_token():
 
 def test_sampling_is_seeded_and_follows_the_distribution(tiny_target):
     target = load_target(str(tiny_target("qwen3")))
-    asked = [prompts((8,))[0]] * 600
-    drawn = generate(target, asked, max_new_tokens=1, temperature=1.5, seed=1, stop_ids=[], batch=600)
-    assert drawn == generate(target, asked, max_new_tokens=1, temperature=1.5, seed=1, stop_ids=[], batch=600)
-    assert drawn != generate(target, asked, max_new_tokens=1, temperature=1.5, seed=2, stop_ids=[], batch=600)
+    asked = [prompts((8,))[0]] * 6000
+    drawn = generate(target, asked, max_new_tokens=1, temperature=1.5, seed=1, stop_ids=[], batch=6000)
+    assert drawn == generate(
+        target, asked, max_new_tokens=1, temperature=1.5, seed=1, stop_ids=[], batch=6000
+    )
+    assert drawn != generate(
+        target, asked, max_new_tokens=1, temperature=1.5, seed=2, stop_ids=[], batch=6000
+    )
     assert_follows(target, asked[0], [token for (token,) in drawn], 1.5)
 
 

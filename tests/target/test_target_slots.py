@@ -59,10 +59,10 @@ def test_a_slot_forgets_who_had_it_before(tiny_target):
 
 def test_draws_in_slots_are_seeded_and_follow_the_distribution(tiny_target):
     target = load_target(str(tiny_target("qwen3")))
-    asked = [prompts((8,))[0]] * 600
-    drawn = in_slots(target, asked, 1, 200, temperature=1.5, seed=1)
-    assert drawn == in_slots(target, asked, 1, 200, temperature=1.5, seed=1)
-    assert drawn != in_slots(target, asked, 1, 200, temperature=1.5, seed=2)
+    asked = [prompts((8,))[0]] * 6000
+    drawn = in_slots(target, asked, 1, 2000, temperature=1.5, seed=1)
+    assert drawn == in_slots(target, asked, 1, 2000, temperature=1.5, seed=1)
+    assert drawn != in_slots(target, asked, 1, 2000, temperature=1.5, seed=2)
     assert_follows(target, asked[0], [token for (token,) in drawn], 1.5)
 
 
