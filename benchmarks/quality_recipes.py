@@ -41,14 +41,14 @@ ROWS: dict[str, dict[str, Any]] = {
     "warm": dict(start_layers=[2, 8, 15, 22, 28]),
     "warm-late": dict(start_layers=[25, 26, 27, 28, 29]),
     # The two recorded runs: little data many times over, and much data a few times.
-    "short": dict(hard_weight=0.5, soft_weight=0.5, noise_std=0.5, muon_lr=4e-3, compile=True),
+    "short": dict(hard_weight=0.5, soft_weight=0.5, noise_std=0.5, muon_lr=4e-3, compile_target=True),
     "long": dict(
         block_size=16,
         gamma=7.0,
         hard_weight=0.7,
         soft_weight=0.3,
         muon_lr=4e-3,
-        compile=True,
+        compile_target=True,  # as recorded
         eval_every=1000,
         checkpoint_every=3000,
     ),

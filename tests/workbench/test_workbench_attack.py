@@ -29,6 +29,7 @@ LEFT_OUT = {
     "force",
     "processes",
     "compile",
+    "compile_target",
     "targets",
     "drafters",
     "head",

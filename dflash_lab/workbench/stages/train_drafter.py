@@ -110,7 +110,8 @@ class TrainDrafterParams(StageParams):
     max_bad_steps: int = param(5, "skipped steps in a row that end the run", low=1, high=10**6)
     explode_factor: float = param(50.0, "skip a gradient this many times the usual norm", low=1.01)
     gradient_checkpointing: bool = param(False, "recompute layers in the backward pass")
-    compile: bool = param(True, "on CUDA: compile each layer into one graph")
+    compile: bool = param(True, "on CUDA: compile each layer of the drafter into one graph")
+    compile_target: bool = param(False, "on CUDA, live: the target's layers too; states then differ a little")
     attention: str = param("auto", "auto: flex on CUDA, else dense", choices=("auto", "dense", "flex"))
     processes: int = param(1, "processes to train with, one a GPU", low=1, high=1024)
     parallel: str = param(

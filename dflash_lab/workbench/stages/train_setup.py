@@ -144,7 +144,7 @@ def open_live(params: TrainDrafterParams, device: torch.device) -> LiveItems:
         target,
         tap_ids=live_taps(params),
         context_tokens=params.context_tokens,
-        compile=params.compile and target.device.type == "cuda",
+        compile=params.compile_target and target.device.type == "cuda",
     )
 
 
