@@ -17,6 +17,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from quality_recipes import ROWS, recipe
 
+BENCHMARKS = sys.path.pop(0)  # its scripts are named like folders of tests
+
+
+@pytest.fixture(autouse=True)
+def on_path(monkeypatch):
+    """The scripts' folder is on the path while a test here runs."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+
 
 @pytest.mark.parametrize("row", sorted(ROWS))
 def test_every_row_is_a_setting_of_the_stage_and_differs_from_the_base(row):
