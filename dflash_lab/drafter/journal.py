@@ -49,23 +49,56 @@ class Journal:
             self.flush()
 
 
+class Reader:
+    """Reads a run's records as they are written; each call parses only what is new since the last."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / NAME
+        self._begin()
+
+    def _begin(self) -> None:
+        self.records: list[dict[str, Any]] = []
+        self._file: tuple[int, int] | None = None
+        self._end = 0  # bytes read so far, whole lines
+        self._last = b""  # the last of them
+
+    def read(self) -> list[dict[str, Any]]:
+        """All whole records so far (the same list, grown); a last line still being written is left out."""
+        if not self.path.exists():
+            self._begin()
+            return self.records
+        with naming(self.path), open(self.path, "rb") as file:
+            status = os.fstat(file.fileno())
+            file.seek(self._end - len(self._last))
+            if self._file != (status.st_dev, status.st_ino) or file.read(len(self._last)) != self._last:
+                self._begin()  # another run's, or rewritten by one that was resumed
+                self._file = status.st_dev, status.st_ino
+                file.seek(0)
+            lines = file.read().splitlines(keepends=True)
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()  # torn, or still being written
+        for line in lines:
+            self.records.append(self._record(line))
+            self._end, self._last = self._end + len(line), line
+        return self.records
+
+    def _record(self, line: bytes) -> dict[str, Any]:
+        try:
+            record = json.loads(line)
+            if isinstance(record["kind"], str) and isinstance(record["step"], int):
+                return record
+            fault = "its kind or step is of another type"
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            fault = f"{type(error).__name__}: {error}"
+        raise StoreError(
+            f"{self.path}:{len(self.records) + 1}: not a line of a run's diary ({fault}). Delete that line: "
+            "training goes on from its checkpoint, and only what the line told is missing from the figures."
+        )
+
+
 def read_journal(folder: Path) -> list[dict[str, Any]]:
     """All whole records of a run so far; a last line still being written is left out."""
-    path = folder / NAME
-    if not path.exists():
-        return []
-    with naming(path):
-        lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last line end is torn or empty
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            raise StoreError(
-                f"{path}:{number}: not a line of a run's diary ({error}). Move the file's folder away to "
-                "train anew, or put the file back."
-            ) from error
-    return records
+    return Reader(folder).read()
 
 
 def _plain(value: Any) -> Any:

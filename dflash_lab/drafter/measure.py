@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +33,8 @@ def log(run: Trainer) -> None:
             blocks_seen=place["blocks"],
             loader_share=place["waited"] / max(place["seconds"], 1e-9),
             memory_gib=_memory_gib(run.device),
+            progress=run.progress,
+            time=round(time.time(), 3),
         )
         run.journal.flush()
 
@@ -69,5 +73,8 @@ def evaluate(run: Trainer) -> None:
         keep_best(run, report)
 
 
-def _memory_gib(device: torch.device) -> float | None:
-    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+def _memory_gib(device: torch.device) -> float:
+    """Peak so far: of the device's tensors, or on a CPU of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

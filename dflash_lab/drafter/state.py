@@ -8,6 +8,7 @@ streams depend on seed and place alone, so the place is all that a resumed run m
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors.torch import save_file
 
 from dflash_lab import files
@@ -40,16 +42,18 @@ def save_state(
 ) -> Path:
     """Write one checkpoint folder below `root`, whole or not at all."""
     final = root / f"step-{step:08d}"
+    for left in root.glob(".step-*"):  # of a process that was killed while it wrote or removed one
+        shutil.rmtree(left)
+    if final.exists():  # a stop right after a save: the state is a function of the step
+        return final
     temporary = root / f".step-{step:08d}.tmp"
-    if temporary.exists():
-        shutil.rmtree(temporary)
     try:
         save_checkpoint(temporary, drafter, weights)
         with files.atomic_path(temporary / _TENSORS) as path:
             save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
-        files.write_json(temporary / _STATE, state)
-        if final.exists():  # saved at this step before: replaced only now that the new one is whole
-            shutil.rmtree(final)
+        sums = {name: files.checksum(temporary / name) for name in (WEIGHTS, _TENSORS)}
+        state = {**state, "checksums": sums}
+        files.write_json(temporary / _STATE, {**state, "digest": _digest(state)})
         with naming(final):
             os.replace(temporary, final)
             files.sync_folder(root)
@@ -75,14 +79,25 @@ def newest(root: Path) -> Path | None:
 def load_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
     """Read a checkpoint's weights, training tensors and state; `StoreError` if one of them is damaged."""
     with _whole(folder):
-        return read_tensors(folder / WEIGHTS), read_tensors(folder / _TENSORS), _record(folder)
+        record = _record(folder)
+        for name, known in record.get("checksums", {}).items():  # older checkpoints have none
+            if files.checksum(files.inside(folder, name)) != known:
+                raise StoreError(f"{folder / name}: its bytes are not those that were written.")
+        return read_tensors(folder / WEIGHTS), read_tensors(folder / _TENSORS), record
 
 
 def _record(folder: Path) -> dict[str, Any]:
     record = files.read_json(folder / _STATE)
     if not isinstance(record, dict) or not isinstance(record.get("setup"), dict):
         raise StoreError(f"{folder / _STATE}: no state of a training run.")
+    digest = record.pop("digest", None)
+    if digest is not None and digest != _digest(record):
+        raise StoreError(f"{folder / _STATE}: its values are not those that were written.")
     return record
+
+
+def _digest(state: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(state, sort_keys=True).encode())
 
 
 @contextlib.contextmanager
@@ -135,6 +150,6 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
 
 
 def rotate(root: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints."""
+    """Remove all but the newest `keep` checkpoints; each is out of the way before it is taken apart."""
     for path in list(checkpoints(root).values())[:-keep]:
-        shutil.rmtree(path)
+        shutil.rmtree(path.rename(root / f".{path.name}.old"))

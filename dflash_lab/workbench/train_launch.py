@@ -52,10 +52,11 @@ def train_apart(params: TrainDrafterParams, progress: Any = None) -> TrainReport
         workers = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
+    follow = follower(params, progress)
     try:
         while workers.poll() is None:
             time.sleep(POLL_S)
-            follow(params, progress)
+            follow()
     except BaseException:
         _end(workers, folder)
         raise
@@ -66,18 +67,21 @@ def train_apart(params: TrainDrafterParams, progress: Any = None) -> TrainReport
     return read_report(files.read_json(folder / _REPORT))
 
 
-def follow(params: TrainDrafterParams, progress: Any) -> None:
-    """Report progress from the journal that the first process writes."""
-    from dflash_lab.drafter.journal import read_journal
+def follower(params: TrainDrafterParams, progress: Any) -> Callable[[], None]:
+    """What reports progress, at each call, from the journal that the first process writes."""
+    from dflash_lab.drafter.journal import Reader
 
-    if progress is None:
-        return
+    journal = Reader(params.folder / "run")
     told = params.folder / STEPS  # there once the first step is done
-    records = read_journal(params.folder / "run") if told.exists() else []
-    heldout = [r for r in records if r["kind"] == "heldout"]
-    facts = {"streak": heldout[-1]["streak"]} if heldout else {}
-    total = files.read_json(told) if records else params.max_steps
-    progress("training", records[-1]["step"] if records else 0, total, **facts)
+
+    def follow() -> None:
+        records = journal.read() if told.exists() else []
+        streak = next((r.get("streak") for r in reversed(records) if r["kind"] == "heldout"), None)
+        facts = {} if streak is None else {"streak": streak}
+        total = files.read_json(told) if records else params.max_steps
+        progress("training", records[-1]["step"] if records else 0, total, **facts)
+
+    return follow if progress is not None else lambda: None
 
 
 def _end(workers: subprocess.Popen, folder: Path) -> None:

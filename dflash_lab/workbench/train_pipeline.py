@@ -21,7 +21,7 @@ from dflash_lab.workbench.train_launch import (
     STEPS,
     STOP,
     Stop,
-    follow,
+    follower,
     read_report,
     report_values,
     stoppable,
@@ -63,7 +63,7 @@ def train_pipeline(params: TrainDrafterParams, progress: Any = None) -> TrainRep
         jobs,
         folder / WORKERS,
         ends=[end for pipe in pipes.values() for end in pipe],
-        on_poll=lambda: follow(params, progress),
+        on_poll=follower(params, progress),
         on_stop=lambda: files.write_bytes(folder / STOP, b""),
         grace_s=GRACE_S,
     )

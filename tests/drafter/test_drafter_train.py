@@ -53,8 +53,8 @@ def fresh(dtype=torch.float32) -> Drafter:
 
 
 def records(folder, kind):
-    """Records without the clock's."""
-    clock = ("seconds", "loader_share")
+    """Records without what the clock and the machine say."""
+    clock = ("seconds", "loader_share", "time", "memory_gib")
     return [{k: v for k, v in r.items() if k not in clock} for r in read_journal(folder) if r["kind"] == kind]
 
 

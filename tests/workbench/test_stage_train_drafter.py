@@ -5,6 +5,7 @@ widget.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,12 @@ import pytest
 
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.checkpoint import load_checkpoint, read_config
+from dflash_lab.drafter.journal import Reader
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.workbench.figures import train_drafter as figures
 from dflash_lab.workbench.stage import execute
 from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams, TrainDrafterResult
+from dflash_lab.workbench.stages.train_frames import seconds_left
 from dflash_lab.workbench.train_launch import WorkerFailed
 from dflash_lab.workbench.widgets import train_drafter as widgets
 
@@ -203,15 +206,27 @@ def test_monitor_reads_a_run_and_says_where_it_is(result, run_dir):
     folder = next(
         p for p in sorted((run_dir / "train_drafter").glob("run*")) if (p / "metrics.jsonl").exists()
     )
+    journal = Reader(folder)
     for view in widgets.VIEWS:
-        drawn, line = widgets.snapshot(folder, view)
-        assert drawn.data and "step " in line
-    drawn, line = widgets.snapshot(run_dir / "nowhere", "losses")
+        drawn, line = widgets.snapshot(journal, view)
+        assert drawn.data and line.startswith("step ")
+        assert re.search(r"[\d,]+ tokens/s, peak memory [\d.]+ GiB, done$", line)
+    drawn, line = widgets.snapshot(Reader(run_dir / "nowhere"), "losses")
     assert "nothing recorded" in line
     box = widgets.monitor(folder)
     box.children[0].children[0].value = "streaks"
     assert box.children[2].children[0].layout.title.text == "Tokens a round"
     assert widgets.mask_explorer(result).children
+
+
+def test_the_predicted_end_is_the_pace_of_the_last_records_times_what_is_left():
+    rows = [{"kind": "train", "step": n, "time": 1000.0 + 30 * n, "progress": 0.1 * n} for n in range(1, 5)]
+    rows += [{"kind": "heldout", "step": 4, "time": None, "progress": None}]
+    assert seconds_left(pl.DataFrame(rows)) == pytest.approx(30 * 6)
+    late = [{**row, "time": row["time"] and row["time"] + 9e4 * (row["step"] > 2)} for row in rows]
+    assert seconds_left(pl.DataFrame(late)) == pytest.approx(30 * 6)  # stopped for a day after step 2
+    assert seconds_left(pl.DataFrame(rows[:1])) is None
+    assert seconds_left(pl.DataFrame(rows).drop("time")) is None
 
 
 def test_two_processes_started_from_the_stage(run_dir, tiny_target, tmp_path):

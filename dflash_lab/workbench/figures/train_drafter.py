@@ -146,11 +146,15 @@ def positions(frame: pl.DataFrame, kind: str = "heldout", column: str = "accurac
 
 
 def pace(steps: pl.DataFrame, metrics: pl.DataFrame) -> go.Figure:
-    """Context tokens and anchors a second, with the learning rate and the gradient norm below."""
-    fig = make_subplots(
-        rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.1, specs=[[{"secondary_y": True}]] * 2
-    )
+    """Context tokens and anchors a second, with the learning rate and the gradient norm below, and the peak
+    memory so far where the run recorded it.
+    """
     train = metrics.filter(pl.col("kind") == "train")
+    known = "memory_gib" in train.columns and train["memory_gib"].count() > 0
+    count = 3 if known else 2
+    fig = make_subplots(
+        rows=count, cols=1, shared_xaxes=True, vertical_spacing=0.08, specs=[[{"secondary_y": True}]] * count
+    )
     if train.height and "context_tokens" in train.columns:
         rates = train.with_columns(
             pl.col("seconds", "context_tokens", "blocks_seen")
@@ -185,8 +189,15 @@ def pace(steps: pl.DataFrame, metrics: pl.DataFrame) -> go.Figure:
         col=1,
         secondary_y=True,
     )
-    fig.update_layout(title="Pace and schedule", height=520)
-    fig.update_xaxes(title_text="step", row=2, col=1)
+    if known:
+        memory = train.filter(pl.col("memory_gib").is_not_null())
+        memory = memory[thin(memory.height)]
+        fig.add_scatter(
+            x=memory["step"], y=memory["memory_gib"], name="peak memory", line={"color": PURPLE}, row=3, col=1
+        )
+        fig.update_yaxes(rangemode="tozero", title_text="GiB", row=3, col=1, secondary_y=False)
+    fig.update_layout(title="Pace and schedule", height=260 * count)
+    fig.update_xaxes(title_text="step", row=count, col=1)
     fig.update_yaxes(rangemode="tozero", title_text="tokens / s", row=1, col=1, secondary_y=False)
     fig.update_yaxes(
         rangemode="tozero", title_text="anchors / s", row=1, col=1, secondary_y=True, showgrid=False

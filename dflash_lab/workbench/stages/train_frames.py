@@ -44,6 +44,20 @@ def metric_frame(records: list[dict[str, Any]]) -> pl.DataFrame:
     return pl.DataFrame([{name: row.get(name) for name in names} for row in rows], schema=schema)
 
 
+def seconds_left(metrics: pl.DataFrame) -> float | None:
+    """Predicted time to the end of a run: the share not done yet at the pace of its last records; None while
+    fewer than two of them tell (a pause between a stop and a resumption is no pace, so it is a median).
+    """
+    if not {"time", "progress"} <= set(metrics.columns):
+        return None
+    told = metrics.filter(pl.col("kind") == "train").select("time", "progress").drop_nulls().tail(21)
+    steps = told.select(pl.all().diff()).drop_nulls().filter(pl.col("progress") > 0)
+    if not steps.height:
+        return None
+    pace = (steps["time"] / steps["progress"]).median()
+    return max(0.0, 1.0 - told["progress"][-1]) * float(pace)  # type: ignore[arg-type]
+
+
 def position_frame(records: list[dict[str, Any]]) -> pl.DataFrame:
     """One row a record and slot 1..B-1."""
     rows = [

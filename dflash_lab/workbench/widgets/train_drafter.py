@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import datetime
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_lab.workbench.figures import train_drafter as figures
 from dflash_lab.workbench.figures.style import live
+from dflash_lab.workbench.progress import duration
 
 if TYPE_CHECKING:
     import ipywidgets
+    import polars as pl
 
+    from dflash_lab.drafter.journal import Reader
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterResult
 
 VIEWS = ("losses", "accuracies", "streaks", "positions", "pace")
 
 
-def snapshot(run: Path | str, view: str) -> tuple[Any, str]:
-    """The figure `view` of the run in a folder as it stands, and a line of text about it."""
-    from dflash_lab.drafter.journal import read_journal
+def snapshot(journal: Reader, view: str) -> tuple[Any, str]:
+    """The figure `view` of a run as its journal stands, and a line of text about it."""
     from dflash_lab.workbench.stages.train_frames import metric_frame, position_frame, step_frame
 
-    records = read_journal(Path(run))
+    records = journal.read()
     steps, metrics, places = step_frame(records), metric_frame(records), position_frame(records)
     drawn = {
         "losses": lambda: figures.losses(steps, metrics),
@@ -32,10 +35,29 @@ def snapshot(run: Path | str, view: str) -> tuple[Any, str]:
         "pace": lambda: figures.pace(steps, metrics),
     }[view]()
     if not steps.height:
-        return drawn, f"nothing recorded yet in {run}"
+        return drawn, f"nothing recorded yet in {journal.path.parent}"
+    return drawn, _stand(steps, metrics)
+
+
+def _stand(steps: pl.DataFrame, metrics: pl.DataFrame) -> str:
+    """Where a run is, how fast, with what memory, and when it will end."""
+    from dflash_lab.workbench.stages.train_frames import seconds_left
+
     last = steps.row(-1, named=True)
     loss = "skipped" if last["loss"] is None else f"{last['loss']:.4f}"
-    return drawn, f"step {last['step']:,}: loss {loss}, learning rate {last['lr']:.2e}"
+    words = [f"step {last['step']:,}: loss {loss}", f"learning rate {last['lr']:.2e}"]
+    told = metrics.filter(metrics["kind"] == "train").tail(1).rows(named=True)
+    if told and told[0].get("progress") is not None:
+        now = told[0]
+        words.append(f"{now['context_tokens'] / max(now['seconds'], 1e-9):,.0f} tokens/s")
+        words.append(f"peak memory {now['memory_gib']:.1f} GiB")
+        left = seconds_left(metrics)
+        if now["progress"] >= 1:
+            words.append("done")
+        elif left is not None:
+            end = datetime.datetime.fromtimestamp(now["time"] + left)
+            words.append(f"{now['progress']:.0%} done, ends about {end:%a %H:%M} (in {duration(left)})")
+    return ", ".join(words)
 
 
 def monitor(run: Path | str, *, every_s: float = 5.0) -> ipywidgets.Widget:
@@ -44,18 +66,21 @@ def monitor(run: Path | str, *, every_s: float = 5.0) -> ipywidgets.Widget:
     """
     import ipywidgets as widgets
 
+    from dflash_lab.drafter.journal import Reader
+
+    journal = Reader(Path(run))
     view = widgets.ToggleButtons(options=list(VIEWS), value="losses")
     follow = widgets.ToggleButton(
         value=False, description="follow", tooltip=f"read the journal every {every_s:g} s"
     )
     refresh = widgets.Button(description="refresh")
     line = widgets.Label()
-    figure, line.value = snapshot(run, view.value)
+    figure, line.value = snapshot(journal, view.value)
     holder = widgets.VBox([live(figure)])
     stop = threading.Event()
 
     def update(*_: Any) -> None:
-        drawn, line.value = snapshot(run, view.value)
+        drawn, line.value = snapshot(journal, view.value)
         holder.children[0].close()
         holder.children = [live(drawn)]
 
