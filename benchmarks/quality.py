@@ -1,15 +1,17 @@
 """How good a drafter becomes: data that the target writes itself, one recipe a row, tau by the public client.
 
-    python benchmarks/quality.py data --out DIR --tokens 1900000
+    python benchmarks/quality.py data --out DIR --tokens 1900000 --whole --augment 8
+    python benchmarks/quality.py merge --data DIR DIR2 --out DIR3
     python benchmarks/quality.py train short --data DIR --out RUNS/short --seconds 120
     python benchmarks/quality.py client --data DIR --drafter RUNS/short/drafter --json FILE
-    python benchmarks/quality.py study --data DIR --out RUNS --steps 400 --parallel 3 --json FILE
+    python benchmarks/quality.py study --data DIR --out RUNS --steps 600 --parallel 8 --json FILE
 
+`data` several times with other seeds (on several GPUs), then `merge`, makes one large set.
 `train` is the stage `train_drafter` with the row's parameters (`quality_recipes.py`; `-p NAME VALUE` changes
 one), then tau from stored greedy answers of held-out prompts and of all HumanEval's, 128 tokens each.
 `client` decodes 20 prompts of each with the PyPI package `dflash` 0.1.0 (in .venv/clients, or in the folder
-that DFLASH_CLIENTS names). `study` trains rows for the same number of steps, some side by side; it ends with
-status 1 and names them if some did not finish.
+that DFLASH_CLIENTS names). `study` trains rows for the same number of steps, some side by side
+(`quality_study.py`); it ends with status 1 and names them if some did not finish.
 """
 
 from __future__ import annotations
@@ -29,13 +31,16 @@ from typing import Any
 import torch
 import yaml
 from quality_data import MEASURED_TOKENS, write_data
+from quality_merge import merge_data
 from quality_recipes import ROWS, recipe
+from quality_study import study
 from quality_warm import warm_drafter
 
 from dflash_lab import files, provenance
 from dflash_lab.acceptance.offline import offline
 from dflash_lab.acceptance.prompts import choose, heldout_prompts
 from dflash_lab.acceptance.tau import Tau, summarize
+from dflash_lab.data.samples import read_provenance
 from dflash_lab.drafter.checkpoint import load_checkpoint, save_checkpoint
 from dflash_lab.drafter.live import LiveItems
 from dflash_lab.target.loading import choose_device, load_target
@@ -49,10 +54,11 @@ CURVE = ("kind", "step", "streak", "accuracy", "loss", "ce", "kl", "context_toke
 
 
 def described(tau: Tau) -> dict[str, Any]:
-    """Plain values of a tau."""
+    """Plain values of a tau, those of the single answers too: they are the same for every row of a study."""
     low, high = tau.interval.low, tau.interval.high
     values = dict(tau=tau.mean, pooled=tau.pooled, low=low, high=high)
-    return {name: round(float(value), 4) for name, value in values.items()} | {"answers": len(tau.per_answer)}
+    found = {name: round(float(value), 4) for name, value in values.items()}
+    return found | {"answers": len(tau.per_answer), "per_answer": tau.per_answer.round(4).tolist()}
 
 
 def offline_taus(data: Path, folder: Path, device: torch.device, most: int) -> dict[str, Any]:
@@ -81,7 +87,7 @@ def warm_start(params: TrainDrafterParams, layers: list[int], device: torch.devi
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train rows one after the other and measure them; several go into folders of their names."""
-    done = {}
+    done: dict[str, Any] = {}
     apart = args.folders or len(args.rows) > 1
     for row in args.rows:
         try:
@@ -134,16 +140,28 @@ def train_row(args: argparse.Namespace, row: str, out: Path) -> dict[str, Any]:
         "curve": result.metrics.select(n for n in CURVE if n in result.metrics.columns).to_dicts(),
         "wall_seconds": round(trained - started, 1),
         "peak_gib": peak,
-        "data": json.loads((args.data / "samples.json").read_text()),
+        "data": read_provenance(values["samples"]),
         "tau": {},
     }
     files.write_json(out / "row.json", record | provenance.provenance())
     record["tau"] = offline_taus(args.data, out / "drafter", device, args.answers)
     record["measure_seconds"] = round(time.perf_counter() - trained, 1)
     files.write_json(out / "row.json", record | provenance.provenance())
-    taus = {name: found["tau"] for name, found in record["tau"].items()}
-    log.info("%s: %s steps, tau %s", row, result.figures["steps"], taus)
+    log.info("ended: %s", line(record))
     return record
+
+
+def line(record: dict[str, Any]) -> str:
+    """A trained row in one line."""
+    figures, taus = record["figures"], {name: found["tau"] for name, found in record["tau"].items()}
+    streak, kept = record["training"]["streak"], figures["streak_last"]
+    words = [
+        f"{figures['steps']} steps, {figures['train_seconds']:.0f} s",
+        f"streak {streak:.3f} in training",
+    ]
+    words += ["nothing held out" if kept is None else f"{kept:.3f} held-out"]
+    words += [f"tau {name} {tau:.3f}" for name, tau in taus.items()]
+    return f"{record['row']}: " + ", ".join([*words, f"measured in {record['measure_seconds']:.0f} s"])
 
 
 def client(args: argparse.Namespace) -> dict[str, Any]:
@@ -191,59 +209,20 @@ def client(args: argparse.Namespace) -> dict[str, Any]:
     return {"tau": found, **rules, "drafter": str(args.drafter)}
 
 
-def study(args: argparse.Namespace) -> dict[str, Any]:
-    """Train rows for the same number of steps in `parallel` processes, each taking its rows in turn; after
-    `limit_s` what is not finished is given up.
-    """
-    rows, running = list(args.rows or ROWS), []
-    for number in range(min(args.parallel, len(rows))):
-        command = [
-            sys.executable,
-            __file__,
-            "train",
-            *rows[number :: args.parallel],
-            "--data",
-            str(args.data),
-        ]
-        command += ["--folders", "--out", str(args.out), "--steps", str(args.steps), "--seed", str(args.seed)]
-        command += ["--device", args.device, "--answers", str(args.answers)]
-        command += [word for pair in args.p for word in ("-p", *pair)]
-        args.out.mkdir(parents=True, exist_ok=True)
-        log_file = open(args.out / f"worker-{number}.log", "w")  # noqa: SIM115 - the child's
-        running.append(subprocess.Popen(command, stdout=log_file, stderr=subprocess.STDOUT))
-    until = time.monotonic() + (args.limit_s or 1e9)
-    for process in running:
-        try:
-            process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            log.warning("out of time: a worker is stopped")
-            process.kill()
-            process.wait()
-    paths = {row: args.out / row / "row.json" for row in rows}
-    done = {row: json.loads(path.read_text()) for row, path in paths.items() if path.exists()}
-    done = {row: record for row, record in done.items() if record["tau"]}
-    for row, record in done.items():
-        log.info("%s: %s", row, {name: tau["tau"] for name, tau in record["tau"].items()})
-    missing = sorted(set(rows) - set(done))
-    if missing:
-        tails = [path.read_text()[-1500:] for path in sorted(args.out.glob("worker-*.log"))]
-        log.warning("not finished: %s\n%s", missing, "\n--\n".join(tails))
-    return {"rows": done, "missing": missing}
-
-
 def main() -> int:
     """Run a subcommand and write its JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    made = {name: commands.add_parser(name) for name in ("data", "train", "client", "study")}
+    made = {name: commands.add_parser(name) for name in ("data", "merge", "train", "client", "study")}
     for name, one in made.items():
         one.add_argument("--device", default="auto")
         one.add_argument("--seed", type=int, default=0)
         one.add_argument("--json", default="", help="where the result goes")
         if name != "data":
-            one.add_argument("--data", type=Path, required=True, help="folder that `data` wrote")
+            many = {"nargs": "+"} if name == "merge" else {}
+            one.add_argument("--data", type=Path, required=True, help="folder that `data` wrote", **many)
         if name != "client":
             one.add_argument("--out", type=Path, required=True)
         if name in ("train", "study"):
@@ -256,7 +235,11 @@ def main() -> int:
     made["data"].add_argument(
         "--whole", action="store_true", help="also whole.parquet: blocks in prompts too"
     )
-    made["data"].add_argument("--small", type=Path, help="folder for the first 1.9 M tokens of it")
+    made["data"].add_argument("--small", type=Path, help="folder for the first of its tokens")
+    made["data"].add_argument("--small-tokens", type=int, default=1_900_000)
+    made["data"].add_argument(
+        "--augment", type=int, default=0, help="also augmented.parquet: documents made of each sample"
+    )
     made["data"].add_argument("--heldout", type=int, default=512)
     made["data"].add_argument("--problems", type=int, default=0, help="of HumanEval; 0: all")
     made["train"].add_argument("rows", nargs="+", choices=sorted(ROWS))
@@ -264,7 +247,7 @@ def main() -> int:
     made["train"].add_argument("--seconds", type=float, default=0.0)
     made["study"].add_argument("--rows", nargs="*", choices=sorted(ROWS))
     made["study"].add_argument("--parallel", type=int, default=4)
-    made["study"].add_argument("--limit-s", type=float, default=0.0, help="start no row after this long")
+    made["study"].add_argument("--limit-s", type=float, default=0.0, help="give up what is not finished then")
     made["client"].add_argument("--drafter", type=Path, required=True)
     made["client"].add_argument("--prompts", type=int, default=20)
     made["client"].add_argument("--max-new-tokens", type=int, default=MEASURED_TOKENS)
@@ -288,7 +271,11 @@ def main() -> int:
             problems=args.problems,
             whole=args.whole,
             small=args.small,
+            small_tokens=args.small_tokens,
+            variants=args.augment,
         )
+    elif args.command == "merge":
+        found = merge_data(args.data, args.out)
     else:
         found = {"train": train, "client": client, "study": study}[args.command](args)
     if args.json:

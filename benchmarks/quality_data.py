@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from quality_augment import augment
 
 from dflash_lab.acceptance.prompts import file_prompts, humaneval_file
 from dflash_lab.data.samples import Sample, write_samples
@@ -54,12 +55,15 @@ def write_data(
     whole: bool = False,
     small: Path | None = None,
     small_tokens: int = 1_900_000,
+    variants: int = 0,
 ) -> dict[str, Any]:
     """Write `out`/samples.parquet with about `tokens` training tokens (prompts and answers together), and
     heldout.parquet and humaneval.parquet beside it; return counts and seconds.
 
     whole: also whole.parquet, the same samples with blocks in the user's turns, which the target wrote too.
     small: a folder for the first `small_tokens` of it, as if no more had been written.
+    variants: also augmented.parquet, the same samples with so many documents made of each
+    (`quality_augment.py`).
     """
     started = time.perf_counter()
     kept_out = self_prompts(target, heldout, seed=seed + 1_000_003, temperature=temperature)
@@ -116,6 +120,12 @@ def write_data(
             for suffix in (".parquet", ".json"):
                 shutil.copy(out / (name + suffix), small)
     _write_training(out, taken, facts, opening)
+    if variants:
+        folders = [folder for folder in (out, small) if folder is not None]
+        facts["augmented"] = {
+            str(folder): augment(target, folder / "samples.parquet", variants=variants, seed=seed)
+            for folder in folders
+        }
     facts["seconds"] = round(time.perf_counter() - started, 2)
     log.info("data: %s", facts)
     return facts

@@ -1,8 +1,10 @@
-"""The recipes that the quality study compares: one base, and rows that change one thing of it.
+"""The recipes that the quality study compares: one base, and rows that change one thing of it, or join two
+such changes.
 
-A row is a set of `train_drafter`'s parameters; the base is params/quality/train_drafter.yaml. Two more words
-are known: `samples` names a file that `quality.py data` wrote, `start_layers` layers of the target that the
-drafter's start from (`quality_warm.py`).
+A row is a set of `train_drafter`'s parameters; the base is params/quality/train_drafter.yaml. Three more
+words are known: `samples` names a file that `quality.py data` wrote, `start_layers` layers of the target that
+the drafter's start from (`quality_warm.py`), and `slots` how many slots a step trains (anchors times block
+size; an `anchors` that is given counts instead). Rows are in the order in which a study takes them.
 """
 
 from __future__ import annotations
@@ -14,51 +16,60 @@ import yaml
 
 PARAMS = Path(__file__).resolve().parents[1] / "params" / "quality" / "train_drafter.yaml"
 HARD = dict(hard_weight=1.0, soft_weight=0.0)
+HALF = dict(hard_weight=0.5, soft_weight=0.5)
+SOFT = dict(hard_weight=0.0, soft_weight=1.0)
+MORE = dict(samples="augmented.parquet")
+WIDE = dict(intermediate_size=4096)
 
 ROWS: dict[str, dict[str, Any]] = {
     "base": {},
-    "ce": HARD,
-    "ce-argmax": dict(HARD, labels="argmax"),
-    "kl": dict(hard_weight=0.0, soft_weight=1.0),
-    "half-kl": dict(hard_weight=0.5, soft_weight=0.5),
-    "gamma-7": dict(gamma=7.0),
-    "gamma-10": dict(gamma=10.0),
+    "augment": MORE,
+    "half-kl": HALF,
+    "wide": WIDE,
+    "augment-half-kl": {**MORE, **HALF},
+    "heads": dict(num_kv_heads=9),
     "dpace": dict(weighting="dpace"),
-    "length": dict(hard_weight=0.0, soft_weight=0.15, length_weight=1.0, gamma=0.0),
-    "ce-length": dict(hard_weight=0.5, soft_weight=0.15, length_weight=0.5),
-    "noise": dict(noise_std=0.05),
-    "noise-0.5": dict(noise_std=0.5),
-    "noise-2": dict(noise_std=2.0),
-    "cap": dict(cap_weight=0.1),
-    "adamw": dict(optimizer="adamw"),
-    "adamw-decay": dict(optimizer="adamw", weight_decay=0.1),
-    "muon-slow": dict(muon_lr=2e-3),
-    "muon-fast": dict(muon_lr=1e-2),
-    "layers-2": dict(num_layers=2),
     "block-16": dict(block_size=16, gamma=7.0),
-    "dflash2": dict(second=True),
+    "ce": HARD,
+    "gamma-7": dict(gamma=7.0),
+    "taps-9": dict(tap_ids=[1, 4, 8, 11, 14, 17, 20, 24, 27]),
+    "noise-0.5": dict(noise_std=0.5),
     "prompts-too": dict(samples="whole.parquet"),
+    "ce-length": dict(hard_weight=0.5, soft_weight=0.15, length_weight=0.5),
+    "adamw": dict(optimizer="adamw"),
+    "muon-fast": dict(muon_lr=1e-2),
+    "augment-kl": {**MORE, **SOFT},
+    "augment-wide": {**MORE, **WIDE},
+    "kl": SOFT,
+    "ce-argmax": dict(HARD, labels="argmax"),
+    "gamma-10": dict(gamma=10.0),
+    "cap": dict(cap_weight=0.1),
+    "layers-2": dict(num_layers=2),
+    "length": dict(hard_weight=0.0, soft_weight=0.15, length_weight=1.0, gamma=0.0),
+    "noise": dict(noise_std=0.05),
+    "muon-slow": dict(muon_lr=2e-3),
+    "dflash2": dict(second=True),
     "warm": dict(start_layers=[2, 8, 15, 22, 28]),
-    "warm-late": dict(start_layers=[25, 26, 27, 28, 29]),
     # The two recorded runs: little data many times over, and much data a few times.
-    "short": dict(hard_weight=0.5, soft_weight=0.5, noise_std=0.5, muon_lr=4e-3, compile_target=True),
+    "short": dict(HALF, noise_std=0.5, muon_lr=4e-3),
     "long": dict(
         block_size=16,
         gamma=7.0,
         hard_weight=0.7,
         soft_weight=0.3,
         muon_lr=4e-3,
-        compile_target=True,  # as recorded
         eval_every=1000,
         checkpoint_every=3000,
     ),
 }
+STUDY = tuple(row for row in ROWS if row not in ("short", "long"))
 
 
 def recipe(name: str, changes: dict[str, Any]) -> dict[str, Any]:
     """Parameters of row `name`, with `changes` on top; how long it trains is for the caller to say."""
     base = yaml.safe_load(PARAMS.read_text())
     base.pop("time_limit_s")
-    values = {**base, **ROWS[name], **changes}
-    values["anchors"] = values["anchors"] * base["block_size"] // values["block_size"]  # as many slots a step
-    return values
+    slots = base.pop("anchors") * base["block_size"]
+    values = {"slots": slots, **base, **ROWS[name], **changes}
+    slots = values.pop("slots")
+    return {"anchors": slots // values["block_size"], **values}

@@ -87,21 +87,26 @@ def test_data_is_the_targets_own_and_what_is_measured_is_apart(tiny_target, tmp_
     assert np.all(whole["response_start"].to_numpy() == whole["response_start"][0])
 
 
-def test_a_study_whose_rows_fail_says_so(tmp_path, monkeypatch):
+def test_a_study_whose_rows_fail_says_so(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
     import quality
+    import quality_study
 
     class Fails:
+        returncode = 1
+
         def __init__(self, command, stdout, stderr):
             stdout.write("the compiler refused the kernel")
-            stdout.flush()
 
-        def wait(self, timeout=None):
+        def poll(self):
             return 1
 
-    fake = SimpleNamespace(Popen=Fails, STDOUT=subprocess.STDOUT, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(quality, "subprocess", fake)
+    fake = SimpleNamespace(Popen=Fails, STDOUT=subprocess.STDOUT)
+    monkeypatch.setattr(quality_study, "subprocess", fake)
+    monkeypatch.setattr(quality_study, "POLL_S", 0.0)
     words = ["quality.py", "study", "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--steps", "1"]
     monkeypatch.setattr(sys, "argv", [*words, "--rows", "base", "kl", "--json", str(tmp_path / "study.json")])
     assert quality.main() == 1
     found = json.loads((tmp_path / "study.json").read_text())
     assert found["rows"] == {} and found["missing"] == ["base", "kl"]
+    assert "base failed (1):\nthe compiler refused the kernel" in caplog.text
