@@ -45,9 +45,9 @@ class Round(NamedTuple):
 class Decoded:
     """An answer: `tokens` (a stop token included), its rounds, and where the time went.
 
-    `seconds` is the wall-clock from the end of the prefill to the end; `phase_seconds` splits it (exact on
-    CPU; on CUDA only with profile=True, which waits for the device after each phase). `waits` counts how
-    often the host waited for a record of the device (fixed shapes only, see `static_decode`).
+    `seconds` is the wall-clock from the end of the prefill to the end; `phase_seconds` splits it (on CUDA
+    as the device saw it, see `clock`). `waits` counts how often the host waited for a record of the device
+    (fixed shapes only, see `static_decode`).
     """
 
     tokens: list[int]
@@ -119,7 +119,6 @@ def decode(
     stop_ids: Collection[int] | None = None,
     generator: torch.Generator | None = None,
     last_block: str = "full",
-    profile: bool = False,
     on_round: Callable[[int], None] | None = None,
 ) -> Decoded:
     """Decode `prompt_ids` with `drafter` guessing `block_size` - 1 tokens a round (default: as it was
@@ -147,7 +146,7 @@ def decode(
     with TargetRun(target, drafter.config.tap_ids) as run:
         answer, taps = prefill(run, head, prompt_ids, sampling, stops)
         anchor = torch.tensor(answer.tokens, device=target.device)
-        clock = Clock(target.device, profile)
+        clock = Clock(target.device)
         start = time.perf_counter()
         while not answer.stopped and len(answer.tokens) < max_new_tokens:
             clock.lap()
@@ -166,7 +165,7 @@ def decode(
             if on_round is not None:
                 on_round(len(answer.tokens))
         finish(answer, start, target.device)
-        answer.phase_seconds = clock.seconds
+        answer.phase_seconds = clock.seconds()
     return answer
 
 

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
-from dflash_lab.data.samples import reading_samples, scan_samples
+from dflash_lab.data.sample_checks import checked
+from dflash_lab.data.samples import SCHEMA, reading_samples, scan_samples
 from dflash_lab.errors import InputError
 from dflash_lab.file_errors import naming
 
@@ -47,10 +48,13 @@ class Prompt:
 
 def heldout_prompts(samples: Path | str, *, split: str = "heldout") -> list[Prompt]:
     """Return the prompt and first answer of every sample of `split` in a samples file."""
-    columns = ["id", "input_ids", "loss_mask", "response_start", "source", "content_hash"]
-    chosen = scan_samples(samples).filter(pl.col("split") == split).select(columns)
+    columns = [name for name in SCHEMA if name != "split"]
+    rows = scan_samples(samples)
     with reading_samples(samples):
-        frame = chosen.collect(engine="in-memory")
+        checked(rows.select("id", "split").collect(engine="in-memory"), samples)
+        found = rows.with_row_index("row").filter(pl.col("split") == split).select("row", *columns)
+        frame = found.collect(engine="in-memory")
+    frame = checked(frame, samples, frame["row"].to_numpy())
     prompts = []
     for row in frame.iter_rows(named=True):
         start = row["response_start"]

@@ -104,7 +104,6 @@ class StaticDecoder:
         *,
         max_new_tokens: int,
         stop_ids: Collection[int] | None = None,
-        profile: bool = False,
         on_round: Callable[[int], None] | None = None,
     ) -> Decoded:
         """Decode `prompt_ids`; see `decode.decode` for the arguments."""
@@ -115,8 +114,8 @@ class StaticDecoder:
         with TargetRun(target, tap_ids) as run:
             answer, taps = prefill(run, target.head, prompt_ids, Sampling(), stops)
             now.load(run.cache, taps, answer.tokens[0], run.length)
-        reader = _Reader(now.record, ahead=1 if profile else 2)
-        clock = Clock(target.device, profile)
+        reader = _Reader(now.record)
+        clock = Clock(target.device)
         start = time.perf_counter()
         while not answer.stopped and len(answer.tokens) < max_new_tokens:
             # Every round gives a token at least.
@@ -133,17 +132,17 @@ class StaticDecoder:
         finish(answer, start, target.device)
         if drafter is None:
             answer.rounds.clear()  # plain decoding has none
-        answer.phase_seconds = clock.seconds
+        answer.phase_seconds = clock.seconds()
         answer.waits = reader.waits
         return answer
 
 
 class _Reader:
-    """Copies of the device's record on their way to the host, at most `ahead` at a time."""
+    """Copies of the device's record on their way to the host, at most two at a time."""
 
-    def __init__(self, record: torch.Tensor, ahead: int) -> None:
+    def __init__(self, record: torch.Tensor) -> None:
         self._record, self._cuda = record, record.is_cuda
-        ahead = ahead if self._cuda else 1
+        ahead = 2 if self._cuda else 1  # rounds in flight
         self._slots = deque(
             torch.empty(record.shape, dtype=record.dtype, pin_memory=self._cuda) for _ in range(ahead)
         )

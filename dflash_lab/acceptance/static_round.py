@@ -11,18 +11,35 @@ from graphs as what is compared with it.
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import Cache
 
+from dflash_lab.acceptance import tree_levels
 from dflash_lab.acceptance.graphs import Call, captured, new_pool
 from dflash_lab.acceptance.proposals import Draft
 from dflash_lab.acceptance.static_cache import StaticKeys
 from dflash_lab.acceptance.static_context import StaticContext
-from dflash_lab.acceptance.tree_levels import LevelTree, Plan, best_tree, plan_build
+from dflash_lab.acceptance.tree_levels import Choices, LevelTree, Plan, plan_build
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.target.model import Target
+
+Build = Callable[[Choices, torch.Tensor, Plan], LevelTree]
+See = Callable[[LevelTree, int], torch.Tensor]
+
+
+def tree_builder(device: torch.device) -> tuple[Build, See]:
+    """Return how trees are built on `device` and who sees whom in them: one kernel each, or, where there is
+    no Triton, plain operations.
+    """
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from dflash_lab.acceptance import tree_kernel
+
+        return tree_kernel.best_tree, tree_kernel.visibility
+    return tree_levels.best_tree, LevelTree.visibility
 
 
 class StaticRound:
@@ -52,6 +69,7 @@ class StaticRound:
             second = drafter.candidate_selector
             fan = min(budget if second is None else second.top_k, target.vocab_size)
             self._plan = plan_build(budget, slots, fan, second is not None, device)
+            self._best_tree, self._visibility = tree_builder(device)
         self.nodes = self._plan.nodes + slots if self._plan is not None else 0
         self.width = 1 + (self.nodes or slots)
 
@@ -102,10 +120,10 @@ class StaticRound:
     def _build(self) -> None:
         assert self.drafter is not None and self._plan is not None
         draft = Draft(self.drafter, self.anchor, self._hidden, self._logits)
-        tree = best_tree(draft.choices(self.budget), self._drafts, self._plan)
+        tree = self._best_tree(draft.choices(self.budget), self._drafts, self._plan)
         for own, new in zip(self._tree, tree):
             own.copy_(new)
-        self._seen.copy_(tree.visibility(self.block_size - 1))
+        self._seen.copy_(self._visibility(tree, self.block_size - 1))
 
     def _verify(self) -> None:
         cells = self.length + torch.arange(self.width, device=self.length.device)

@@ -189,7 +189,8 @@ def test_graphs_equal_the_growing_cache(on_cuda, kind, budget, second):
         assert got.tokens == wanted.tokens
         assert got.rounds == wanted.rounds
         assert got.waits <= len(got.rounds) + 1
-    assert fast(PROMPT, profile=True, **options).tokens == fast(PROMPT, **options).tokens
+    spent = sum(got.phase_seconds.values())
+    assert 0 < spent <= 1.05 * got.seconds and got.phase_seconds["verify"] > 0.2 * spent
 
 
 @pytest.mark.gpu

@@ -1,0 +1,117 @@
+"""The tree built by one kernel against the heap, node by node and tie by tie.
+
+On a CUDA device, or on the CPU under TRITON_INTERPRET=1 where the triton package is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from dflash_lab.acceptance.graphs import captured, new_pool
+from dflash_lab.acceptance.tree import best_tokens, build_tree, marginal_edges, with_chain
+from dflash_lab.acceptance.tree_levels import Choices, LevelTree, plan_build
+from dflash_lab.acceptance.tree_levels import best_tree as best_tree_by_levels
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+DEVICES = [
+    pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton, TRITON_INTERPRET=1")),
+]
+
+
+def _log_probs(depth, vocab, ties, device, seed):
+    scores = 2 * torch.randn(depth, vocab, generator=torch.Generator().manual_seed(seed))
+    if ties:  # whole numbers tie all the time, and a best one of 0 makes a child as probable as its parent
+        scores = (scores - scores.amax(-1, keepdim=True)).round()
+        return scores.to(device)
+    return torch.log_softmax(scores, -1).to(device)
+
+
+def _marginals(log_probs, budget):
+    tokens, costs = best_tokens(log_probs, budget)
+    return Choices(tokens[:, None], costs[:, None], torch.zeros_like(tokens)[:, None])
+
+
+def _paths(tree, active):
+    paths = [()]
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist()):
+        paths.append((*paths[int(parent)], int(token)))
+    return [path for path, used in zip(paths[1:], active) if used]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(
+    ("depth", "vocab", "budget"), [(1, 5, 3), (3, 2, 60), (4, 300, 1), (7, 300, 64), (15, 700, 200)]
+)
+def test_the_kernels_tree_equals_the_heaps(device, ties, depth, vocab, budget):
+    from dflash_lab.acceptance.tree_kernel import best_tree, visibility
+
+    log_probs = _log_probs(depth, vocab, ties, device, seed=depth)
+    edges = marginal_edges(log_probs, budget)
+    heap = with_chain(build_tree(edges, root=0, depth=depth, budget=budget), edges, root=0, depth=depth)
+    choices = _marginals(log_probs, budget)
+    plan = plan_build(budget, depth, choices.tokens.shape[2], False, log_probs.device)
+    tree = best_tree(choices, choices.tokens[:, 0, 0], plan)
+    active = tree.active.tolist()
+    assert _paths(tree, active) == _paths(heap, [True] * len(heap))
+    assert len(tree.tokens) == plan.nodes + depth and sum(active) == len(heap)
+    kept = [0, *(i + 1 for i, used in enumerate(active) if used)]
+    assert torch.equal(visibility(tree, depth).cpu()[kept][:, kept], torch.from_numpy(heap.visibility()))
+    assert tree.depths.tolist()[: plan.nodes] == heap.depths.tolist()[: plan.nodes]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_conditional_tree_equals_that_built_by_levels(device):
+    from dflash_lab.acceptance.tree_kernel import best_tree, visibility
+
+    depth, fan, budget = 5, 6, 80
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.log_softmax(2 * torch.randn(depth, fan, fan, generator=generator), -1)
+    costs, rows = (-scores.double() * (1 << 24)).round().long().sort(-1)
+    choices = Choices(rows + 100 * torch.arange(depth)[:, None, None], costs, rows)
+    choices = Choices(*(table.to(device) for table in choices))
+    drafts, row = [], torch.tensor(0)
+    for level in range(depth):
+        drafts.append(choices.tokens[level, row, 0])
+        row = choices.rows[level, row, 0]
+    plan = plan_build(budget, depth, fan, True, costs.to(device).device)
+    wanted = best_tree_by_levels(choices, torch.stack(drafts), plan)
+    got = best_tree(choices, torch.stack(drafts), plan)
+    on = wanted.active
+    assert torch.equal(got.active, on)
+    for ours, theirs in zip(got, wanted):
+        assert torch.equal(ours[on], theirs[on])
+    on = torch.cat([on.new_ones(1), on])
+    assert torch.equal(visibility(got, depth)[on][:, on], wanted.visibility(depth)[on][:, on])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("budget", [16, 64, 512, 1024])
+def test_a_graph_of_the_kernel_builds_the_tree_of_new_logits(budget):
+    from dflash_lab.acceptance.tree_kernel import best_tree
+
+    depth, device = 15, torch.device("cuda")
+    log_probs = _log_probs(depth, 49152, True, device, seed=0)
+    plan = plan_build(budget, depth, budget, False, device)
+    out = LevelTree(
+        *(torch.zeros(plan.nodes + depth, dtype=torch.long, device=device) for _ in range(3)),
+        torch.zeros(plan.nodes + depth, dtype=torch.bool, device=device),
+    )
+
+    def build():
+        choices = _marginals(log_probs, budget)
+        for own, new in zip(out, best_tree(choices, choices.tokens[:, 0, 0], plan)):
+            own.copy_(new)
+
+    launch = captured(build, device, new_pool(device))
+    for seed in (1, 2):
+        log_probs.copy_(_log_probs(depth, 49152, seed == 1, device, seed))
+        launch()
+        edges = marginal_edges(log_probs, budget)
+        heap = with_chain(build_tree(edges, root=0, depth=depth, budget=budget), edges, root=0, depth=depth)
+        assert _paths(out, out.active.tolist()) == _paths(heap, [True] * len(heap))
