@@ -73,24 +73,22 @@ def figure(result: dict[str, Any]) -> go.Figure:
     )  # fmt: skip
     fig.update_yaxes(title="acceptance length tau", rangemode="tozero", row=1, col=1)
     plain = details["heldout"]["figures"]["plain_ms_per_token"]
-    split = details["phase_ms"]
+    split = details["heldout"]["phase_ms"]
     bars = ["plain", *split]
-    size = details["heldout"]["facts"]["protocol"]["block_size"]
-    labels = {"plain": "plain step", "chain": f"chain of {size}", "tree": f"tree of {_budget(details)}"}
+    labels = {"plain": "plain step", **_labels(details["heldout"])}
     for phase, colour in PHASES:
         values = [plain if phase == "verify" else 0.0, *(parts[phase] for parts in split.values())]
         fig.add_bar(
             x=[labels[bar] for bar in bars], y=values, name=phase, marker_color=colour, row=1, col=2
         )  # fmt: skip
-    own = details["heldout"]["figures"]
-    speeds = {"chain": own["speedup_trained_block"], "tree": own.get("speedup_tree")}
+    speeds = _speeds(details["heldout"]["figures"])
     for name, parts in split.items():
-        if speeds[name]:
+        if speeds.get(name):
             fig.add_annotation(
                 x=labels[name], y=sum(parts[phase] for phase, _ in PHASES),
                 text=f"{speeds[name]:.2f} times plain", yanchor="bottom", showarrow=False, row=1, col=2,
             )  # fmt: skip
-    fig.update_yaxes(title="ms, device drained after each phase", row=1, col=2)
+    fig.update_yaxes(title="ms a round", row=1, col=2)
     device = result["device"]["device"] if isinstance(result.get("device"), dict) else ""
     fig.update_layout(
         title=f"Drafting for {details['arguments']['target']}, greedy, one prompt at a time; {device}",
@@ -100,8 +98,39 @@ def figure(result: dict[str, Any]) -> go.Figure:
     return fig
 
 
-def _budget(details: dict[str, Any]) -> int:
-    return int(details["heldout"]["figures"].get("tree_budget", 0))
+def _labels(found: dict[str, Any]) -> dict[str, str]:
+    """Name the methods of a prompt set by their sizes."""
+    own = found["figures"]
+    return {
+        "trained": f"chain of {found['facts']['protocol']['block_size']}",
+        "best block": f"chain of {own['best_block_size']}",
+        "tree": f"tree of {own.get('tree_budget', 0)}",
+    }
+
+
+def _speeds(own: dict[str, Any]) -> dict[str, float]:
+    """How many times faster than plain decoding each method of a prompt set was, as far as it was decoded."""
+    speeds = {"trained": own["speedup_trained_block"]}
+    if "tau_best_block" in own:
+        speeds["best block"] = own.get("speedup_best_block", own["speedup_chain"])
+    if "speedup_tree" in own:
+        speeds["tree"] = own["speedup_tree"]
+    return speeds
+
+
+def _second(details: dict[str, Any]) -> list[str]:
+    """The table of the few prompts decoded again in another dtype."""
+    if "second_dtype" not in details:
+        return []
+    found = details["second_dtype"]
+    own, labels = found["figures"], _labels(found)
+    speeds = ", ".join(f"{labels[name]} {speed:.2f}" for name, speed in _speeds(own).items())
+    return [
+        "",
+        f"In {found['facts']['protocol']['dtype']}, {own['prompts']} held-out prompts: a plain step takes "
+        f"{own['plain_ms_per_token']:.2f} ms; times plain decoding: {speeds}. {own['greedy_different']} "
+        f"answers leave plain decoding, {own['greedy_ties']} of them at a tie.",
+    ]
 
 
 def report(result: dict[str, Any]) -> str:
@@ -136,7 +165,7 @@ def report(result: dict[str, Any]) -> str:
     for label, name, form in (
         ("tau, chain", "tau_chain", _number),
         ("tau, tree, decoded", "tau_tree", _number),
-        ("times plain decoding, chain of the best block size", "speedup_chain", _number),
+        ("times plain decoding, best chain", "speedup_chain", _number),
         ("times plain decoding, tree", "speedup_tree", _number),
         ("offline tau against decoded, %", "tau_offline_gap_pct", _number),
         ("answers that leave plain decoding", "greedy_different", str),
@@ -156,15 +185,23 @@ def report(result: dict[str, Any]) -> str:
     if "plain_without_graphs_ms" in details:
         lines[-1] += f" Without graphs it takes {details['plain_without_graphs_ms']:.2f} ms."
     lines += [
-        "Milliseconds a round by phase (the device drained after each), and of a round as launched:",
+        "Milliseconds a round, by phase:",
         "",
     ]
-    lines += ["| | draft | build | verify | commit | round | blocking waits | late waits |", "|---" * 8 + "|"]
-    for name, parts in details["phase_ms"].items():
-        waits = details["waits_a_round"][name] or {"blocking": "", "late": ""}
-        cells = [f"{parts[phase]:.2f}" for phase in (*(phase for phase, _ in PHASES), "round")]
-        lines.append(f"| {name} | {' | '.join(cells)} | {waits['blocking']} | {waits['late']} |")
+    lines += ["| | draft | build | verify | commit | round | times plain |", "|---" * 7 + "|"]
+    for key, label in sets:
+        names, speeds = _labels(details[key]), _speeds(details[key]["figures"])
+        for name, parts in details[key].get("phase_ms", {}).items():
+            cells = [f"{parts[phase]:.2f}" for phase in (*(phase for phase, _ in PHASES), "round")]
+            times = _number(speeds.get(name))
+            lines.append(f"| {label}, {names[name]} | {' | '.join(cells)} | {times} |")
+    waits = {name: found for name, found in details["waits_a_round"].items() if found}
+    blocking = "; ".join(f"{name} {found['blocking']:.2f}" for name, found in waits.items())
     lines += [
+        "",
+        f"Waits of the host a round that leave the device idle: {blocking or 'not measured'}. "
+        "(Each round's record is read while the next round runs.)",
+        *_second(details),
         "",
         f"A tree of 512 nodes is built in {figures['tree_build_ms_512']:.2f} ms where it is used, and "
         f"in {figures['tree_build_host_ms_512']:.2f} ms from logits on the device to a tree on the host.",
@@ -173,8 +210,12 @@ def report(result: dict[str, Any]) -> str:
         rate = details["offline"]
         lines.append(
             f"Offline metrics of {rate['samples']} samples ({rate['anchors']:,} anchors, states "
-            f"made on the way): {rate['seconds']:.0f} s, so {rate['minutes_for_10000']:.1f} minutes "
-            "for 10,000 such samples."
+            f"made on the way): {rate['seconds']:.0f} s"
+            + (
+                "."
+                if rate["samples"] >= 10_000
+                else f", so {rate['minutes_for_10000']:.1f} minutes for 10,000 such samples."
+            )
         )
     lines += [
         "",
