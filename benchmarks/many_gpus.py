@@ -1,13 +1,15 @@
 """How extraction, training and the online pipeline scale over the GPUs of one machine.
 
     python benchmarks/many_gpus.py --json FILE --gpus N [--params FILE.yaml] [--scratch /dev/shm]
+    python benchmarks/many_gpus.py --json FILE --merge FILE...    parts that were run one by one (--only)
 
 Extraction: one process a GPU, each its shard, for every count up to N; a GPU's work stays the same (weak
 scaling), efficiency is tokens/s over N times those of one GPU, skew the time between the first and the last
 GPU to finish as a share of the run. Training: the 1.73 B drafter of `training.py` under DDP and FSDP2, a row
 a GPU, from a store; gradients of the first step beside those of one GPU that accumulates the same rows; the
 loss with the head in shards over NCCL. Pipeline: `pipeline.py` for each split of the parameter file. With
-`--device cpu` everything runs at toy sizes, for tests of the script.
+`--toy`, and always on `--device cpu`, everything runs at toy sizes, for tests of the script and the machine.
+A part that fails leaves its traceback in the result, and the others run.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from extraction import real_lengths
+from extraction import real_lengths, touch_memory
 from random_store import write_random_store
 from training import large_case
 
@@ -37,6 +41,9 @@ from dflash_lab.target.sources import load_config
 
 HERE = Path(__file__).resolve().parent
 WORKERS = HERE / "many_gpus_workers.py"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+TOY = {"tokens_per_gpu": 2000, "token_budget": 512, "longest": 64, "train_steps": 2}
+TOY_PIPELINE = dict(context_tokens=128, anchors=16, block_size=8, draft_layers=2, layers=10, steps=24)
 TINY = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 10, "hidden_size": 64,
     "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -76,9 +83,11 @@ def extraction(
 ) -> Iterator[list[dict[str, Any]]]:
     """Sharded extraction on each count of GPUs, after each all so far; the targets are loaded once."""
     most, target = max(counts), params["target"]
-    vocabulary = load_config(f"random:{target}").vocab_size
-    longest = 4096 if device == "cuda" else 64
-    tokens = params["tokens_per_gpu"]
+    config = load_config(f"random:{target}")
+    vocabulary, longest, tokens = config.vocab_size, params.get("longest", 4096), params["tokens_per_gpu"]
+    # The largest store, five taps of two bytes, is written into memory that was backed while targets load.
+    touching = threading.Thread(target=touch_memory, args=(most * tokens * config.hidden_size * 10,))
+    touching.start()
     warm = make_samples(scratch / "warm.parquet", 2 * params["token_budget"], vocabulary, longest)
     order = {"target": target, "device": device, "token_budget": params["token_budget"], "warm": str(warm)}
     workers = []
@@ -92,6 +101,7 @@ def extraction(
     try:
         for worker in workers:
             answer(worker)
+        touching.join()
         results: list[dict[str, Any]] = []
         for count in counts:
             results.append(extract_round(workers[:count], count, tokens, vocabulary, longest, scratch))
@@ -100,7 +110,12 @@ def extraction(
         for worker in workers:
             assert worker.stdin is not None
             worker.stdin.close()
-            worker.wait(60)
+        for worker in workers:
+            try:
+                worker.wait(30)
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
 
 
 def answer(worker: subprocess.Popen) -> dict[str, Any]:
@@ -141,7 +156,7 @@ def training(
     params: dict[str, Any], counts: list[int], device: str, scratch: Path
 ) -> Iterator[list[dict[str, Any]]]:
     """DDP and FSDP2 on each count of GPUs, each beside every GPU for itself; after each, all so far."""
-    case = large_case(device != "cuda")
+    case = large_case(params["toy"])
     on = torch.device(device, 0) if device == "cuda" else torch.device(device)
     rows = max(4, 2 * max(counts))
     store = write_random_store(scratch / "store", case.config, case.lengths[:1] * rows, final=True, device=on)
@@ -152,29 +167,35 @@ def training(
         result = scratch / f"train-{count}.json"
         order = {
             "modes": params["modes"], "device": device, "store": str(store), "scratch": str(scratch),
-            "steps": params["train_steps"] if device == "cuda" else 2, "result": str(result),
+            "steps": params["train_steps"], "result": str(result), "toy": params["toy"],
             "vocabulary_parallel": params["vocabulary_parallel"],
         }  # fmt: skip
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(count), str(WORKERS), "train", json.dumps(order)]
+        command = [*TORCHRUN, "--nproc-per-node", str(count), str(WORKERS), "train", json.dumps(order)]
         ended = subprocess.run(command, env=environment(None, count)).returncode
         found = files.read_json(result) if result.exists() else {}
         results.append({"gpus": count, "exit_code": ended, **found})
         yield results
 
 
-def pipelines(params: dict[str, Any], gpus: int, scratch: Path) -> Iterator[dict[str, Any]]:
+def pipelines(params: dict[str, Any], gpus: int, device: str, scratch: Path) -> dict[str, Any]:
     """The online pipeline at each split, "targets+drafters", that these GPUs allow."""
     splits = [split for split in params["pipeline_splits"] if sum(map(int, split.split("+"))) <= gpus]
+    if not splits:
+        return {}
     path = scratch / "pipeline.json"
     command = [sys.executable, str(HERE / "pipeline.py"), "--json", str(path), "--scratch", str(scratch)]
-    ended = subprocess.run([*command, "--splits", *splits]).returncode if splits else 0
-    yield {"splits": splits, "exit_code": ended, **(files.read_json(path) if path.exists() else {})}
+    work = params.get("pipeline", {})
+    if params["toy"]:
+        work = TOY_PIPELINE | {"shape": params["target"]} | ({"device": "cpu"} if device == "cpu" else {})
+    for name, value in work.items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    ended = subprocess.run([*command, "--splits", *splits]).returncode
+    return {"exit_code": ended, **(files.read_json(path) if path.exists() else {})}
 
 
-def summary(result: dict[str, Any]) -> dict[str, float]:
+def summary(result: dict[str, Any]) -> dict[str, Any]:
     """The headline figures: at the largest count, against one GPU."""
-    figures: dict[str, float] = dict(result.get("pipeline", {}).get("figures", {}))
+    figures: dict[str, Any] = dict(result.get("pipeline", {}).get("figures", {}))
     extracted, trained = result.get("extraction", []), result.get("training", [])
     if extracted:
         first, last = extracted[0], extracted[-1]
@@ -204,50 +225,75 @@ def summary(result: dict[str, Any]) -> dict[str, float]:
     return figures
 
 
+def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """One result of several with different parts; what is said of the whole run is the first one's."""
+    whole = dict(results[0])
+    for other in results[1:]:
+        whole |= {name: other[name] for name in ("extraction", "training", "pipeline") if name in other}
+        whole |= {name: whole[name] | other[name] for name in ("seconds", "failed")}
+    return whole | {"figures": summary(whole)}
+
+
 def main() -> None:
     """Run the parts that were asked for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, required=True, help="where the results go")
-    parser.add_argument(
-        "--gpus", type=int, required=True, help="GPUs of this machine to use (processes on a CPU)"
-    )
+    parser.add_argument("--gpus", type=int, help="GPUs of this machine to use (processes on a CPU)")
+    parser.add_argument("--merge", nargs="+", type=Path, help="only put these results together")
     parser.add_argument("--params", type=Path, default=HERE / "many_gpus.yaml", help="parameter file")
     parser.add_argument("--scratch", type=Path, default=None, help="folder for stores (fast: /dev/shm)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--toy", action="store_true", help="toy sizes")
     parser.add_argument("--only", nargs="+", default=["extraction", "training", "pipeline"])
     options = parser.parse_args()
-    params = yaml.safe_load(options.params.read_text(encoding="utf-8"))
+    if options.merge:
+        files.write_json(options.json, merged([files.read_json(path) for path in options.merge]))
+        return
+    if not options.gpus:
+        parser.error("--gpus N: how many GPUs of this machine to use")
+    toy = options.toy or options.device == "cpu"
+    params = yaml.safe_load(options.params.read_text(encoding="utf-8")) | {"toy": toy} | (TOY if toy else {})
     counts = sorted({count for count in params["gpu_counts"] if count <= options.gpus} | {options.gpus})
     if options.device == "cuda" and torch.cuda.device_count() < options.gpus:
         parser.error(f"--gpus {options.gpus}: this machine shows {torch.cuda.device_count()}")
     result: dict[str, Any] = {
         "figures": {},
-        "sizes": "full" if options.device == "cuda" else "toy: these figures test the script only",
+        "sizes": "toy: these figures test the script only" if toy else "full",
         "parameters": params,
         "gpus": options.gpus,
         "seconds": {},
+        "failed": {},
         **provenance(),
     }
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         scratch = Path(folder)
-        if options.device == "cpu":
+        if toy:
             files.write_json(scratch / "tiny.json", TINY)
-            params |= {"target": str(scratch / "tiny.json"), "tokens_per_gpu": 2000, "token_budget": 512}
+            params["target"] = str(scratch / "tiny.json")
         parts = {
             "extraction": lambda: extraction(params, counts, options.device, scratch),
             "training": lambda: training(params, counts, options.device, scratch),
-            "pipeline": lambda: pipelines(params, options.gpus, scratch),
+            "pipeline": lambda: iter([pipelines(params, options.gpus, options.device, scratch)]),
         }
         for name in options.only:
             began = time.perf_counter()
-            for found in parts[name]():
-                result[name] = found
-                result["seconds"][name] = time.perf_counter() - began
-                result["figures"] = summary(result)
+            try:
+                for found in parts[name]():
+                    result[name] = found
+                    result["seconds"][name] = time.perf_counter() - began
+                    result["figures"] = summary(result)
+                    files.write_json(options.json, result)
+            except Exception:  # what the other parts measure must not be lost with it
+                result["failed"][name] = traceback.format_exc()
                 files.write_json(options.json, result)
+                print(result["failed"][name], file=sys.stderr, flush=True)
     print(json.dumps(result["figures"], indent=1))
+    broken = [
+        row for row in (*result.get("training", []), result.get("pipeline", {})) if row.get("exit_code")
+    ]
+    sys.exit(1 if result["failed"] or broken else 0)
 
 
 if __name__ == "__main__":

@@ -76,15 +76,15 @@ def train_worker(order: dict[str, Any]) -> None:
     reference: dict[str, Tensor] = {}
     for mode in ("one", *(order["modes"] if world > 1 else ())):
         group = Single() if mode == "one" else join(mode, order["device"])[0]
-        case = large_case(device.type != "cuda", steps=order["steps"])
+        case = large_case(order["toy"], steps=order["steps"])
         with contextlib.closing(Scratch(order["scratch"], mode, rank)) as folder:
             trainer = new_trainer(case, Path(order["store"]), folder.path, device, group)
             warm_up(trainer)
             result: dict[str, Any] = {}
             if world > 1:
-                mine = gradients(trainer, world if mode == "one" else 1)
+                mine = gradients(trainer, world if mode == "one" else 1, keep=rank == 0)
                 if mode == "one":
-                    reference = mine if rank == 0 else {}
+                    reference = mine
                 elif rank == 0:
                     result["gradient_rel_error"] = gradient_error(mine, reference)
                 del mine
@@ -97,7 +97,7 @@ def train_worker(order: dict[str, Any]) -> None:
         del trainer
         gc.collect()
     if world > 1 and order["vocabulary_parallel"]:
-        found["vocabulary_parallel"] = vocabulary_parallel(device)
+        found["vocabulary_parallel"] = vocabulary_parallel(device, order["toy"])
         keep(found, order, rank)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -128,16 +128,18 @@ def gradient_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float
     return (above / sum(float(tensor.float().square().sum()) for tensor in wanted.values())) ** 0.5
 
 
-def gradients(trainer: Trainer, rows: int) -> dict[str, Tensor]:
-    """Gradients of one step over `rows` rows of this process, whole, divided by the step's denominator; the
-    weights stay.
+def gradients(trainer: Trainer, rows: int, keep: bool) -> dict[str, Tensor]:
+    """Gradients of one step over `rows` rows of this process, whole, divided by the step's denominator, if
+    they are to be kept; the weights stay.
     """
     kept: dict[str, Tensor] = {}
     step, settings, place = trainer.optimizer.step, trainer.settings, dict(trainer.place)
 
     def collect(factor: float, scale: Tensor, go: Tensor) -> None:
         named = {n: p.grad * scale.to(p.grad.dtype) for n, p in trainer.drafter.named_parameters()}
-        kept.update({n: g.cpu().contiguous() for n, g in trainer.group.whole(named).items()})
+        whole = trainer.group.whole(named)
+        if keep:
+            kept.update({n: g.cpu().contiguous() for n, g in whole.items()})
 
     trainer.optimizer.step = collect  # type: ignore[method-assign, assignment]
     trainer.settings = dataclasses.replace(settings, accumulate=rows)
@@ -148,11 +150,10 @@ def gradients(trainer: Trainer, rows: int) -> dict[str, Tensor]:
     return kept
 
 
-def vocabulary_parallel(device: torch.device) -> dict[str, float]:
+def vocabulary_parallel(device: torch.device, toy: bool) -> dict[str, float]:
     """The draft loss with the head in shards over all processes, beside one process with the whole head."""
-    toy = device.type != "cuda"
     case = large_case(toy)
-    config, dtype = case.config, torch.float32 if toy else torch.bfloat16
+    config, dtype = case.config, torch.bfloat16 if device.type == "cuda" else torch.float32
     head = random_head(config, device, dtype).weight
     anchors = case.settings.anchors
     g = torch.Generator(device).manual_seed(0)

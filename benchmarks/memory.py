@@ -30,15 +30,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memory_points import DRAFTERS, Task, drafter_of, measure, predict, row_of, summary, task_of, tasks
+from memory_points import DRAFTERS, Task, measure, predict, row_of, summary, task_of, tasks
 from memory_points import brought as brought_bytes
-from memory_runs import LIMITS_GIB, Clock, extraction_runs, run_figures, training_runs
+from memory_runs import LIMITS_GIB, Card, Clock, run_figures
+from memory_runs_extraction import extraction_runs
+from memory_runs_training import training_runs
 
 from dflash_lab import files, provenance
 from dflash_lab.errors import InputError
 from dflash_lab.memory.shapes import GIB
 from dflash_lab.target.loading import choose_device
 
+TRAINING_SHARE = 0.5  # of the time of the runs
 SMOKE = {"targets": ["random:smollm2-135m", "random:qwen3-8b"], "batches": 30, "limits": LIMITS_GIB[-1:]}
 log = logging.getLogger("memory")
 Keep = Callable[[dict[str, Any]], None]
@@ -89,6 +92,33 @@ def refit(path: Path, predictions: Path | None) -> dict[str, Any]:
         "groups": found["groups"],
         "figures": {**result["figures"], **found["figures"]},
     }
+
+
+def run_both(card: Card, clock: Clock, args: argparse.Namespace, result: dict[str, Any], keep: Keep) -> None:
+    """Run training and then extraction under the limits, on from what `result` holds of it.
+
+    What breaks in one is raised after the other has run.
+    """
+    found: dict[str, Any] = dict(result.get("runs", {})) if args.resume else {}
+    found["provenance"] = provenance.provenance()
+
+    def keep_part(name: str) -> Keep:
+        def put(part: dict[str, Any]) -> None:
+            found[name] = part
+            keep({"runs": found, "figures": run_figures(found)})
+
+        return put
+
+    errors = []
+    part = Clock(time.monotonic() + TRAINING_SHARE * clock.left())
+    for name, run, until in (("training", training_runs, part), ("extraction", extraction_runs, clock)):
+        try:
+            run(card, until, args.batches, args.limits, keep_part(name), found.get(name, {}))
+        except Exception as error:
+            log.exception("%s under limits broke", name)
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def arguments() -> argparse.Namespace:
@@ -146,25 +176,14 @@ def main() -> None:
         result.update({**found, "figures": {**result["figures"], **found.get("figures", {})}})
         files.write_json(args.json, result)
 
+    for name in ("extraction_runs", "training_runs"):  # of results before sizes took turns
+        result.pop(name, None)
     runs = "runs" in args.parts and device.type == "cuda"
     if "points" in args.parts:
-        end = start + (0.55 if runs else 1.0) * args.seconds
+        end = start + (0.6 if runs else 1.0) * args.seconds
         measure_points(args, device, Clock(end), result["rows"], keep)
     if runs:
-        clock = Clock(start + args.seconds)
-        middle = Clock(time.monotonic() + 0.6 * clock.left())
-        extraction = extraction_runs(
-            device,
-            middle,
-            args.batches,
-            args.limits,
-            lambda found: keep({"extraction_runs": found}),
-        )
-        drafter = drafter_of("random:smollm2-135m", 16)
-        training = training_runs(
-            device, clock, args.batches, drafter, args.limits, lambda found: keep({"training_runs": found})
-        )
-        keep({"figures": run_figures(extraction, training)})
+        run_both(Card(device), Clock(start + args.seconds), args, result, keep)
     print(json.dumps(result["figures"], indent=2))
 
 

@@ -7,14 +7,16 @@ drafter.
 
 Weights are random, documents have lengths as measured in chats. Balanced means: the number of target layers
 is chosen so that a row through the target takes `--share` of what the drafter's step takes (both measured on
-one GPU before), for only then can two GPUs be twice as fast as one. Every process compiles before its clock
-starts; the first `WARM` steps of each run are left out. `pipeline_drafter_busy_pct` is the share of the rest
-in which the drafter's GPU did not stand still for want of a row, by events on that GPU.
+one GPU before, unless `--layers` is given), for only then can two GPUs be twice as fast as one. Every process
+compiles before its clock starts; the first `WARM` steps of each run are left out. `pipeline_drafter_busy_pct`
+is the share of the rest in which the drafter's GPU did not stand still for want of a row, by events on that
+GPU; the side that waits less for the other is the limit.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import logging
@@ -32,9 +34,10 @@ from dflash_lab import files, provenance
 from dflash_lab.data.lengths import synthetic_lengths
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.crew import Job, run_crew
-from dflash_lab.drafter.journal import read_journal
+from dflash_lab.drafter.live import SampleItems
+from dflash_lab.drafter.pipeline import summary
 from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
-from dflash_lab.workbench.train_pipeline import DIARY, SUMMARY, train_pipeline
+from dflash_lab.workbench.train_pipeline import DIARY, train_pipeline
 
 REAL = Path(__file__).resolve().parent.parent / "tests" / "data" / "lengths_public_chat.parquet"
 SHAPES = Path(__file__).resolve().parent.parent / "params" / "targets"
@@ -46,15 +49,15 @@ log = logging.getLogger("pipeline")
 class Work:
     """What is trained: a target's shape, rows, and the drafter's step."""
 
-    shape: str = "qwen3-0.6b"  # params/targets, or a path to a config
+    shape: str = "qwen3-8b"  # params/targets, or a path to a config
     layers: int = 0  # of the target; 0: those that balance it with the drafter
-    share: float = 0.97  # target time / drafter time when balanced
+    share: float = 0.96  # target time / drafter time when balanced
     context_tokens: int = 8192
     anchors: int = 512
     block_size: int = 16
     draft_layers: int = 5
     steps: int = 48
-    queue_rows: int = 2
+    queue_rows: int = 3
     device: str = "auto"
     compile: bool = True
     soft_weight: float = 0.15
@@ -110,13 +113,10 @@ def parameters(work: Work, folder: Path, samples: Path, layers: int, **changes: 
     return TrainDrafterParams(**{**values, **{name: getattr(work, name) for name in same}, **changes})
 
 
-class Blank:
-    """Items with states of zeros, made by nobody: what the drafter's step takes by itself."""
+class Blank(SampleItems):
+    """Samples with states of zeros, made by nobody: what the drafter's step takes by itself."""
 
-    def __init__(self, items: Any) -> None:
-        self.lengths, self.heldout, self.bare = items.lengths, items.heldout, items.bare
-        self.hidden_size, self.tap_ids = items.hidden_size, items.tap_ids
-        self._states: Any = None
+    _states: tuple[Any, Any] | None = None
 
     def source(self) -> dict[str, Any]:
         return {"states": "zeros"}
@@ -127,68 +127,94 @@ class Blank:
     def fill(self, row: Any, epoch: int, index: int) -> Any:
         import torch
 
-        if self._states is None:
-            shape = dict(dtype=torch.bfloat16, device=row.taps.device)
-            taps = torch.zeros(len(row.taps), len(self.tap_ids) * self.hidden_size, **shape)
-            self._states = taps, taps[:, : self.hidden_size].contiguous()
         size = len(row.taps)
-        if size > len(self._states[0]):
-            self._states = None
-            return self.fill(row, epoch, index)
+        if self._states is None or len(self._states[0]) < size:
+            shape = dict(dtype=torch.bfloat16, device=row.taps.device)
+            taps = torch.zeros(size, len(self.tap_ids) * self.hidden_size, **shape)
+            self._states = taps, taps[:, : self.hidden_size].contiguous()
         return dataclasses.replace(row, taps=self._states[0][:size], final=self._states[1][:size])
 
     def fill_heldout(self, row: Any, number: int) -> Any:
         return self.fill(row, 0, 0)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
 
     def __getitem__(self, index: int) -> Any:
         return self.bare(index)
 
 
 def train_alone(work: Work, folder: Path, samples: Path) -> dict[str, float]:
-    """In a process of its own, both sides on one device: choose the target's layers if that is asked for,
-    then train; milliseconds of a row through the target, of the drafter's step, and of both.
+    """In a process of its own, both sides on one device: milliseconds of a row through the target and of the
+    drafter's step on states of zeros; the target's layers, chosen from these if that is asked for;
+    milliseconds of a step of both.
     """
     import torch
 
-    from dflash_lab.workbench.stages.train_setup import open_live, open_states, packed_rows, train_here
+    from dflash_lab.drafter.warm import warm_up
+    from dflash_lab.workbench.stages.train_setup import live_taps, open_live, packed_rows
 
     began = time.perf_counter()
+    cuda = torch.cuda.is_available() and work.device != "cpu"
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     layers = work.layers or int(work.config()["num_hidden_layers"])
-    params = parameters(work, folder / "probe", samples, layers, max_steps=3 * WARM)
-    device = (
-        torch.device("cuda", 0) if torch.cuda.is_available() and work.device != "cpu" else torch.device("cpu")
-    )
-    items = open_live(params, device)
-    forward_ms = row_ms(items, packed_rows(params, items)[0], device)
-    blank = Blank(items)
-    del items
-    train_here(params, None, lambda p, d, dtype: (blank, open_ends(p, d, dtype)))
-    drafter_ms = steady_step_ms(params.folder / "run")
-    if not work.layers:
-        layers = max(8, int(work.share * drafter_ms / forward_ms * layers))
-    found = {"layers": layers, "drafter_ms": drafter_ms, "probe_s": time.perf_counter() - began}
     params = parameters(work, folder / "alone", samples, layers)
-
-    def open_and_time(params: TrainDrafterParams, device: torch.device, dtype: torch.dtype) -> Any:
-        items, head = open_states(params, device, dtype)
-        found["forward_ms"] = row_ms(items, packed_rows(params, items)[0], device)  # type: ignore[arg-type]
-        return items, head
-
-    train_here(params, None, open_and_time)
-    if device.type == "cuda":
+    items: Any = open_live(params, device)
+    found: dict[str, float] = {"forward_ms": row_ms(items, packed_rows(params, items)[0], device)}
+    blank = Blank(samples, items.hidden_size, live_taps(params))
+    trainer = new_trainer(params, blank, device)
+    found["compile_s"] = warm_up(trainer)
+    found["drafter_ms"] = steps_ms(trainer, WARM)
+    if not work.layers:
+        found |= {"whole_layers": layers, "whole_forward_ms": found["forward_ms"]}
+        layers = max(8, round(work.share * found["drafter_ms"] / found["forward_ms"] * layers))
+        del items
+        if cuda:
+            torch.cuda.empty_cache()
+        params = parameters(work, folder / "balanced", samples, layers)
+        items = open_live(params, device)
+        found["forward_ms"] = row_ms(items, packed_rows(params, items)[0], device)
+    log.info("%d layers of the target, %s", layers, found)
+    trainer.live = items
+    found |= {"layers": layers, "step_ms": steps_ms(trainer, 2 * WARM)}
+    if cuda:
         found["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
-    seconds = time.perf_counter() - began
-    return {**found, "step_ms": steady_step_ms(params.folder / "run"), "seconds": seconds}
+    return found | {"seconds": time.perf_counter() - began}
 
 
-def open_ends(params: TrainDrafterParams, device: Any, dtype: Any) -> Any:
-    """The target's head alone."""
-    from dflash_lab.workbench.stages.train_setup import load_ends
+def new_trainer(params: TrainDrafterParams, items: Any, device: Any) -> Any:
+    """The training loop of a run, before its first step."""
+    import torch
 
-    return load_ends(params, device, dtype)
+    from dflash_lab.drafter.model import Drafter
+    from dflash_lab.drafter.parallel import Single
+    from dflash_lab.drafter.trainer import Trainer
+    from dflash_lab.workbench.stages.train_setup import drafter_config, load_ends, train_settings
+
+    dtype = getattr(torch, params.drafter_dtype)
+    config = drafter_config(params, items)
+    with device:
+        drafter = Drafter(config).to(dtype)
+    drafter.initialize(torch.Generator(device).manual_seed(params.seed))
+    head = load_ends(params, device, dtype)
+    drafter.fit_to_head(head.weight)
+    if params.compile and device.type == "cuda":
+        drafter.compile_layers()
+    settings = train_settings(params, items, config)
+    return Trainer(items, head, drafter, settings, params.folder / "run", None, None, Single(), {})
+
+
+def steps_ms(trainer: Any, steps: int) -> float:
+    """Milliseconds of a step, the mean of `steps` after `WARM` others."""
+    from dflash_lab.drafter.feed import feed, prefetch
+    from dflash_lab.drafter.outcomes import catch_up
+
+    with contextlib.closing(prefetch(feed(trainer.stream(), trainer.device))) as stream:
+        for _ in range(WARM):
+            trainer.train_step(stream)
+        catch_up(trainer)
+        began = time.perf_counter()
+        for _ in range(steps):
+            trainer.train_step(stream)
+        catch_up(trainer)
+        return 1e3 * (time.perf_counter() - began) / steps
 
 
 def row_ms(items: Any, rows: Any, device: Any) -> float:
@@ -211,13 +237,6 @@ def _wait(device: Any) -> None:
         torch.cuda.synchronize(device)
 
 
-def steady_step_ms(run: Path) -> float:
-    """Milliseconds of a step between the first and the last record of a run's diary."""
-    records = [record for record in read_journal(run) if record["kind"] == "train"]
-    first, last = records[0], records[-1]
-    return 1e3 * (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])
-
-
 def apart(
     work: Work, folder: Path, samples: Path, layers: int, split: tuple[list[int], list[int]]
 ) -> dict[str, Any]:
@@ -225,18 +244,18 @@ def apart(
     params = parameters(work, folder, samples, layers, targets=split[0], drafters=split[1])
     train_pipeline(params)
     frame = pl.read_parquet(params.folder / DIARY)
-    mine = frame.filter(pl.col("worker").str.starts_with("drafter"), pl.col("turn") >= WARM * len(split[1]))
+    count = len(split[1])
+    steady = frame.filter(pl.col("turn") >= WARM * count)
+    mine = steady.filter(pl.col("worker").str.starts_with("drafter"))
     spans = mine.group_by("worker").agg(
-        (pl.col("time").max() - pl.col("time").min()).alias("seconds"),
-        pl.col("waited_ms").sort_by("turn").slice(1).sum(),
-        pl.len() - 1,
+        (pl.col("time").max() - pl.col("time").min()).alias("seconds"), (pl.len() - 1).alias("steps")
     )
-    busy = 1 - spans["waited_ms"] / 1e3 / spans["seconds"]
+    # The wait for a drafter's first row here lies before the time noted beside it.
+    within = steady.filter(pl.col("turn") >= (WARM + 1) * count)
     depths = frame.filter(pl.col("depth").is_not_null()).group_by("depth").len().sort("depth")
     return {
-        **files.read_json(params.folder / SUMMARY),
-        "step_ms": 1e3 * float((spans["seconds"] / spans["len"]).max()),  # type: ignore[arg-type]
-        "drafter_busy_pct": 100 * float(busy.mean()),  # type: ignore[arg-type]
+        **summary(within, dict(spans.select("worker", "seconds").iter_rows())),
+        "step_ms": 1e3 * float((spans["seconds"] / spans["steps"]).max()),  # type: ignore[arg-type]
         "depths": dict(depths.iter_rows()),
         "targets": split[0],
         "drafters": split[1],
@@ -273,6 +292,7 @@ def pipeline_figures(
                     "pipeline_drafter_busy_pct": row["drafter_busy_pct"],
                     "pipeline_speedup": row["speedup"],
                     "pipeline_target_busy_pct": row["target_busy_pct"],
+                    "pipeline_limit": row["limit"],
                     "pipeline_target_share": one["forward_ms"] / one["drafter_ms"],
                     "pipeline_step_ms": row["step_ms"],
                     "pipeline_one_device_step_ms": one["step_ms"],
@@ -282,11 +302,14 @@ def pipeline_figures(
 
 
 def read_split(text: str) -> tuple[list[int], list[int]]:
-    """`5+1`: targets on GPUs 0..4, the drafter on 5; `0,0+1`: GPUs named one by one."""
+    """GPUs of (targets, drafters). `5+1`: the drafter on GPU 0, where the run beside it on one GPU has
+    compiled it already, targets on 1..5; `0,0+1`: GPUs named one by one.
+    """
     left, right = text.split("+")
     if "," in text or left == "0":
         return [int(x) for x in left.split(",")], [int(x) for x in right.split(",")]
-    return list(range(int(left))), list(range(int(left), int(left) + int(right)))
+    targets, drafters = int(left), int(right)
+    return list(range(drafters, drafters + targets)), list(range(drafters))
 
 
 def main() -> None:

@@ -11,9 +11,10 @@ from typing import Any
 
 import plotly.graph_objects as go
 import polars as pl
+from result_figure import save_figure
 
 from dflash_lab.drafter.pipeline import SCHEMA
-from dflash_lab.files import read_json, write_bytes
+from dflash_lab.files import read_json
 from dflash_lab.workbench.figures.style import BLUE, GREY
 from dflash_lab.workbench.figures.train_drafter import queues
 
@@ -38,12 +39,11 @@ def rates(found: dict[str, Any]) -> go.Figure:
 
 
 def main() -> None:
-    """Draw both as PNG."""
+    """Draw both."""
     found, folder = read_json(Path(sys.argv[1])), Path(sys.argv[2])
     diary = pl.DataFrame(found["splits"][0]["diary"], schema=SCHEMA)
     for name, figure in (("pipeline_rates", rates(found)), ("pipeline_queues", queues(diary))):
-        figure.update_layout(template="dflash")
-        write_bytes(folder / f"{name}.png", figure.to_image("png", width=900, height=500, scale=2))
+        save_figure(figure.update_layout(template="dflash", width=900, height=500), folder, name)
 
 
 if __name__ == "__main__":

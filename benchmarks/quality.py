@@ -61,13 +61,13 @@ def described(tau: Tau) -> dict[str, Any]:
     return found | {"answers": len(tau.per_answer), "per_answer": tau.per_answer.round(4).tolist()}
 
 
-def offline_taus(data: Path, folder: Path, device: torch.device, most: int) -> dict[str, Any]:
+def offline_taus(data: Path, folder: Path, model: str, device: torch.device, most: int) -> dict[str, Any]:
     """Chained tau on stored greedy answers of each set, up to `most` of each."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     drafter = load_checkpoint(folder, device, dtype).eval().requires_grad_(False)
     found = {}
     for name in SETS:
-        target = load_target("smollm2", device=device, dtype=dtype)  # live items change how it attends
+        target = load_target(model, device=device, dtype=dtype)  # live items change how it attends
         items = LiveItems(
             data / f"{name}.parquet", target, tap_ids=list(drafter.config.tap_ids), context_tokens=1024
         )
@@ -79,7 +79,7 @@ def offline_taus(data: Path, folder: Path, device: torch.device, most: int) -> d
 
 def warm_start(params: TrainDrafterParams, layers: list[int], device: torch.device) -> Path:
     """Write the drafter that starts from the target's layers; return its folder."""
-    target = load_target("smollm2", device=device, dtype="float32")
+    target = load_target(params.target, device=device, dtype="float32")
     drafter = warm_drafter(target, drafter_config(params, open_bare(params)), layers, params.seed)
     save_checkpoint(params.run / "start", drafter)
     return params.run / "start"
@@ -111,7 +111,7 @@ def train_row(args: argparse.Namespace, row: str, out: Path) -> dict[str, Any]:
     values["samples"] = str(args.data / values.get("samples", "samples.parquet"))
     params = TrainDrafterParams(
         run_dir=str(out),
-        target="smollm2",
+        target=args.target,
         device=str(device),
         dtype="bfloat16" if device.type == "cuda" else "float32",
         seed=args.seed,
@@ -133,7 +133,7 @@ def train_row(args: argparse.Namespace, row: str, out: Path) -> dict[str, Any]:
     words += [f"--{name} {getattr(args, name):g}" for name in ("seconds", "steps") if getattr(args, name)]
     record = {
         "row": row,
-        "parameters": values,
+        "parameters": {**values, **({"start_layers": start_layers} if start_layers else {})},
         "command": " ".join([*words, *(f"-p {name} {value}" for name, value in args.p)]),
         "figures": result.figures,
         "training": {name: last.get(name) for name in ("streak", "accuracy", "loss", "ce", "kl", "epoch")},
@@ -144,7 +144,7 @@ def train_row(args: argparse.Namespace, row: str, out: Path) -> dict[str, Any]:
         "tau": {},
     }
     files.write_json(out / "row.json", record | provenance.provenance())
-    record["tau"] = offline_taus(args.data, out / "drafter", device, args.answers)
+    record["tau"] = offline_taus(args.data, out / "drafter", args.target, device, args.answers)
     record["measure_seconds"] = round(time.perf_counter() - trained, 1)
     files.write_json(out / "row.json", record | provenance.provenance())
     log.info("ended: %s", line(record))
@@ -166,7 +166,7 @@ def line(record: dict[str, Any]) -> str:
 
 def client(args: argparse.Namespace) -> dict[str, Any]:
     """Decode prompts of both sets with the public client, in several processes."""
-    target = load_target("smollm2", device="meta")
+    target = load_target(args.target, device="meta")
     found: dict[str, Any] = {}
     for name in SETS:
         prompts = choose(heldout_prompts(args.data / f"{name}.parquet"), args.prompts, args.seed)
@@ -186,7 +186,14 @@ def client(args: argparse.Namespace) -> dict[str, Any]:
     for name, part in work:
         out = args.drafter / f"{name}.{part}.{args.block_size}.lengths.json"
         command = [sys.executable, str(Path(__file__).with_name("quality_client.py"))]
-        command += ["--drafter", str(args.drafter), "--target", str(cached_folder()), "--out", str(out)]
+        command += [
+            "--drafter",
+            str(args.drafter),
+            "--target",
+            str(cached_folder() if args.target == "smollm2" else args.target),
+            "--out",
+            str(out),
+        ]
         command += ["--prompts", str(args.drafter / f"{name}.prompts.json")]
         command += ["--part", f"{part}/{args.parallel}", "--device", args.client_device]
         command += ["--dtype", args.dtype, "--block-size", str(args.block_size)]
@@ -219,6 +226,7 @@ def main() -> int:
     for name, one in made.items():
         one.add_argument("--device", default="auto")
         one.add_argument("--seed", type=int, default=0)
+        one.add_argument("--target", default="smollm2")
         one.add_argument("--json", default="", help="where the result goes")
         if name != "data":
             many = {"nargs": "+"} if name == "merge" else {}
@@ -261,7 +269,7 @@ def main() -> int:
         device = choose_device(args.device)
         dtype = "bfloat16" if device.type == "cuda" else "float32"
         found = write_data(
-            load_target("smollm2", device=device, dtype=dtype),
+            load_target(args.target, device=device, dtype=dtype),
             args.out,
             tokens=args.tokens,
             seed=args.seed,

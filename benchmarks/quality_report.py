@@ -1,16 +1,23 @@
-"""The table and the figures of the quality study.
+"""The tables and the figures of the quality study.
 
     python benchmarks/quality_report.py benchmarks/results/h200/quality.json docs/results
+    python benchmarks/quality_report.py FILE docs/results --page docs/quality.md
+    python benchmarks/quality_report.py FILE docs/results --study RUNS --run NAME=FOLDER --client NAME=JSON
 
 The file holds `rows` (what `quality.py study` left: same steps, same slots a step) and `runs` (what
 `quality.py train` left of the recorded runs, each with `clients`: what `quality.py client` left, by block
-size). Written: quality.md (tables and commands), quality-runs.html and quality-runs.png (streak of the runs
-against tokens seen) and, if there are rows, quality.html and quality.png (tau of each, with its interval).
+size). `--study` (a folder of rows), `--run` (a folder with row.json) and `--client` (of a run) first put
+what they name into the file. Written: quality.md (tables and commands), quality-runs.html and
+quality-runs.png (streak of the runs against tokens seen) and, if there are rows, quality.html and quality.png
+(each row's difference to the base, with its interval over the same answers) and quality-tokens.html and
+quality-tokens.png (held-out streak against tokens seen). `--page` puts the tables between the page's
+`<!-- begin: runs -->` and `<!-- end: runs -->`, and the same with `rows`.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +25,20 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 from result_figure import save_figure
 
-from dflash_lab.files import read_json, write_bytes
+from dflash_lab.acceptance.tau import Paired, compare
+from dflash_lab.errors import InputError
+from dflash_lab.files import read_json, write_bytes, write_json
 
+PALETTE = (
+    "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#e377c2", "#7f7f7f",
+)  # fmt: skip
+SHOWN = ("base", "augment", "half-kl", "wide", "augment-half-kl", "block-16")  # the rest after a click
 SETS = {"heldout": ("held-out", "#1f77b4"), "humaneval": ("HumanEval", "#d62728")}
-LENGTH = ("max_steps", "time_limit_s", "samples")
+LENGTH = ("max_steps", "time_limit_s", "samples", "anchors")  # anchors: as many slots a step in every row
+SAMPLES = {
+    "whole.parquet": "blocks in user turns too",
+    "augmented.parquet": "documents made of the samples too",
+}
 Record = dict[str, Any]
 
 
@@ -29,9 +46,8 @@ def changed(record: Record, base: Record) -> str:
     """What a row changes of the base, in words."""
     own = {k: v for k, v in record["parameters"].items() if base["parameters"].get(k) != v}
     words = ", ".join(f"{k} {v}" for k, v in own.items() if k not in LENGTH)
-    if Path(str(record["parameters"].get("samples", ""))).name == "whole.parquet":
-        words = f"{words}, blocks in user turns too".lstrip(", ")
-    return words or "(base)"
+    words = [words, SAMPLES.get(Path(str(record["parameters"].get("samples", ""))).name, "")]
+    return ", ".join(filter(None, words)) or "(base)"
 
 
 def spelled(tau: Record) -> str:
@@ -39,17 +55,28 @@ def spelled(tau: Record) -> str:
     return f"{tau['tau']:.2f} ({tau['low']:.2f} to {tau['high']:.2f})"
 
 
+def against(row: Record, base: Record, key: str) -> Paired:
+    """The row's tau minus the base's on the same stored answers."""
+    return compare(*(record["tau"][key]["per_answer"] for record in (base, row)))
+
+
 def study_table(rows: dict[str, Record]) -> str:
-    """Rows of the study, best held-out tau first."""
+    """Rows of the study, best held-out tau first; `difference`: to the base, with its paired interval."""
     lines = [
-        "| row | changes | tau held-out | tau HumanEval | training streak | anchors/s | peak GiB |",
-        "|---|---|---|---|---|---|---|",
+        "| row | changes | tau held-out | difference | tau HumanEval | difference | streak: training | "
+        "held-out | anchors/s |",
+        "|" + "---|" * 9,
     ]
     for name, row in sorted(rows.items(), key=lambda pair: -pair[1]["tau"]["heldout"]["tau"]):
-        taus = [spelled(row["tau"][key]) for key in SETS]
-        rate, peak = row["figures"]["anchors_per_s"], row["peak_gib"]
-        cells = [name, changed(row, rows["base"]), *taus, f"{row['training']['streak']:.2f}", f"{rate:,.0f}"]
-        lines.append("| " + " | ".join([*cells, "" if peak is None else f"{peak:.1f}"]) + " |")
+        cells = [name, changed(row, rows["base"])]
+        for key in SETS:
+            change = against(row, rows["base"], key)
+            low, high = change.interval.low, change.interval.high
+            cells += [f"{row['tau'][key]['tau']:.3f}"]
+            cells += [f"{change.difference:+.3f} ({low:+.3f} to {high:+.3f})" if name != "base" else ""]
+        kept = row["figures"]["streak_last"]
+        cells += [f"{row['training']['streak']:.2f}", "" if kept is None else f"{kept:.2f}"]
+        lines.append("| " + " | ".join([*cells, f"{row['figures']['anchors_per_s']:,.0f}"]) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -87,37 +114,62 @@ def commands(records: dict[str, Record]) -> str:
 
 
 def rows_figure(rows: dict[str, Record], title: str) -> go.Figure:
-    """Tau of every row on both sets, with intervals over answers."""
+    """Every row's tau minus the base's on both sets, with paired intervals over answers."""
     order = sorted(rows, key=lambda name: rows[name]["tau"]["heldout"]["tau"])
-    titles = [label for label, _ in SETS.values()]
+    titles = [f"{label}: base {rows['base']['tau'][key]['tau']:.2f}" for key, (label, _) in SETS.items()]
     fig = make_subplots(rows=1, cols=2, shared_yaxes=True, subplot_titles=titles)
     for column, (key, (label, color)) in enumerate(SETS.items(), start=1):
-        taus = [rows[name]["tau"][key] for name in order]
-        above = [tau["high"] - tau["tau"] for tau in taus]
-        below = [tau["tau"] - tau["low"] for tau in taus]
+        changes = [against(rows[name], rows["base"], key) for name in order]
+        above = [change.interval.high - change.difference for change in changes]
+        below = [change.difference - change.interval.low for change in changes]
         fig.add_scatter(
-            x=[tau["tau"] for tau in taus], y=order, mode="markers", name=label,
+            x=[change.difference for change in changes], y=order, mode="markers", name=label,
             marker={"size": 9, "color": color}, error_x={"array": above, "arrayminus": below},
             row=1, col=column,
         )  # fmt: skip
-        level = rows["base"]["tau"][key]["tau"]
-        fig.add_vline(x=level, line={"dash": "dot", "color": "grey"}, row=1, col=column)
-        fig.update_xaxes(title="tau, 128 tokens, greedy", row=1, col=column)
+        fig.add_vline(x=0, line={"dash": "dot", "color": "grey"}, row=1, col=column)
+        fig.update_xaxes(title="tau minus the base's, same answers, 95 %", row=1, col=column)
     fig.update_layout(title=title, template="plotly_white", showlegend=False)
-    return fig.update_layout(width=1000, height=160 + 32 * len(order))
+    return fig.update_layout(width=1000, height=200 + 30 * len(order))
+
+
+def tokens_figure(rows: dict[str, Record]) -> go.Figure:
+    """Training streak (dotted) and held-out streak of every row against context tokens seen."""
+    fig = go.Figure()
+    for number, (name, row) in enumerate(rows.items()):
+        color = PALETTE[number % len(PALETTE)]
+        for kind, points, dash in curves(row):
+            fig.add_scatter(
+                x=[x for x, _ in points], y=[y for _, y in points], mode="lines", legendgroup=name,
+                line={"color": color, "dash": dash}, name=name, showlegend=kind == "held-out",
+                visible=True if name in SHOWN else "legendonly",
+            )  # fmt: skip
+    return fig.update_layout(
+        title="Streak against tokens seen: training rows dotted, held-out rows solid (a click shows a row)",
+        template="plotly_white", xaxis={"title": "context tokens seen (millions)"}, yaxis={"title": "streak"},
+        width=1000, height=560,
+    )  # fmt: skip
+
+
+def curves(record: Record) -> list[tuple[str, list[tuple[float, float]], str]]:
+    """Kind, points (millions of tokens seen, streak) and dash of a record's two curves."""
+    trained = [point for point in record["curve"] if point["kind"] == "train"]
+    seen = {point["step"]: point["context_tokens"] / 1e6 for point in trained}
+    kept = [point for point in record["curve"] if point["kind"] == "heldout" and point["step"] in seen]
+    return [
+        (kind, [(seen[point["step"]], point["streak"]) for point in points], dash)
+        for kind, points, dash in (("training", trained, "dot"), ("held-out", kept, "solid"))
+    ]
 
 
 def runs_figure(runs: dict[str, Record]) -> go.Figure:
     """Streak on training and held-out rows against tokens seen, a colour a run."""
     fig = go.Figure()
-    for color, (name, run) in zip(("#1f77b4", "#d62728", "#2ca02c", "#9467bd"), runs.items(), strict=False):
-        trained = [point for point in run["curve"] if point["kind"] == "train"]
-        steps = {point["step"]: point["context_tokens"] for point in trained}
-        kept = [point for point in run["curve"] if point["kind"] == "heldout" and point["step"] in steps]
-        for kind, points, dash in (("training", trained, "dot"), ("held-out", kept, "solid")):
+    for color, (name, run) in zip(PALETTE, runs.items(), strict=False):
+        for kind, points, dash in curves(run):
             fig.add_scatter(
-                x=[steps[point["step"]] / 1e6 for point in points], y=[point["streak"] for point in points],
-                mode="lines", line={"color": color, "dash": dash}, name=f"{name}, {kind} rows",
+                x=[x for x, _ in points], y=[y for _, y in points], mode="lines",
+                line={"color": color, "dash": dash}, name=f"{name}, {kind} rows",
             )  # fmt: skip
     return fig.update_layout(
         title="Streak (accepted drafts + 1, uniform anchors) against tokens seen", template="plotly_white",
@@ -126,20 +178,69 @@ def runs_figure(runs: dict[str, Record]) -> go.Figure:
     )  # fmt: skip
 
 
-def save(found: Record, folder: Path) -> None:
-    """Write tables and figures into `folder`."""
+def save(found: Record, folder: Path, page: Path | None = None) -> None:
+    """Write tables and figures into `folder`, and the tables into `page`."""
     rows, runs, device = found["rows"], found["runs"], found["device"]
     text = runs_table(runs) + "\n" + commands(runs)
     pictures = {"quality-runs": runs_figure(runs)}
+    tables = {"runs": runs_table(runs)}
     if rows:
         base = rows["base"]
         title = f"{base['figures']['steps']:,} steps on {base['data']['tokens'] / 1e6:.1f} M tokens, {device}"
-        text += "\n" + study_table(rows) + "\n" + commands(rows)
-        pictures["quality"] = rows_figure(rows, title)
+        tables["rows"] = study_table(rows)
+        text += "\n" + tables["rows"] + "\n" + commands(rows)
+        pictures |= {"quality": rows_figure(rows, title), "quality-tokens": tokens_figure(rows)}
     write_bytes(folder / "quality.md", text.encode())
     for name, fig in pictures.items():
         save_figure(fig, folder, name)
+    if page is not None:
+        write_bytes(page, filled(page.read_text(), tables).encode())
+
+
+def filled(text: str, tables: dict[str, str]) -> str:
+    """A page with its tables between their marks."""
+    for name, table in tables.items():
+        mark = re.compile(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
+        if not mark.search(text):
+            raise InputError(
+                f"the page has no place for its {name}: <!-- begin: {name} --> to <!-- end: {name} -->"
+            )
+        text = mark.sub(lambda found, table=table: f"{found[1]}{table}{found[2]}", text)
+    return text
+
+
+def gathered(found: Record, study: Path | None, runs: dict[str, str], clients: list[list[str]]) -> Record:
+    """`found` with the study's finished rows, recorded runs and the clients' measures put in."""
+    if study is not None:
+        records = (read_json(path) for path in sorted(study.glob("*/row.json")))
+        found["rows"] = {record["row"]: record for record in records if record["tau"]}
+    for name, folder in runs.items():
+        found["runs"][name] = {**read_json(Path(folder) / "row.json"), "clients": {}}
+    for name, path in clients:
+        measured = read_json(Path(path))
+        how = f"block {measured['block_size']}" if measured["block_size"] else "its own block"
+        found["runs"][name]["clients"][how] = {k: measured[k] for k in ("tau", "dtype", "client_device")}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--page", type=Path)
+    parser.add_argument("--study", type=Path, help="folder of the study's rows: they replace the file's")
+    parser.add_argument("--run", nargs="*", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--client", nargs="*", default=[], metavar="NAME=JSON")
+    args = parser.parse_args()
+    found = read_json(args.file) if args.file.exists() else {"rows": {}, "runs": {}, "device": "H200"}
+    if args.study or args.run or args.client:
+        pairs = [pair.split("=", 1) for pair in args.client]
+        found = gathered(found, args.study, dict(pair.split("=", 1) for pair in args.run), pairs)
+        write_json(args.file, found)
+    save(found, args.folder, args.page)
 
 
 if __name__ == "__main__":
-    save(read_json(Path(sys.argv[1])), Path(sys.argv[2]))
+    main()

@@ -56,7 +56,8 @@ def started(args: argparse.Namespace, row: str) -> subprocess.Popen[bytes]:
     (args.out / row / "row.json").unlink(missing_ok=True)  # of an earlier study
     command = [sys.executable, str(Path(__file__).with_name("quality.py")), "train", row, "--folders"]
     command += ["--data", str(args.data), "--out", str(args.out), "--steps", str(args.steps)]
-    command += ["--seed", str(args.seed), "--device", args.device, "--answers", str(args.answers)]
+    command += ["--seed", str(args.seed), "--device", args.device, "--target", args.target]
+    command += ["--answers", str(args.answers)]
     command += [word for pair in args.p for word in ("-p", *pair)]
     with open(args.out / f"{row}.log", "w") as file:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)

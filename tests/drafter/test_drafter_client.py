@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.tiny_drafters import HIDDEN, SECOND, TAPS, VOCAB, relative_error, tiny_config, tiny_drafter
+from support.tiny_drafters import HIDDEN, SECOND, VOCAB, relative_error, tiny_config, tiny_drafter
 
 from dflash_lab.drafter.cache import DraftCache
 from dflash_lab.drafter.checkpoint import save_checkpoint
@@ -49,6 +49,7 @@ VARIANTS = {
     "bidirectional-window": dict(is_causal=False),
     "causal": dict(is_causal=True),
     "second": dict(**SECOND, is_causal=False),
+    "of-its-own-shape": dict(intermediate_size=112, num_kv_heads=4, tap_ids=(0, 2, 5)),
 }
 
 
@@ -62,7 +63,7 @@ def test_hidden_states_are_the_same(tmp_path):
         head = torch.randn(VOCAB, HIDDEN, generator=generator)
         inputs: dict[str, torch.Tensor] = {"head": head}
         for length in (1, 5, 23):
-            taps = torch.randn(length, len(TAPS) * HIDDEN, generator=generator)
+            taps = torch.randn(length, len(drafter.config.tap_ids) * HIDDEN, generator=generator)
             embeddings = torch.randn(4, HIDDEN, generator=generator)
             inputs |= {f"{length}.taps": taps, f"{length}.embeddings": embeddings}
             cache = DraftCache(drafter)
