@@ -57,13 +57,13 @@ def what_if(result: Evaluation) -> ipywidgets.Widget:
         ),
         "measured": widgets.Checkbox(value=True, description="costs measured here"),
         "step_ms": widgets.FloatLogSlider(
-            value=at(costs.step, 1), min=0, max=4, description="target step (ms)", **look
+            value=at(costs.step, 1), min=-1, max=4, description="target step (ms)", **look
         ),
         "slope_ms": widgets.FloatText(
             value=round(max(0.0, slope), 4), description="each more token (ms)", style=look["style"]
         ),
         "draft_ms": widgets.FloatLogSlider(
-            value=max(1.0, at(costs.draft, sizes[-1])), min=-1, max=4, description="draft (ms)", **look
+            value=at(costs.draft, sizes[-1]), min=-1, max=4, description="draft (ms)", **look
         ),
     }
     figure = live(speed.what_if(costs, known, block_size=sizes[-1]))
