@@ -267,6 +267,7 @@ def main() -> None:
         "failed": {},
         **provenance(),
     }
+    files.write_json(options.json, result)
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         scratch = Path(folder)
         if toy:

@@ -95,9 +95,10 @@ class Replicated(Single):
         model.require_backward_grad_sync = wanted  # type: ignore[assignment]
 
     def total(self, value: Tensor) -> Tensor:
-        summed = value.clone()
+        # NCCL moves tensors of each process's own GPU; a frozen head, and its sums, may live on another.
+        summed = value.to(_own_device(value), copy=True)
         dist.all_reduce(summed)
-        return summed
+        return summed.to(value.device)
 
     def count(self, number: int) -> int:
         return int(self._reduced(number, dist.ReduceOp.SUM))
@@ -106,13 +107,14 @@ class Replicated(Single):
         return self._reduced(seconds, dist.ReduceOp.MAX)
 
     def _reduced(self, number: float, how: dist.ReduceOp.RedOpType) -> float:
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        value = torch.tensor(number, dtype=torch.float64, device=device)
+        value = torch.tensor(number, dtype=torch.float64)
+        value = value.to(_own_device(value))
         dist.all_reduce(value, op=how)
         return float(value)
 
     def barrier(self) -> None:
-        dist.barrier()
+        # Untold, NCCL takes the GPU of the rank's number, which with `drafters: [5, 7]` is not ours.
+        dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
 
 
 class Sharded(Replicated):
@@ -155,6 +157,11 @@ class Sharded(Replicated):
 def total_norm(grads: list[Tensor]) -> Tensor:
     """Norm of all tensors together, summed in fp32 whatever their type; waits for nothing."""
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)))
+
+
+def _own_device(value: Tensor) -> torch.device:
+    """Where the group can sum `value`: on this process's own GPU, its current one, under NCCL."""
+    return torch.device("cuda") if dist.get_backend() == "nccl" else value.device
 
 
 def _shared(whole: Tensor, like: Tensor) -> Tensor:

@@ -209,6 +209,8 @@ def serve(making: Making, diary: Diary) -> dict[str, Any]:
 
 def _make(making: Making, stream: Iterator[tuple[Place, Row]], diary: Diary) -> int:
     device = making.items.target.device
+    # A stream of its own for the copies: the next row's forward need not wait for them.
+    copies = torch.cuda.Stream(device) if device.type == "cuda" else None
     told = 0
     under_way: Any = None  # the row whose copy may still run while the next one is started
 
@@ -238,11 +240,17 @@ def _make(making: Making, stream: Iterator[tuple[Place, Row]], diary: Diary) -> 
         row = making.items.fill(host_row.to(device), place.epoch, place.index)
         diary.note(place.turn, waited, (began, diary.mark()))
         assert row.final is not None, "a live target makes final states"
-        written = giver.write(row.taps, row.final)
         event = None
-        if device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
+        if copies is None:
+            written = giver.write(row.taps, row.final)
+        else:
+            copies.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(copies):
+                written = giver.write(row.taps, row.final)
+                event = torch.cuda.Event()
+                event.record(copies)
+            for states in (row.taps, row.final):
+                states.record_stream(copies)
         tell()
         under_way = giver, place, written, event
         if event is None:

@@ -45,7 +45,8 @@ def train_apart(params: TrainDrafterParams, progress: Any = None) -> TrainReport
     for name in (_REPORT, STOP, STEPS):
         (folder / name).unlink(missing_ok=True)
     files.write_json(folder / _PARAMETERS, params.as_dict())
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    # By number, for a machine's own name need not be known to it.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(params.processes), "-m", __name__, str(folder / _PARAMETERS)]
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // params.processes)), **os.environ}
     with naming(folder / _OUTPUT), open(folder / _OUTPUT, "w", encoding="utf-8") as output:

@@ -83,6 +83,7 @@ def drafter_process(values: dict[str, Any], rank: int, pipes: list[Connection], 
     from dflash_lab.drafter.pipeline import Diary, PipelineItems
     from dflash_lab.target.identity import identify
     from dflash_lab.target.sources import load_config, resolve
+    from dflash_lab.workbench.stages.train_placement import check_queue
     from dflash_lab.workbench.stages.train_setup import live_taps, load_ends, train_here
 
     params = _placed(values, "drafters", rank)
@@ -93,6 +94,7 @@ def drafter_process(values: dict[str, Any], rank: int, pipes: list[Connection], 
     device = torch.device(params.device)
     diary = Diary(f"drafter-{rank}", device)
     width, taps = load_config(params.target).hidden_size, live_taps(params)
+    check_queue(params, device, len(taps), width)
 
     def open_pipeline(params: TrainDrafterParams, device: torch.device, dtype: torch.dtype) -> Any:
         takers = [

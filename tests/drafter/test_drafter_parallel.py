@@ -23,7 +23,8 @@ STEPS = dict(max_steps=4, eval_every=2, eval_rows=3, checkpoint_every=2, log_eve
 
 
 def launch(jobs: list[dict]) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, str(SCRIPT), json.dumps(jobs)], capture_output=True, text=True, env=environment

@@ -4,8 +4,14 @@ them ends the run with its traceback.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
+import resource
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -20,10 +26,12 @@ from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.checkpoint import load_checkpoint
 from dflash_lab.drafter.crew import WorkerFailed
 from dflash_lab.errors import InputError
+from dflash_lab.memory.planner import MARGIN
 from dflash_lab.workbench.figures import train_drafter as figures
 from dflash_lab.workbench.progress import Stopped
 from dflash_lab.workbench.stage import execute
 from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+from dflash_lab.workbench.stages.train_placement import check_placement, check_queue, queue_row_bytes
 
 TINY = dict(
     device="cpu",
@@ -132,8 +140,6 @@ def test_stopped_pipeline_goes_on_exactly(alone, samples, tiny_target, tmp_path)
 
 def test_an_error_in_a_target_ends_the_run_with_its_traceback(samples, tiny_target, tmp_path):
     """The message is that of the one whose fault it was, not of those who waited for it."""
-    import shutil
-
     broken = tmp_path / "target"
     shutil.copytree(tiny_target("llama"), broken)
     chosen = params(tmp_path, samples, tiny_target, targets=[0], drafters=[0], target=str(broken))
@@ -194,6 +200,78 @@ def test_placement_is_checked(samples, tiny_target, tmp_path):
         params(tmp_path, samples, tiny_target, targets=[0], drafters=[1], source="store", tap_ids=[])
     with pytest.raises(InputError, match="drafters says how many"):
         params(tmp_path, samples, tiny_target, targets=[0], drafters=[1], processes=2)
+    with pytest.raises(InputError, match="name each GPU once"):
+        params(tmp_path, samples, tiny_target, targets=[0], drafters=[1, 1])
+    with pytest.raises(InputError, match=r"head = 2 names a GPU .* this trains on a CPU"):
+        execute(params(tmp_path, samples, tiny_target, head=2))
+
+
+def test_gpus_that_are_not_there_are_named(samples, tiny_target, tmp_path, monkeypatch):
+    tiny_target("llama")  # made while there is no GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for changes, words in (
+        (dict(targets=[0, 2], drafters=[1]), r"targets = \[0, 2\], but this machine shows 2 GPUs"),
+        (dict(targets=[0], drafters=[3]), r"drafters = \[3\]"),
+        (dict(head=2), "head = 2, but this machine shows 2 GPUs"),
+        (dict(processes=3), "processes = 3, one a GPU"),
+    ):
+        with pytest.raises(InputError, match=words):
+            check_placement(params(tmp_path, samples, tiny_target, device="cuda", **changes))
+    check_placement(params(tmp_path, samples, tiny_target, device="cuda", targets=[0], drafters=[1], head=0))
+
+
+def test_a_queue_too_large_is_refused_with_the_number_that_fits(samples, tiny_target, tmp_path, monkeypatch):
+    chosen = params(tmp_path, samples, tiny_target, targets=[0, 1], drafters=[0, 1], queue_rows=5)
+    each = queue_row_bytes(chosen, 3, 64) * 2 * 2
+    assert each == 96 * 4 * 64 * 2 * 4
+    usage = shutil.disk_usage("/")
+    room = int(3.5 * each / (1 - MARGIN))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=room))
+    with pytest.raises(InputError, match=r"5 queue_rows of 96 tokens from 2 targets .*Give queue_rows = 3\."):
+        check_queue(chosen, torch.device("cpu"), 3, 64)
+    check_queue(dataclasses.replace(chosen, queue_rows=3), torch.device("cpu"), 3, 64)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=each // 2))
+    with pytest.raises(InputError, match="Give fewer context_tokens, targets or tap_ids"):
+        check_queue(chosen, torch.device("cpu"), 3, 64)
+
+
+def test_a_full_disk_ends_the_run_and_is_named(samples, tiny_target, tmp_path):
+    """A checkpoint larger than files may be: what a full disk is to a process, and workers inherit it."""
+    chosen = params(tmp_path, samples, tiny_target, targets=[0], drafters=[1])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(WorkerFailed, match=r"drafter-0 failed:[\s\S]*larger than this system allows"):
+            execute(chosen)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    execute(chosen)
+
+
+KILLED = """
+import json, os, signal, sys
+from dflash_lab.workbench.stage import execute
+from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+
+def progress(description, done, total, **facts):
+    if done >= 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+execute(TrainDrafterParams(**json.loads(sys.argv[1])), progress)
+"""
+
+
+def test_a_live_run_of_one_process_killed_in_its_midst_goes_on_exactly(alone, samples, tiny_target, tmp_path):
+    chosen = params(tmp_path, samples, tiny_target)
+    command = [sys.executable, "-c", KILLED, json.dumps(chosen.as_dict())]
+    assert subprocess.run(command).returncode == -signal.SIGKILL
+    saved = sorted((chosen.folder / "run" / "checkpoints").glob("step-*"))
+    assert [path.name for path in saved] == ["step-00000004"], "steps 5 and 6 are lost, and made again"
+    result = execute(chosen)
+    assert same(last(chosen.folder), last(alone))
+    assert result.steps["step"].to_list() == list(range(1, 9))
 
 
 @pytest.mark.gpu

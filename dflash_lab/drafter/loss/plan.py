@@ -83,7 +83,8 @@ def plan_chunks(
     if fit < block:
         fit = int(measured * 0.5) // row_bytes  # a budget is a wish, one block is a need
     if group is not None:
-        agreed = torch.tensor(fit, device=device)
+        # NCCL moves tensors of each process's own GPU, and the head may live on another.
+        agreed = torch.tensor(fit, device="cuda" if dist.get_backend(group) == "nccl" else device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
         fit = int(agreed)
     if fit < block:

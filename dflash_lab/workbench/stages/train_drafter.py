@@ -143,6 +143,8 @@ class TrainDrafterParams(StageParams):
             not apart or self.source == "live", "targets", "targets that feed drafters need source: live"
         )
         self.require(not apart or self.processes == 1, "processes", "drafters says how many processes train")
+        once = len(set(self.drafters)) == len(self.drafters)
+        self.require(once, "drafters", "name each GPU once: drafters that train as one cannot share a GPU")
         over = [layer for layer in self.sliding_layers if layer >= self.num_layers]
         self.require(not over, "sliding_layers", f"the drafter has layers 0..{self.num_layers - 1}")
         self.require(bool(self.max_steps or self.epochs), "max_steps", "give max_steps or epochs")
@@ -226,12 +228,14 @@ class TrainDrafterResult:
 
 def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> TrainDrafterResult:
     """Train, export, and collect what the figures need."""
-    from dflash_lab.drafter.checkpoint import read_config
+    from dflash_lab.drafter.checkpoint import copy_checkpoint, read_config
     from dflash_lab.drafter.serving import write_serving_notes
     from dflash_lab.workbench.stages import train_setup
+    from dflash_lab.workbench.stages.train_placement import check_placement
     from dflash_lab.workbench.train_launch import train_apart
     from dflash_lab.workbench.train_pipeline import train_pipeline
 
+    check_placement(params)
     train_setup.open_bare(params)  # what is wrong with it is told before targets load and processes start
     if params.targets:
         report = train_pipeline(params, progress)
@@ -240,8 +244,7 @@ def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> Train
     else:
         report = train_setup.train_here(params, progress)
     chosen = report.best if params.export == "best" else report.last_checkpoint
-    for file in ("model.safetensors", "config.json"):
-        files.write_bytes(params.drafter_path / file, (chosen / file).read_bytes())
+    copy_checkpoint(chosen, params.drafter_path)
     config = read_config(params.drafter_path)
     write_serving_notes(params.drafter_path, config, params.target)
     result = collect(params, report, config)

@@ -70,7 +70,10 @@ def train_here(
         if drafter.config != config:
             raise InputError(f"{params.start_from} is a drafter of another shape than these parameters say.")
     else:
-        drafter = Drafter(config).initialize(torch.Generator().manual_seed(params.seed)).to(device, dtype)
+        with torch.device("meta"):  # a billion weights are drawn once, not first as torch's layers would
+            empty = Drafter(config)
+        empty.to_empty(device="cpu").initialize(torch.Generator().manual_seed(params.seed))
+        drafter = empty.to(device, dtype)
         drafter.fit_to_head(head.weight)
     drafter.gradient_checkpointing = params.gradient_checkpointing
     if params.compile and device.type == "cuda":
