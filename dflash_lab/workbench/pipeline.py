@@ -18,6 +18,7 @@ from dflash_lab.workbench.param_files import Given, known_names, read_given
 from dflash_lab.workbench.progress import duration
 from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.report import REPORT, write_index, write_report
+from dflash_lab.workbench.runs import leave_plan
 from dflash_lab.workbench.secrets import redact_tree
 from dflash_lab.workbench.stage import RESULT, SCHEMA_VERSION, is_finished, read_result
 
@@ -28,6 +29,8 @@ def run_all(given: Given, extra: list[str]) -> int:
     """Run every stage that the parameter folder has a file for; return the first exit code that is not 0."""
     enter_workspace()
     steps = plan(given)
+    run = read_given(params_class(steps[0][0]), steps[0][1]).run
+    leave_plan(run, [read_given(params_class(stage), step).folder.name for stage, step in steps])
     start = time.monotonic()
     worked = False
     for number, (stage, step) in enumerate(steps, 1):
@@ -42,7 +45,6 @@ def run_all(given: Given, extra: list[str]) -> int:
         if code != OK:
             return code
         logger.info("%s: %s", head, duration(time.monotonic() - begun))
-    run = read_given(params_class(steps[0][0]), steps[0][1]).run
     if worked or not (run / RESULT).exists() or not (run / REPORT).exists():
         _close(run, time.monotonic() - start)
     _show(run)

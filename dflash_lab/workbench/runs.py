@@ -15,12 +15,13 @@ from typing import Any
 import polars as pl
 
 from dflash_lab.errors import InputError, StoreError
-from dflash_lab.files import read_json
+from dflash_lab.files import as_json, read_json, write_json
 from dflash_lab.workbench.closing import closing_figures, closing_rows
 from dflash_lab.workbench.lock import LOCK, is_held
 from dflash_lab.workbench.registry import STAGES
 from dflash_lab.workbench.stage import FAILURE, RESULT, read_result
 
+PLAN = "plan.json"
 _SCHEMA: dict[str, Any] = {
     "run": pl.String,
     "folder": pl.String,
@@ -57,6 +58,24 @@ def _stage_folders(run: Path) -> list[Path]:
     found = [path for path in run.iterdir() if path.is_dir() and _stage_name(path) in STAGES]
     kept = [path for path in found if any((path / name).exists() for name in (RESULT, FAILURE, LOCK))]
     return sorted(kept, key=lambda path: (STAGES.index(_stage_name(path)), path.name))
+
+
+def leave_plan(run: Path, folders: Sequence[str]) -> None:
+    """Write down the stage folders that a run will have, so that one cut short does not look whole."""
+    plan = {"stages": list(folders)}
+    if not (run / PLAN).is_file() or (run / PLAN).read_bytes() != as_json(plan):
+        write_json(run / PLAN, plan)
+
+
+def planned(run: Path) -> list[str]:
+    """Return the stage folders that a run was to have; none when its stages were started one by one."""
+    if not (run / PLAN).exists():
+        return []
+    plan = read_json(run / PLAN)
+    names = plan.get("stages") if isinstance(plan, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise StoreError(f"{run / PLAN}: no list of stages. Remove the file: the next start writes it again.")
+    return names
 
 
 def _stage_name(folder: Path) -> str:
@@ -105,12 +124,17 @@ def overview(root: Path) -> pl.DataFrame:
     rows = []
     for run in run_folders(root):
         stages = table.filter(pl.col("run") == run.name)
-        figures = closing_figures(run) if "unreadable" not in stages["state"] else {}
+        states = stages["state"].to_list()
+        try:
+            folders = {*stages["folder"], *planned(run)}
+        except StoreError:
+            folders, states = {*stages["folder"]}, [*states, "unreadable"]
+        figures = closing_figures(run) if "unreadable" not in states else {}
         rows.append(
             {
                 "run": run.name,
-                "state": _run_state(stages["state"].to_list()),
-                "finished": f"{stages.filter(pl.col('state') == 'finished').height}/{stages.height}",
+                "state": _run_state(states, len(folders)),
+                "finished": f"{states.count('finished')}/{len(folders)}",
                 "last": stages["time"].max(),
                 "seconds": stages["seconds"].sum(),
                 "samples": figures.get("samples_stored"),
@@ -123,11 +147,12 @@ def overview(root: Path) -> pl.DataFrame:
     return pl.DataFrame(rows, infer_schema_length=None)
 
 
-def _run_state(states: list[str]) -> str:
+def _run_state(states: list[str], stages: int) -> str:
+    """Return the state of a run of so many stages, of which some have begun."""
     for state in ("running", "failed", "killed", "stopped", "unreadable"):
         if state in states:
             return state
-    return "finished"
+    return "finished" if len(states) >= stages else "incomplete"
 
 
 def compare_parameters(runs: Sequence[Path]) -> pl.DataFrame:

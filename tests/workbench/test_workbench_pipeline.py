@@ -12,6 +12,7 @@ from dflash_lab.files import read_json, write_json
 from dflash_lab.workbench import pipeline
 from dflash_lab.workbench.param_files import Given, read_given
 from dflash_lab.workbench.registry import STAGES, params_class
+from dflash_lab.workbench.runs import overview
 from dflash_lab.workbench.stage import is_finished
 
 REPO = Path(__file__).resolve().parents[2]
@@ -105,10 +106,12 @@ def test_a_changed_input_reruns_what_reads_it(demo):
 
 
 def test_the_first_failure_ends_the_run_and_the_next_start_goes_on(demo):
-    _, started, fails = demo
+    root, started, fails = demo
     fails.add("memory_sweep")
     assert pipeline.run_all(Given(run="params/demo"), []) == 1
     assert started[-1] == "memory_sweep"
+    row = overview(root / "runs").row(0, named=True)
+    assert (row["finished"], row["state"]) == ("4/7", "incomplete")
     fails.clear()
     started.clear()
     assert pipeline.run_all(Given(run="params/demo"), []) == 0

@@ -83,6 +83,19 @@ def test_overview_has_a_row_a_run(root):
     assert table["seconds"].to_list() == [50.0, 50.0]
 
 
+def test_a_run_cut_short_does_not_look_whole(root):
+    begun = ["prepare", "extract-0", "extract-1", "train_drafter", "acceptance"]
+    runs.leave_plan(root / "one", [*begun[:3], "memory_sweep", *begun[3:], "dataset_stats"])
+    assert runs.planned(root / "one")[3] == "memory_sweep" and runs.planned(root / "two") == []
+    table = runs.overview(root)
+    assert table["finished"].to_list() == ["5/7", "5/5"]
+    assert table["state"].to_list() == ["incomplete", "finished"]
+    (root / "one" / "plan.json").write_text('{"stages": 7}')
+    assert runs.overview(root)["state"].to_list() == ["unreadable", "finished"]
+    runs.leave_plan(root / "one", begun)
+    assert runs.overview(root)["state"].to_list() == ["finished", "finished"]
+
+
 def test_states_are_told_apart(root):
     run = root / "three"
     write_json(run / "prepare" / "failure.json", {"state": "failed", "message": "no room", "seconds": 1.0})
