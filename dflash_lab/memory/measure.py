@@ -153,9 +153,14 @@ def measure_training(
     return {**measured, "reserved_gib": found.reserved / GIB, "out_of_memory": found.out_of_memory}
 
 
-def forward_once(target: Any, setup: ExtractionSetup, seed: int = 0) -> None:
-    """Run one extraction batch of random tokens: the body with its taps, and the taps packed together."""
-    ids = _tokens(target, setup, seed)
+def forward_once(
+    target: Any, setup: ExtractionSetup, seed: int = 0, *, ids: torch.Tensor | None = None
+) -> None:
+    """Run one extraction batch: the body with its taps, and the taps packed together.
+
+    `ids` [batch, length] on the target's device; by default random ones, which are copied there first.
+    """
+    ids = _tokens(target, setup, seed) if ids is None else ids
     taps = Taps(target.layers, list(setup.tap_ids))
     with torch.inference_mode(), taps:
         target.body(input_ids=ids, use_cache=setup.use_cache)
