@@ -1,7 +1,7 @@
 """The best-first tree as one Triton kernel: the heap of `tree.py`, kept in the registers of a few warps.
 
-`tree_levels` builds the same tree with some thirty sorts and gathers a level, five hundred launches that take
-two milliseconds at 512 nodes even as a graph. Popping one node at a time is sequential, but a step is short:
+`tree_levels` builds the same tree with three hundred operations, thirty of them sorts, which take two
+milliseconds at 512 nodes even as a graph. Popping one node at a time is sequential, but a step is short:
 the frontier of b pops has at most b entries, so its least is one reduction over a few registers a lane, and
 its two successors are one load each. Nothing is launched, sorted or waited for in between.
 
