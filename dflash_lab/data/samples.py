@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-import xxhash
 
 from dflash_lab import files
 from dflash_lab.data.problems import BadRecord
+from dflash_lab.data.sample_checks import checked, content_hash
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.file_errors import naming, reading
 
@@ -76,13 +76,6 @@ class WriteReport:
     answer_tokens: int = 0
     longest: int = 0
     duplicate_ids: list[str] = field(default_factory=list)  # the first thousand
-
-
-def content_hash(input_ids: Any, loss_mask: Any) -> str:
-    """Return the xxh3-128 (hex) of the little-endian int32 ids followed by the uint8 mask."""
-    digest = xxhash.xxh3_128(np.ascontiguousarray(input_ids, dtype="<i4").tobytes())
-    digest.update(np.ascontiguousarray(loss_mask, dtype=np.uint8).tobytes())
-    return digest.hexdigest()
 
 
 def is_heldout(hash_hex: str, fraction: float) -> bool:
@@ -177,16 +170,21 @@ def provenance_path(path: Path | str) -> Path:
 
 
 def read_provenance(path: Path | str) -> dict[str, Any]:
-    """Return what made a samples file; `StoreError` if that is missing or of a version this code does not
-    know.
+    """Return what made a samples file; `StoreError` if that is missing, of a version this code does not know,
+    or about other bytes than the file holds.
     """
     beside = provenance_path(path)
     if not beside.is_file():
-        raise StoreError(f"{beside} is missing: it says what made {path}. Run prepare again.")
+        raise StoreError(f"{beside} is missing: it says what made {path}. Run prepare (or merge) again.")
     made = files.read_json(beside)
     if not isinstance(made, dict) or made.get("format") != FORMAT:
         found = made.get("format") if isinstance(made, dict) else None
         raise StoreError(f"{beside}: format {found!r}, this version reads {FORMAT}. Run prepare again.")
+    if Path(path).exists() and made.get("checksum") != files.checksum(path):
+        raise StoreError(
+            f"{beside} is not about {path}: the checksum in it is another. Put the two files of one run side "
+            "by side, or run prepare again."
+        )
     return made
 
 
@@ -216,18 +214,19 @@ def scan_samples(path: Path | str) -> pl.LazyFrame:
 def read_lengths(path: Path | str) -> np.ndarray:
     """Return the token count of every sample in file order, [N] i32, reading that column only."""
     with reading_samples(path):
-        return scan_samples(path).select("length").collect().to_series().to_numpy()
+        return checked(scan_samples(path).select("length").collect(), path).to_series().to_numpy()
 
 
 def read_samples(path: Path | str, rows: Iterable[int] | None = None) -> pl.DataFrame:
     """Return all samples, or those at `rows` (file order positions) in that order."""
     frame = scan_samples(path)
+    wanted = None if rows is None else np.asarray(list(rows), dtype=np.int64)
     with reading_samples(path):
-        return frame.collect(engine="in-memory") if rows is None else _rows(frame, path, rows)
+        found = frame.collect(engine="in-memory") if wanted is None else _rows(frame, path, wanted)
+    return checked(found, path, wanted)
 
 
-def _rows(frame: pl.LazyFrame, path: Path | str, rows: Iterable[int]) -> pl.DataFrame:
-    wanted = np.asarray(list(rows), dtype=np.int64)
+def _rows(frame: pl.LazyFrame, path: Path | str, wanted: np.ndarray) -> pl.DataFrame:
     count = frame.select(pl.len()).collect().item()
     if wanted.size and not (wanted.min() >= 0 and wanted.max() < count):
         raise InputError(f"{path}: rows {wanted.min()} to {wanted.max()} asked for, the file has {count}.")
@@ -268,8 +267,10 @@ def merge_samples(
 
 def _read_all(path: Path) -> Iterator[Sample]:
     """Yield every sample of a file, a thousand in memory."""
+    done = 0
     with reading_samples(path):
         for batch in scan_samples(path).collect_batches(chunk_size=1024, maintain_order=True):
-            for row in batch.iter_rows(named=True):
+            places = np.arange(done, done := done + batch.height)
+            for row in checked(batch, path, places).iter_rows(named=True):
                 ids, mask = np.asarray(row["input_ids"]), np.asarray(row["loss_mask"])
                 yield Sample(row["id"], ids, mask, row["source"])

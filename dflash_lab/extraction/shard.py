@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from dflash_lab.data.batching import balance_shards, predicted_cost
+from dflash_lab.data.sample_checks import checked
 from dflash_lab.data.samples import read_samples, reading_samples, scan_samples
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.parts import as_keys, hex_to_hashes
@@ -48,7 +49,7 @@ def read_index(path: Path | str) -> SampleIndex:
         frame = (
             scan_samples(path).select(columns).with_row_index("row").collect(engine="in-memory").sort("row")
         )
-    kept = frame.unique("content_hash", keep="first", maintain_order=True)
+    kept = checked(frame, path).unique("content_hash", keep="first", maintain_order=True)
     if not kept.height:
         raise InputError(f"{path} holds no sample. Run prepare on data that has some.")
     lengths = kept["length"].to_numpy().astype(np.int64)
@@ -90,19 +91,12 @@ class Tokens:
     """Token ids and masks of some samples, read once: 5 bytes a token in two flat arrays."""
 
     def __init__(self, index: SampleIndex, rows: np.ndarray) -> None:
-        frame = read_samples(index.path, index.row[rows]).select("input_ids", "loss_mask")
+        frame = read_samples(index.path, index.row[rows])
         self._at = np.full(len(index.lengths), -1, np.int64)
         self._at[rows] = np.arange(len(rows))
         self._offsets = np.concatenate([[0], np.cumsum(index.lengths[rows])])
         self._ids = frame["input_ids"].explode().to_numpy().astype(np.int32)
         self._mask = frame["loss_mask"].explode().to_numpy().astype(np.uint8)
-        for column in ("input_ids", "loss_mask"):
-            wrong = np.flatnonzero(frame[column].list.len().to_numpy() != index.lengths[rows])
-            if len(wrong):
-                raise InputError(
-                    f"{index.path}: sample {index.ids[rows[wrong[0]]]!r} has a {column} of another length "
-                    "than its `length` says. Run prepare again."
-                )
 
     def id_range(self) -> tuple[int, int]:
         """The smallest and the largest token id in use, (0, 0) without samples."""

@@ -4,6 +4,7 @@ files."""
 from __future__ import annotations
 
 import json
+import re
 import struct
 
 import numpy as np
@@ -25,6 +26,7 @@ from dflash_lab.data.samples import (
     scan_samples,
     write_samples,
 )
+from dflash_lab.data.samples import _read_all as merge_rows
 from dflash_lab.errors import InputError, StoreError
 
 MADE = {"tokenizer_hash": "t", "template_hash": "c", "thinking": False}
@@ -184,3 +186,58 @@ def test_a_failure_leaves_the_old_file_whole(tmp_path):
         write_samples(path, failing(), heldout_fraction=0, provenance=MADE)
     assert path.read_bytes() == before
     assert sorted(item.name for item in tmp_path.iterdir()) == ["s.json", "s.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "words"),
+    [
+        ("split", "test", "split has 'test', which is neither 'train' nor 'heldout'"),
+        ("split", None, "split has no value"),
+        ("id", None, "id has no value"),
+        ("length", None, "length has no value"),
+        ("length", -1, "length has -1"),
+        ("length", 7, "input_ids has another length than its `length` says"),
+        ("content_hash", "zz", "content_hash has 'zz', which is not 32 hex digits"),
+        ("content_hash", "0" * 32, "which is not the hash of its tokens and mask"),
+        ("input_ids", [1, None, 3, 4, 5, 6], "input_ids has a missing value within it"),
+        ("input_ids", [1, 2, 3, 4, 5, 7], "which is not the hash of its tokens and mask"),
+        ("input_ids", [], "input_ids has another length"),
+        ("loss_mask", [0, 0, 0, 1, 1, 2], "loss_mask has values other than 0 and 1"),
+        ("loss_mask", [], "loss_mask has another length"),
+    ],
+)
+def test_a_row_that_cannot_be_is_refused_by_every_reader_with_its_place(tmp_path, column, value, words):
+    from dflash_lab.acceptance.prompts import heldout_prompts
+    from dflash_lab.drafter.live import SampleItems
+    from dflash_lab.extraction.shard import Tokens, read_index
+
+    path, mask = tmp_path / "s.parquet", np.asarray([0, 0, 0, 1, 1, 1], np.uint8)
+    ids = [np.arange(6) + first for first in range(1, 4001)]
+    write_samples(path, [Sample(f"f:{i[0]}", i, mask, "f") for i in ids], heldout_fraction=0.5, provenance={})
+    frame = pl.read_parquet(path)
+    at = frame["split"].to_list().index("heldout", 2500)
+    values = frame[column].to_list()
+    values[at] = value
+    broken = pl.Series(column, values, dtype=frame.schema[column])
+    frame.with_columns(broken).write_parquet(path)
+
+    def extraction():
+        index = read_index(path)
+        Tokens(index, np.arange(len(index.ids)))
+
+    readers = [extraction, lambda: SampleItems(path, 8, [0]), lambda: list(merge_rows(path))]
+    if column != "split":  # what has another split is no held-out prompt, but is refused all the same
+        readers.append(lambda: heldout_prompts(path))
+    for reader in readers:
+        with pytest.raises(InputError, match=re.escape(words)) as told:
+            reader()
+        assert f"{path}: row {at + 1}" in str(told.value)
+
+
+def test_provenance_of_another_file_is_refused(tmp_path):
+    for name, first in (("a", 0), ("b", 9)):
+        rows = [Sample(f"{name}:1", np.asarray([first, 2]), np.asarray([0, 1]), name)]
+        write_samples(tmp_path / f"{name}.parquet", rows, heldout_fraction=0.0, provenance={})
+    (tmp_path / "b.json").replace(tmp_path / "a.json")
+    with pytest.raises(StoreError, match=r"a\.json is not about .*a\.parquet"):
+        read_provenance(tmp_path / "a.parquet")

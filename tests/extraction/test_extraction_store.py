@@ -14,6 +14,7 @@ from extraction.conftest import TAP_IDS, make_samples
 from safetensors.torch import load_file
 
 from dflash_lab import files
+from dflash_lab.data.samples import content_hash
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.extraction import manifest as manifests
 from dflash_lab.extraction.lock import shard_lock
@@ -293,9 +294,9 @@ def test_a_buffer_is_waited_for_only_while_one_can_come() -> None:
 @pytest.mark.parametrize(
     ("column", "change", "words"),
     [
-        ("loss_mask", lambda values: values[:-1], "loss_mask of another length"),
-        ("loss_mask", lambda values: [], "loss_mask of another length"),
-        ("input_ids", lambda values: values * 2, "input_ids of another length"),
+        ("loss_mask", lambda values: values[:-1], "loss_mask has another length"),
+        ("loss_mask", lambda values: [], "loss_mask has another length"),
+        ("input_ids", lambda values: values * 2, "input_ids has another length"),
         ("input_ids", lambda values: [-1, *values[1:]], "token id -1"),
         ("input_ids", lambda values: [9999, *values[1:]], "token id 9999"),
     ],
@@ -305,7 +306,9 @@ def test_samples_that_contradict_themselves_are_refused_by_name(tiny, tmp_path, 
     frame = pl.read_parquet(path)
     values = frame[column].to_list()
     values[1] = change(values[1])
-    frame.with_columns(pl.Series(column, values, dtype=frame.schema[column])).write_parquet(path)
+    frame = frame.with_columns(pl.Series(column, values, dtype=frame.schema[column]))
+    hashes = [content_hash(ids, mask) for ids, mask in frame.select("input_ids", "loss_mask").iter_rows()]
+    frame.with_columns(content_hash=pl.Series(hashes)).write_parquet(path)
     with pytest.raises(InputError, match=words):
         extract(tiny("llama"), path, tmp_path / "store", tap_ids=[1], token_budget=64, max_batch=4)
 
@@ -316,7 +319,7 @@ def test_lengths_that_add_up_by_chance_do_not_shift_the_masks(tiny, tmp_path):
     masks = frame["loss_mask"].to_list()
     masks[0], masks[1] = [*masks[0], 1], masks[1][:-1]
     frame.with_columns(pl.Series("loss_mask", masks, dtype=frame.schema["loss_mask"])).write_parquet(path)
-    with pytest.raises(InputError, match="loss_mask of another length"):
+    with pytest.raises(InputError, match="loss_mask has another length"):
         extract(tiny("llama"), path, tmp_path / "store", tap_ids=[1], token_budget=64, max_batch=4)
 
 
