@@ -67,7 +67,12 @@ def write_bytes(path: Path | str, data: bytes) -> None:
 
 def write_json(path: Path | str, value: Any) -> None:
     """Write `value` atomically as indented JSON. NaN and infinity are refused: JSON has no such numbers."""
-    write_bytes(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+    write_bytes(path, as_json(value))
+
+
+def as_json(value: Any) -> bytes:
+    """The bytes that `write_json` writes."""
+    return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()
 
 
 def read_json(path: Path | str) -> Any:

@@ -5,7 +5,11 @@ A folder with `config.json` and `model.safetensors`, tensor names without a pref
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -17,27 +21,56 @@ from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError, LabError, near
 from dflash_lab.file_errors import reading
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
 def save_checkpoint(
     folder: Path | str, drafter: Drafter, tensors: dict[str, torch.Tensor] | None = None
 ) -> None:
-    """Write `config.json` and `model.safetensors`, each atomically. `tensors` replaces the drafter's own
-    (gathered) ones.
+    """Write `config.json` and `model.safetensors`. `tensors` replaces the drafter's own (gathered) ones."""
+    tensors = drafter.state_dict() if tensors is None else tensors
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    write_checkpoint(folder, tensors, drafter.config.to_json(dtype))
+
+
+def write_checkpoint(folder: Path | str, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    """Write weights, then the configuration that makes them a checkpoint, each atomically.
+
+    Another configuration that lies there is removed first: killed in between, the folder holds no drafter
+    rather than weights under a configuration that is not theirs.
     """
     folder = Path(folder)
-    tensors = drafter.state_dict() if tensors is None else tensors
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    with files.atomic_path(folder / WEIGHTS) as temporary:
+    files.make_folder(folder)
+    with _configured(folder, config), files.atomic_path(folder / WEIGHTS) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    files.write_json(folder / "config.json", drafter.config.to_json(dtype))
+
+
+def copy_checkpoint(source: Path | str, folder: Path | str) -> None:
+    """Put the checkpoint in `source` into `folder`, bytes as they are, in the same order."""
+    source, folder = Path(source), Path(folder)
+    files.make_folder(folder)
+    with (
+        _configured(folder, files.read_json(source / CONFIG)),
+        files.atomic_path(folder / WEIGHTS) as temporary,
+    ):
+        shutil.copyfile(source / WEIGHTS, temporary)
+
+
+@contextlib.contextmanager
+def _configured(folder: Path, config: dict[str, Any]) -> Iterator[None]:
+    """Stand around the writing of weights: `config` is there when they are, no other one before."""
+    path = folder / CONFIG
+    if path.is_file() and path.read_bytes() != files.as_json(config):
+        path.unlink()
+        files.sync_folder(folder)
+    yield
+    files.write_json(path, config)
 
 
 def read_config(folder: Path | str) -> DrafterConfig:
     """Read a checkpoint's configuration without its weights."""
-    path = Path(folder) / "config.json"
+    path = Path(folder) / CONFIG
     if not path.is_file():
         raise InputError(
             f"no drafter at {folder}: {path} is missing. Give a folder with config.json and {WEIGHTS}."

@@ -55,6 +55,8 @@ def resume(run: Trainer) -> None:
             f"{run.folder} holds a run of another setup ({'; '.join(wrong[:4])}). Give that setup again to "
             "go on, or another run folder for a new run."
         )
+    if run.group.rank == 0:
+        states.rotate(run.folder / "checkpoints", run.settings.keep)  # a kill may have come before it
     run.group.load(run.drafter, weights)
     window = {n.removeprefix("window."): tensors.pop(n) for n in list(tensors) if n.startswith("window.")}
     run.group.load_optimizer(run.optimizer, tensors, record["optimizer_steps"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_lab import files
-from dflash_lab.drafter.checkpoint import WEIGHTS, check_tensors, read_tensors, save_checkpoint
+from dflash_lab.drafter.checkpoint import WEIGHTS, check_tensors, read_tensors, write_checkpoint
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError, LabError, UnsupportedTarget
@@ -34,13 +34,11 @@ def export_speculators(
 ) -> None:
     """Write `drafter` in the speculators layout; `target` is the name or path its users load the target by.
 
-    Raises `UnsupportedTarget` for what the layout cannot say: DFlash 2, scaled logits, causal full layers.
+    Raises `UnsupportedTarget`, before anything is written, for what the layout cannot say: DFlash 2, scaled
+    logits, causal full layers.
     """
-    config, folder = drafter.config, Path(folder)
-    save_checkpoint(folder, drafter)  # the weights file is the same
-    files.write_json(
-        folder / "config.json", speculators_json(config, _dtype(drafter), target, target_architecture)
-    )
+    values = speculators_json(drafter.config, _dtype(drafter), target, target_architecture)
+    write_checkpoint(folder, drafter.state_dict(), values)  # the weights file is the same
 
 
 def speculators_json(

@@ -42,11 +42,10 @@ def save_state(
 ) -> Path:
     """Write one checkpoint folder below `root`, whole or not at all."""
     final = root / f"step-{step:08d}"
-    for left in root.glob(".step-*"):  # of a process that was killed while it wrote or removed one
-        shutil.rmtree(left)
     if final.exists():  # a stop right after a save: the state is a function of the step
         return final
     temporary = root / f".step-{step:08d}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
     try:
         save_checkpoint(temporary, drafter, weights)
         with files.atomic_path(temporary / _TENSORS) as path:
@@ -150,6 +149,10 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
 
 
 def rotate(root: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints; each is out of the way before it is taken apart."""
+    """Remove all but the newest `keep` checkpoints, each out of the way before it is taken apart, and what a
+    process that was killed left of one.
+    """
     for path in list(checkpoints(root).values())[:-keep]:
-        shutil.rmtree(path.rename(root / f".{path.name}.old"))
+        path.rename(root / f".{path.name}.old")
+    for left in root.glob(".step-*"):
+        shutil.rmtree(left)

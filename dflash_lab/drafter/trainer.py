@@ -139,7 +139,8 @@ class Trainer:
         """Go on to the end."""
         settings = self.settings
         resume(self)
-        self.journal = Journal(self.folder, self.step) if self.group.rank == 0 else None
+        told = self.step or -1  # begun anew, the measure before the first step is told again
+        self.journal = Journal(self.folder, told) if self.group.rank == 0 else None
         try:
             if self.live is not None:
                 self.live.begin(self.place["epoch"], self.place["index"])

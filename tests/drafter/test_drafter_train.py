@@ -16,14 +16,14 @@ from support.tiny_drafters import HIDDEN, SECOND, ItemList, tiny_config, tiny_dr
 from dflash_lab.drafter.attention import row_layout
 from dflash_lab.drafter.checkpoint import load_checkpoint
 from dflash_lab.drafter.guard import Diverged
-from dflash_lab.drafter.journal import read_journal
+from dflash_lab.drafter.journal import Journal, Reader, read_journal
 from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.optimizer import OptimizerConfig
 from dflash_lab.drafter.selector_loss import selector_loss
 from dflash_lab.drafter.settings import TrainSettings
 from dflash_lab.drafter.train import train
-from dflash_lab.errors import InputError
+from dflash_lab.errors import InputError, StoreError
 
 LOSS = LossConfig(hard_weight=0.85, soft_weight=0.15, cap_weight=0.05)
 
@@ -305,3 +305,33 @@ def test_selector_loss_by_hand():
         found = torch.autograd.grad(total, [hidden, selector.successor_codebook])
         expected = torch.autograd.grad(wanted, [hidden, selector.successor_codebook])
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_journal_is_read_on_from_where_it_was(tmp_path):
+    journal, reader = Journal(tmp_path, 0), Reader(tmp_path)
+    assert reader.read() == []
+    for step in (1, 2):
+        journal.write("step", step, loss=1.0 / step)
+    journal.flush()
+    first = reader.read()[0]
+    assert [record["step"] for record in reader.read()] == [1, 2]
+    with open(journal.path, "ab") as file:
+        file.write(b'{"kind": "step", "st')  # still being written
+    assert len(reader.read()) == 2
+    with open(journal.path, "ab") as file:
+        file.write(b'ep": 3, "loss": 0.5}\n')
+    assert [record["step"] for record in reader.read()] == [1, 2, 3]
+    assert reader.read()[0] is first, "lines read before are not parsed again"
+    journal.close()
+    Journal(tmp_path, 1).close()  # a resumed run drops what is behind its checkpoint
+    assert [record["step"] for record in reader.read()] == [1]
+    assert read_journal(tmp_path) == reader.read()
+
+
+@pytest.mark.parametrize(
+    "line", [b"\0" * 40, b"[]", b'{"kind": "step"}', b'{"kind": 3, "step": 1}', b"[" * 9999]
+)
+def test_a_damaged_line_of_the_journal_is_named_with_what_to_do(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"kind": "step", "step": 1}\n' + line + b"\n")
+    with pytest.raises(StoreError, match=r"metrics\.jsonl:2: not a line.*Delete that line"):
+        read_journal(tmp_path)

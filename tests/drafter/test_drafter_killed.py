@@ -1,0 +1,73 @@
+"""Killed before any operation on files, or with any byte of a checkpoint flipped: nothing half-written is
+taken for whole, and a run goes on to the same end.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny_drafters import tiny_drafter
+
+from dflash_lab.drafter import state as states
+from dflash_lab.errors import StoreError
+
+CHILD = Path(__file__).parents[1] / "support" / "kill_child.py"
+
+
+@pytest.mark.parametrize(
+    ("case", "stride", "least"),
+    [("merge", 1, 12), ("export", 1, 8), ("import", 1, 8), ("replace", 1, 8), ("train", 17, 10)],
+)
+def test_killed_before_any_operation_on_files(case, stride, least, tmp_path):
+    command = [sys.executable, str(CHILD), case, str(tmp_path), str(stride)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout.splitlines()[-1]) >= least
+
+
+def test_a_flipped_byte_anywhere_in_a_checkpoint_is_found(tmp_path):
+    drafter, chooser = tiny_drafter(), random.Random(0)
+    moments = {"moments.a": torch.randn(300, generator=torch.Generator().manual_seed(0))}
+    record = {
+        "setup": {"seed": 1},
+        "place": {"step": 7, "seconds": 1.5},
+        "optimizer_steps": 7,
+        "loss_rows": 0,
+    }
+    folder = states.save_state(tmp_path, 7, drafter, drafter.state_dict(), moments, record)
+    weights, tensors, found = states.load_state(folder)
+    assert all(torch.equal(weights[n], t) for n, t in drafter.state_dict().items())
+    assert torch.equal(tensors["moments.a"], moments["moments.a"])
+    assert {name: found[name] for name in record} == record
+    for name in ("model.safetensors", "trainer/state.safetensors", "trainer/state.json"):
+        path = folder / name
+        whole = path.read_bytes()
+        for at in [0, 7, 9, len(whole) - 2, *(chooser.randrange(len(whole)) for _ in range(40))]:
+            flipped = bytearray(whole)
+            flipped[at] ^= 1 << chooser.randrange(8)
+            path.write_bytes(flipped)
+            try:
+                assert states.load_state(folder)[2] == found, f"{name}: byte {at}"  # a space of the JSON's
+                assert name.endswith("json")
+            except StoreError as error:
+                assert "Move the folder away" in str(error)
+        path.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(StoreError, match="Move the folder away"):
+            states.load_state(folder)
+        path.write_bytes(whole)
+    states.load_state(folder)
+
+
+def test_a_stop_right_after_a_save_does_not_touch_the_checkpoint(tmp_path):
+    drafter = tiny_drafter()
+    folder = states.save_state(tmp_path, 3, drafter, drafter.state_dict(), {}, {"setup": {}})
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert states.save_state(tmp_path, 3, drafter, drafter.state_dict(), {}, {"setup": {}}) == folder
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before

@@ -1,0 +1,86 @@
+"""Cut an action short as `kill -9` does, before each of its operations on files in turn.
+
+Operations are what Python's audit events tell of below one folder: a file opened for writing, renamed,
+removed, a folder made or removed, a mode changed. Each try runs in a forked process of its own, so nothing
+that an action would clean up on an exception is cleaned up. Call it from a script, not from pytest's own
+process: libraries with threads of their own must not have started any before the fork.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+EVENTS = (
+    "open",
+    "os.rename",
+    "os.remove",
+    "os.mkdir",
+    "os.rmdir",
+    "os.chmod",
+    "os.truncate",
+    "shutil.rmtree",
+)
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+Step = Callable[[Path], None]
+
+
+def killed_everywhere(root: Path, prepare: Step, act: Step, check: Step, stride: int = 1) -> int:
+    """For each `stride`-th operation of `act`: prepare a fresh folder, kill `act` right before it, and let
+    `check` look at what is left. Returns the number of kills; stops with an error when a check fails.
+    """
+    for kills, number in enumerate(range(0, 100_000, stride)):
+        folder = root / "try"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        _ended_well(_forked(prepare, folder), f"prepare {number}")
+        status = _forked(act, folder, number)
+        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        if not killed:
+            _ended_well(status, f"act {number}")
+        _ended_well(_forked(check, folder), f"check after a kill before operation {number}")
+        if not killed:
+            return kills
+    raise SystemExit("the action never ended")
+
+
+def _forked(step: Step, folder: Path, kill_at: int | None = None) -> int:
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1]
+    try:
+        if kill_at is not None:
+            _arm(folder, kill_at)
+        step(folder)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _arm(folder: Path, kill_at: int) -> None:
+    left = [kill_at]
+
+    def watch(event: str, arguments: tuple) -> None:
+        if event not in EVENTS or not isinstance(arguments[0], str | bytes | os.PathLike):
+            return
+        if event == "open" and not (arguments[2] or 0) & WRITES:
+            return
+        if not os.path.abspath(os.fsdecode(arguments[0])).startswith(f"{folder}{os.sep}"):
+            return
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+
+    sys.addaudithook(watch)
+
+
+def _ended_well(status: int, what: str) -> None:
+    if status:
+        raise SystemExit(f"{what}: ended with status {status}")
