@@ -113,7 +113,7 @@ def offline_rate(lab: Evaluator, samples: Path, most: int, seconds: float) -> di
     start, done, anchors = time.perf_counter(), 0, 0
     items = sample_items(lab.target, lab.drafter.config.tap_ids, samples, [], extra=most, heldout_only=False)
     while done < len(items) and time.perf_counter() - start < seconds:
-        part = items[done : done + 256]
+        part = items[done : done + 128]
         report = offline(part, lab.target.head, lab.drafter, budgets=lab.params.budgets)
         done, anchors = done + len(part), anchors + len(report.anchors)
     spent = time.perf_counter() - start
@@ -254,7 +254,7 @@ def main() -> int:
             log.warning("%s left out: %s s are over", name, args.limit_s)
             continue
         try:
-            _, found = study(args, name)
+            _, found = study(args, name, decode_best=False)
         except InputError as error:
             log.warning("%s left out: %s", name, error)
         else:
