@@ -190,7 +190,7 @@ def test_graphs_equal_the_growing_cache(on_cuda, kind, budget, second):
         assert got.rounds == wanted.rounds
         assert got.waits <= len(got.rounds) + 1
     spent = sum(got.phase_seconds.values())
-    assert 0 < spent <= 1.05 * got.seconds and min(got.phase_seconds["draft"], got.phase_seconds["verify"]) > 0
+    assert spent <= 1.05 * got.seconds and got.phase_seconds["verify"] > 0
     assert (got.phase_seconds["build"] > 0) == (budget > 0)
 
 
