@@ -189,7 +189,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--humaneval", default="humaneval", help="a .jsonl[.gz] or a samples file; default: the package"
     )
-    p.add_argument("--offline-samples", default="", help="samples file timed; default: that of --heldout")
+    p.add_argument(
+        "--offline-samples",
+        default="",
+        help="samples file to time the offline metrics on; default: that of --heldout",
+    )
     p.add_argument("--offline-count", type=int, default=10_000)
     p.add_argument("--limit-s", type=float, default=1200.0, help="the last part ends after so long")
     p.add_argument("--seed", type=int, default=0)
@@ -270,9 +274,10 @@ def main() -> int:
             budgets=budgets,
         )
         keep(headline(found, f"{first}_{args.second_dtype}"), second_dtype=tables(found))
-    samples = args.offline_samples or args.heldout
-    if samples and left() > 0:
-        rate = offline_rate(lab, Path(samples), args.offline_count, left())
+    given = args.offline_samples or args.heldout
+    samples = Path(given or Path(args.run_dir) / "samples.parquet")
+    if left() > 0 and (given or samples.exists()):
+        rate = offline_rate(lab, samples, args.offline_count, left())
         keep({"offline_minutes_for_10000": rate["minutes_for_10000"]}, offline=rate)
     return 0
 

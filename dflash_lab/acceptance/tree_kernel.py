@@ -91,17 +91,17 @@ def best_tree(choices: Choices, drafts: torch.Tensor, plan: Plan) -> LevelTree:
     tokens, costs, rows, drafts = (table.contiguous() for table in (*choices, drafts))
     depth, parents_a_level, width = costs.shape
     size = plan.nodes + depth
-    whole = torch.empty((3, size), dtype=torch.long, device=drafts.device)
+    found, parents, depths = torch.empty((3, size), dtype=torch.long, device=drafts.device)
     active = torch.empty(size, dtype=torch.bool, device=drafts.device)
     frontier = triton.next_power_of_2(plan.nodes)
     with torch.cuda.device_of(drafts):
         _grow[(1,)](
-            tokens, costs, rows, drafts, *whole, active.view(torch.int8),
+            tokens, costs, rows, drafts, found, parents, depths, active.view(torch.int8),
             depth, parents_a_level, width,
             NODES=plan.nodes, FRONTIER=frontier, DEPTH=triton.next_power_of_2(depth),
             PLACE=plan.nodes.bit_length() + 1, num_warps=min(max(1, frontier // 128), 8),
         )  # fmt: skip
-    return LevelTree(*whole, active)
+    return LevelTree(found, parents, depths, active)
 
 
 def visibility(tree: LevelTree, depth: int) -> torch.Tensor:
