@@ -150,3 +150,25 @@ def test_what_breaks_in_one_part_does_not_cost_the_other(runs, monkeypatch, tmp_
         memory.run_both(card, clock, args, {"runs": {"extraction": {"limits": {}}}}, kept.update)
     assert done == ["extraction"]
     assert kept["figures"]["run_batches"] == 5 and "provenance" in kept["runs"]
+
+
+def test_the_page_is_written_from_the_result_alone(runs, tmp_path):
+    figure = importlib.import_module("memory_figure")
+    result = json.loads((SCRIPT.parent / "results" / "h200" / "memory.json").read_text())
+    part = {"about": {"real": "a", "ballast": "b", "left out": "c"}}
+    one = {"planned": {"batches": 1000, "out_of_memory": 0}, "peak_reserved_gib": 48.3, "token_budget": 8192}
+    rates = {"rates": {"4096": 95.0, "8192": 99.0, "65536": 110.0, "131072": None}}
+    compared = {**one, "compare": rates, "share_of_best_pct": 90.0}
+    result["runs"] = {"extraction": {**part, "limits": {"60": compared, "80": one}}}
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{figure.BEGIN}\nold\n{figure.END}\nafter\n")
+    for _ in range(2):
+        figure.write_page(page, figure.tables(result))
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "| 60 GiB | 8,192 | 1,000 | 0 | 48.3 GiB | 90.0 % |" in text and "not compared" in text
+    points = figure.points_figure(result)
+    assert sum(len(trace.x) for trace in points.data) == result["figures"]["measured_points"]
+    (trace,) = figure.runs_figure(result).data
+    assert list(trace.x) == [4096, 8192, 65536] and list(trace.marker.line.width) == [0, 3, 0]
+    assert max(trace.y) == 100 and trace.y[1] == pytest.approx(90.0)
