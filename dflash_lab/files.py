@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,16 @@ def atomic_path(path: Path | str) -> Iterator[Path]:
             sync_folder(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what processes that were killed left half-written below `folder`. Only for who has its lock."""
+    for path in list(folder.rglob(".*.tmp")):
+        with naming(path):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def make_folder(path: Path | str) -> None:

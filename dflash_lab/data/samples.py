@@ -114,7 +114,7 @@ def write_samples(
     files.make_folder(path.parent)
     with (
         naming(path),
-        tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder,
+        tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent) as folder,
     ):
         parts: list[Path] = []
         for rows in _batches(samples, heldout_fraction, report):

@@ -21,7 +21,7 @@ from typing import Any
 
 from dflash_lab.errors import StoreError, chain
 from dflash_lab.file_errors import FileError, file_error
-from dflash_lab.files import read_json, write_json
+from dflash_lab.files import read_json, sweep, write_json
 from dflash_lab.provenance import provenance
 from dflash_lab.release import collect, forget_locals, release
 from dflash_lab.workbench import peak
@@ -96,6 +96,7 @@ def read_result(path: Path) -> dict[str, Any]:
 
 def _run(params: StageParams, inputs: dict[str, str], progress: ProgressCallback | None) -> Any:
     folder = params.folder
+    sweep(folder)
     (folder / RESULT).unlink(missing_ok=True)
     stop = StopFlag()
     own = Progress(interactive=params.interactive, stop=stop) if progress is None else None

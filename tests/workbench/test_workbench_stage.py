@@ -233,6 +233,21 @@ stage.execute(ToyParams(run_dir=sys.argv[2], interactive=False))
     assert read_json(tmp_path / "toy" / "failure.json")["state"] == "stopped"
 
 
+def test_what_a_killed_process_left_half_written_is_swept_before_the_next_start(toy, params):
+    kept = params.folder / "run" / "best" / "model.safetensors"
+    write_json(kept, {})
+    left = [
+        kept.with_name(".model.safetensors.x1.tmp"),
+        params.folder / ".samples.parquet.y2.tmp" / "000.parquet",
+    ]
+    for path in left:
+        write_json(path, {})
+    (params.run / ".another.stage.tmp").write_text("is not ours")
+    stage.execute(params)
+    assert kept.exists() and not any(path.exists() for path in left) and not left[1].parent.exists()
+    assert (params.run / ".another.stage.tmp").exists()
+
+
 def test_two_processes_do_not_share_a_stage(toy, params):
     with lock.stage_lock(params.folder):
         assert lock.is_held(params.folder)
