@@ -297,6 +297,11 @@ def pipeline_figures(
                     "pipeline_step_ms": row["step_ms"],
                     "pipeline_one_device_step_ms": one["step_ms"],
                 }
+            best = max(found["splits"], key=lambda row: len(row["drafters"]) / row["step_ms"])
+            found["figures"] |= {
+                "pipeline_best_split": f"{len(best['targets'])}+{len(best['drafters'])}",
+                "pipeline_best_rows_per_s": len(best["drafters"]) * 1e3 / best["step_ms"],
+            }
             keep(found)
     return found
 
