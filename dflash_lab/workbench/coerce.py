@@ -80,6 +80,10 @@ def _to_str(value: Any, kind: Any) -> str:
         )
     if "\0" in value:
         raise ValueError("expected text without NUL characters")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"expected text, and character {error.start + 1} is half of one") from None
     return value
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,10 +133,27 @@ def run_files(folder: str, stage: str) -> list[str]:
 def read_given(cls: type[P], given: Given) -> P:
     """Return the checked parameters that `given` means for a stage."""
     merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
     for where, values in given.sources(cls.stage):
         check_names(cls, values, where=where)
         merged.update(values)
-    return cls(**{"interactive": False, **merged})
+        origins |= dict.fromkeys(values, where)
+    try:
+        return cls(**{"interactive": False, **merged})
+    except InputError as error:
+        told = re.match(rf"{cls.stage}: (\w+)[=:]", str(error))  # how `Params` begins what it says of a field
+        if told is None or told[1] not in origins:
+            raise
+        raise InputError(f"{error} ({_place(origins[told[1]], told[1])})") from None
+
+
+def _place(where: str, name: str) -> str:
+    """Return where a parameter was given: an option, or a file with the line."""
+    if where.startswith("-"):
+        return f"given with {where}"
+    lines = Path(where).read_text(encoding="utf-8-sig").splitlines()
+    number = next((n for n, line in enumerate(lines, 1) if re.match(rf"[\"']?{name}[\"']?\s*:", line)), 1)
+    return f"{where}:{number}"
 
 
 def known_names(cls: type[P]) -> set[str]:

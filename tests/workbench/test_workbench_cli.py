@@ -173,6 +173,23 @@ def test_bad_parameter_files_are_named_with_their_line(tmp_path, content, messag
     assert str(path) in str(caught.value) and message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("lines", "typed", "words"),
+    [
+        ("seed: 1\nlimit: 1.5\n", [], r"limit=1\.5: expected a whole number \(.*prepare\.yaml:2\)"),
+        ("limit: -1\n", [], r"limit=-1: must be at least 0 .*prepare\.yaml:1\)"),
+        ('"force": maybe\n', [], r"force='maybe': expected true or false.*prepare\.yaml:1\)"),
+        ('input: "\\ud800"\n', [], r"input=.*half of one \(.*prepare\.yaml:1\)"),
+        ("limit: 3\n", [("limit", "x")], r"limit='x': expected a whole number.*\(given with -p\)"),
+        ('input: ""\n', [], r"input='': give one, .*prepare\.yaml:1\)"),
+    ],
+)
+def test_a_wrong_value_is_told_with_the_file_and_line_that_gave_it(tmp_path, lines, typed, words):
+    (tmp_path / "prepare.yaml").write_text(lines)
+    with pytest.raises(InputError, match=words):
+        read_given(params_class("prepare"), Given(run=str(tmp_path), typed=typed))
+
+
 def test_empty_and_dated_files():
     assert parse_parameters("# nothing\n", "x") == {}
     assert parse_parameters("a: 2024-01-01\nlr: 1e-4\n", "x") == {"a": "2024-01-01", "lr": "1e-4"}
