@@ -224,7 +224,9 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     began = time.perf_counter()
     figures: dict[str, Any] = {}
-    details: dict[str, Any] = {"arguments": vars(args)}
+    paths = ("drafter", "heldout", "humaneval", "offline_samples", "run_dir", "json")
+    shown = {name: Path(value).name if name in paths else value for name, value in vars(args).items()}
+    details: dict[str, Any] = {"arguments": shown}
 
     def left() -> float:
         return float(args.limit_s - (time.perf_counter() - began))

@@ -26,4 +26,7 @@ def test_the_page_is_what_the_recorded_result_gives(monkeypatch):
         if row["part"] == "all" and row["budget"] == 0
     )
     assert result["figures"]["tau_chain_humaneval"] > 1
-    assert "speedup_chain_humaneval" not in result["figures"]  # decoded on another device
+    devices = {
+        result["details"][key]["facts"]["protocol"]["device"] for key in ("heldout", "humaneval")
+    }  # a speed-up stands beside others only if it was measured on the same device
+    assert ("speedup_chain_humaneval" in result["figures"]) == (len(devices) == 1)
