@@ -121,7 +121,7 @@ def write_data(
                 shutil.copy(out / (name + suffix), small)
     _write_training(out, taken, facts, opening)
     if variants:
-        folders = [folder for folder in (out, small) if folder is not None]
+        folders = [folder for folder in (small, out) if folder is not None]
         facts["augmented"] = {
             str(folder): augment(target, folder / "samples.parquet", variants=variants, seed=seed)
             for folder in folders

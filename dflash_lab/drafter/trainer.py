@@ -148,10 +148,11 @@ class Trainer:
                 evaluate(self)
             self.compile_seconds = warm_up(self)
             with contextlib.closing(prefetch(feed(self.stream(), self.device))) as stream:
-                while self.step < settings.max_steps and self.progress < 1.0:
+                done = self.done
+                while not done:
                     self.train_step(stream)
                     self.require_blocks()
-                    done = self.step >= settings.max_steps or self.progress >= 1.0
+                    done = self.done  # asked once: if a record below finds the time up, a step more is due
                     if self.step % settings.log_every == 0 or done:
                         log(self)
                     if self.step % settings.eval_every == 0 or done:
@@ -163,6 +164,11 @@ class Trainer:
             if self.journal:
                 self.journal.close()
         return self.report()
+
+    @property
+    def done(self) -> bool:
+        """Whether steps or time are used up."""
+        return self.step >= self.settings.max_steps or self.progress >= 1.0
 
     @property
     def progress(self) -> float:

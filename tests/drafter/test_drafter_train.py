@@ -209,11 +209,13 @@ def test_checkpoints_are_rotated_and_whole(tmp_path):
     assert (tmp_path / "best" / "model.safetensors").exists()
 
 
-def test_time_limit_ends_the_run_with_a_low_rate(tmp_path, monkeypatch):
+@pytest.mark.parametrize("log_every", [3, 1])  # 1: it is a record that finds the time to be up
+def test_time_limit_ends_the_run_with_a_low_rate(tmp_path, monkeypatch, log_every):
     ticks = iter(range(10**6))
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) * 0.025)  # five looks a step: 0.1 s each
     monkeypatch.setattr("dflash_lab.drafter.trainer.time", clock)
-    chosen = settings(max_steps=100_000, time_limit_s=1.0, eval_every=100_000, checkpoint_every=100_000)
+    rare = dict(eval_every=100_000, checkpoint_every=100_000)
+    chosen = settings(max_steps=100_000, time_limit_s=1.0, log_every=log_every, **rare)
     report = train(tiny_items(), tiny_head(), fresh(), chosen, folder=tmp_path)
     steps = records(tmp_path, "step")
     assert 10 <= report.steps <= 13 and report.seconds >= 1.0  # a step's time is known one step later
