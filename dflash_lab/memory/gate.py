@@ -7,13 +7,15 @@ or step. Afterwards `outcome` puts the prediction beside what the device says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dflash_lab.errors import InputError
 from dflash_lab.memory.account import Account
 from dflash_lab.memory.advise import Advice, advise_extraction, advise_training
+from dflash_lab.memory.crash import explain_crash, requested_bytes
 from dflash_lab.memory.extraction_account import extraction_account
 from dflash_lab.memory.planner import MARGIN, extraction_budget, length_buckets, padded, usable
 from dflash_lab.memory.setups import ExtractionSetup, Kernels, TrainingSetup
@@ -48,6 +50,7 @@ class Clearance:
     forced: bool
     token_budget: int = 0
     max_batch: int = 0
+    advice: Advice | None = None  # on that batch or step under that memory
 
 
 def clear_extraction(
@@ -104,15 +107,15 @@ def clear_extraction(
     account = extraction_account(shape, worst, cuda=cuda)
     fits = account.peak <= usable(budget_gib, margin)
     budget = f"{budget_gib:.2f} GiB ({100 * margin:.0f}% kept free)"
+    advice = advise_extraction(shape, worst, budget_gib, margin=margin, cuda=cuda)
     if not fits and not force:
-        advice = advise_extraction(shape, worst, budget_gib, margin=margin, cuda=cuda)
         raise DoesNotFit(
             f"A batch of {worst.batch} x {worst.length:,} tokens is predicted to need "
             f"{account.peak_gib:.2f} GiB, the budget is {budget}. {suggestion(advice)} Or lower "
             "token_budget or max_batch; force starts it all the same.",
             advice,
         )
-    return Clearance(account, budget_gib, not fits, token_budget, max_batch)
+    return Clearance(account, budget_gib, not fits, token_budget, max_batch, advice)
 
 
 def worst_batch(
@@ -161,7 +164,7 @@ def clear_training(
             f"({100 * margin:.0f}% kept free). {suggestion(advice)} force starts it all the same.",
             advice,
         )
-    return Clearance(advice.account, budget_gib, not advice.fits)
+    return Clearance(advice.account, budget_gib, not advice.fits, advice=advice)
 
 
 def suggestion(advice: Advice) -> str:
@@ -172,6 +175,34 @@ def suggestion(advice: Advice) -> str:
         return "It fits as it is."
     term, size = advice.account.largest(1)[0]
     return f"Nothing listed makes it fit; the largest part is {term}, {size / GIB:.2f} GiB."
+
+
+@contextlib.contextmanager
+def explained(clearance: Clearance | None, dimensions: Mapping[str, int]) -> Iterator[None]:
+    """Give a lack of memory that passes through its explanation: `error.advice`, which `failure.json` shows.
+
+    `dimensions` are names and sizes of the run, with which the request is read as a tensor's shape. Named are
+    the changes that alone would have given what lacked.
+    """
+    try:
+        yield
+    except Exception as error:
+        if clearance and clearance.advice and requested_bytes(str(error)) and not hasattr(error, "advice"):
+            crash = explain_crash(error, dimensions=dimensions)
+            lacked = max(1, crash.requested - crash.parts.get("free", 0))
+            error.advice = f"{crash.explain()} {would_have_given(clearance.advice, lacked)}"  # type: ignore[attr-defined]
+        raise
+
+
+def would_have_given(advice: Advice, lacked: int) -> str:
+    """Name the three best changes that give `lacked` bytes each, in a sentence."""
+    enough = [change for change in advice.changes if change.built_in and change.saves_gib * GIB >= lacked]
+    if not enough:
+        return f"No change listed gives the {lacked / GIB:.2f} GiB that lacked: take fewer rows or anchors."
+    named = "; ".join(
+        f"{change.name} ({change.saves_gib:.2f} GiB, time {change.time_pct:+.0f}%)" for change in enough[:3]
+    )
+    return f"{lacked / GIB:.2f} GiB lacked. Each of these alone would have given it: {named}."
 
 
 def outcome(clearance: Clearance, device: Any) -> dict[str, float]:

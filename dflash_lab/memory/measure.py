@@ -118,8 +118,9 @@ def sweep(
 def measure_extraction(target: Any, setup: ExtractionSetup, *, seed: int = 0) -> dict[str, Any]:
     """Measure one extraction batch on the target's device, as fields of a table's row.
 
-    `measured_gib` is the peak of live tensors, `measured_moving` the bytes of it that the batch brought,
-    `reserved_gib` what the CUDA allocator took (None on a CPU).
+    `measured_gib` is the peak of live tensors, `measured_moving` the bytes of it that the batch brought. On
+    CUDA also: `reserved_gib` is what the allocator took, `fragmentation_gib` what of it was in no live block,
+    `outside_gib` the device's memory outside torch, `failed_gib` the largest request that was refused.
     """
     start = time.perf_counter()
     if target.device.type != "cuda":
@@ -127,13 +128,22 @@ def measure_extraction(target: Any, setup: ExtractionSetup, *, seed: int = 0) ->
         seconds = time.perf_counter() - start
         return _row(account.peak, account.moving, seconds)
     found = measure_cuda(lambda: forward_once(target, setup, seed), target.device)
-    row = _row(found.allocated, found.moving, found.seconds)
-    return {**row, "reserved_gib": found.reserved / GIB, "out_of_memory": found.out_of_memory}
+    return {**_row(found.allocated, found.moving, found.seconds), **_device_part(found)}
 
 
 def _row(peak: int, moving: int, seconds: float) -> dict[str, Any]:
     measured = {"measured_gib": peak / GIB, "measured_moving": moving, "reserved_gib": None}
     return {**measured, "out_of_memory": False, "seconds": seconds}
+
+
+def _device_part(found: Measurement) -> dict[str, Any]:
+    return {
+        "reserved_gib": found.reserved / GIB,
+        "fragmentation_gib": found.fragmentation / GIB,
+        "outside_gib": found.outside / GIB,
+        "failed_gib": found.failed / GIB,
+        "out_of_memory": found.out_of_memory,
+    }
 
 
 def measure_training(
@@ -149,8 +159,7 @@ def measure_training(
     step = TrainingStep(model, head, row, setup, None)
     found = measure_cuda(step.run, device)
     given = sum(tensor.nbytes for tensor in (row.taps, row.final) if tensor is not None)
-    measured = _row(found.allocated, found.moving + given, found.seconds)
-    return {**measured, "reserved_gib": found.reserved / GIB, "out_of_memory": found.out_of_memory}
+    return {**_row(found.allocated, found.moving + given, found.seconds), **_device_part(found)}
 
 
 def forward_once(

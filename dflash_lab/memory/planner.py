@@ -219,10 +219,11 @@ def device_budget_gib(device: Any) -> float:
     device = torch.device(device)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        allocated = torch.cuda.memory_allocated(device)
+        unused = torch.cuda.memory_reserved(device) - allocated
         index = torch.cuda.current_device() if device.index is None else device.index
         fraction = torch.cuda.get_per_process_memory_fraction(index)
-        return min(free + unused, int(total * fraction)) / GIB
+        return min(free + unused, int(total * fraction) - allocated) / GIB
     meminfo = Path("/proc/meminfo")
     for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
         if line.startswith("MemAvailable:"):

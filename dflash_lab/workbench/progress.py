@@ -22,7 +22,10 @@ class Stopped(LabError):
 
 
 class ProgressCallback(Protocol):
-    """What a stage is given. `total` is 0 when unknown; `fields` are short facts, ``tokens_per_s=1200``."""
+    """What a stage is given. `total` is 0 when unknown; `fields` are short facts, ``tokens_per_s=1200``.
+
+    ``left_s`` among them says when the stage will end by itself: no later time is announced.
+    """
 
     def __call__(self, description: str, done: int, total: int, **fields: Any) -> None: ...
 
@@ -97,7 +100,8 @@ class Progress:
         self._logged[description] = now
         facts = [f"{name}={_short(value)}" for name, value in fields.items()]
         if total and done > first and not finished:
-            facts.append(f"eta={duration((now - start) / (done - first) * (total - done))}")
+            rest = (now - start) / (done - first) * (total - done)
+            facts.append(f"eta={duration(min(rest, fields.get('left_s', rest)))}")
         count = f"{done}/{total} ({100 * done / total:.0f} %)" if total else str(done)
         logger.info("%s: %s %s", description, count, " ".join(facts))
 

@@ -5,7 +5,15 @@ import torch
 
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.memory.extraction_account import predict_extraction
-from dflash_lab.memory.gate import DoesNotFit, clear_extraction, clear_training, outcome, worst_batch
+from dflash_lab.memory.gate import (
+    DoesNotFit,
+    clear_extraction,
+    clear_training,
+    explained,
+    outcome,
+    worst_batch,
+    would_have_given,
+)
 from dflash_lab.memory.planner import usable
 from dflash_lab.memory.setups import ExtractionSetup
 from dflash_lab.memory.shapes import GIB
@@ -73,3 +81,24 @@ def test_the_outcome_on_a_device_has_both():
         "predicted_peak_gib", "measured_peak_gib", "reserved_peak_gib", "memory_error_pct"
     }  # fmt: skip
     assert 0 < found["measured_peak_gib"] <= found["reserved_peak_gib"]
+
+
+def test_a_lack_of_memory_in_a_cleared_run_says_what_would_have_given_it():
+    """From the message alone: what was asked for, as which tensor, and the changes that give what lacked."""
+    cleared = clear_training(CONFIG, DRAFTER, 200.0, anchors=1024, context=4096, loss="naive", chunk=512)
+    message = (
+        "CUDA out of memory. Tried to allocate 11.37 GiB. GPU 0 has a total capacity of 94.97 GiB of which "
+        "3.21 GiB is free."
+    )
+    sizes = {"anchors": 1024, "block": DRAFTER.block_size, "vocabulary": 248_320}
+    with pytest.raises(torch.OutOfMemoryError) as caught, explained(cleared, sizes):
+        raise torch.OutOfMemoryError(message)
+    told = caught.value.advice
+    assert "11.37 GiB were asked for" in told and "8.16 GiB lacked" in told and "chunked loss" in told
+    for change in cleared.advice.changes:
+        if change.saves_gib * GIB < 8.16 * GIB:
+            assert f"{change.name} (" not in told
+    assert "No change listed" in would_have_given(cleared.advice, 10**15)
+    with pytest.raises(ValueError) as other, explained(cleared, sizes):
+        raise ValueError("another fault")
+    assert not hasattr(other.value, "advice")

@@ -11,12 +11,20 @@ import torch
 
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.config import DrafterConfig
+from dflash_lab.errors import InputError
+from dflash_lab.extraction.fast import apply
 from dflash_lab.files import read_json
 from dflash_lab.memory import planner
 from dflash_lab.memory.gate import DoesNotFit
 from dflash_lab.target.sources import load_config
 from dflash_lab.workbench.stage import execute
-from dflash_lab.workbench.stages.clearance import ask_extraction, ask_training, memory_figures
+from dflash_lab.workbench.stages import clearance
+from dflash_lab.workbench.stages.clearance import (
+    ask_extraction,
+    ask_training,
+    extraction_budgets,
+    memory_figures,
+)
 from dflash_lab.workbench.stages.extract import ExtractParams
 from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
@@ -93,3 +101,33 @@ def test_sharded_training_and_unknown_structures_start_without_an_answer(extract
     with caplog.at_level(logging.WARNING):
         assert ask_extraction(extraction(dtype="float32"), strange, CPU, tap_ids=[0], longest=8) is None
     assert "'mystery'" in caplog.text and memory_figures(None, CPU) == {}
+
+
+def test_the_planner_gives_the_budget_where_none_is_given(extraction):
+    figures = execute(extraction(token_budget=0)).figures
+    assert figures["token_budget"] == planner.CPU_KNEE_TOKENS and figures["samples_stored"] == 4
+    assert execute(extraction(token_budget=64, force=True)).figures["token_budget"] == 64
+    with pytest.raises(InputError, match="token_budget=0"):
+        extraction_budgets(extraction(token_budget=0), None)
+
+
+def test_layers_that_stay_plain_are_asked_for_again_with_the_memory_there_was(extraction, monkeypatch):
+    asked = []
+
+    def ask(*args, **options):
+        asked.append(options)
+        return ask_extraction(*args, **options)
+
+    monkeypatch.setattr(clearance, "ask_extraction", ask)
+    monkeypatch.setattr(apply, "speed_up", lambda *_: apply.FastPath("triton", plain={0: "not understood"}))
+    execute(extraction())
+    assert [options.get("fused") for options in asked] == [None, False]
+    assert asked[1]["budget_gib"] > 0
+    params, config = extraction(), load_config("random:qwen3.6-27b")
+    fused, plain = (
+        ask_extraction(
+            params, config, torch.device("cuda"), tap_ids=[1, 61], longest=4096, fused=fused, budget_gib=90
+        )
+        for fused in (True, False)
+    )
+    assert fused.account.moving < plain.account.moving and plain.budget_gib == 90

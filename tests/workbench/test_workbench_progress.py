@@ -27,6 +27,14 @@ def test_a_line_between_has_an_eta(caplog):
     assert "eta=" in caplog.records[-1].getMessage()
 
 
+def test_no_later_end_is_announced_than_the_stage_allows_itself(caplog):
+    caplog.set_level(logging.INFO, logger="dflash_lab.progress")
+    progress = Progress(interactive=False, every_s=0.0)
+    progress("sweep", 0, 10**9, left_s=7)
+    progress("sweep", 1, 10**9, left_s=5)
+    assert "eta=5.0 s" in caplog.records[-1].getMessage()
+
+
 def test_stop_is_raised_at_the_next_report():
     stop = StopFlag()
     progress = Progress(stop=stop)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from dflash_lab.errors import UnsupportedTarget
+from dflash_lab.errors import InputError, UnsupportedTarget
 
 if TYPE_CHECKING:
     import torch
@@ -23,10 +23,19 @@ logger = logging.getLogger(__name__)
 
 
 def ask_extraction(
-    params: ExtractParams, config: Any, device: torch.device, *, tap_ids: list[int], longest: int
+    params: ExtractParams,
+    config: Any,
+    device: torch.device,
+    *,
+    tap_ids: list[int],
+    longest: int,
+    fused: bool | None = None,
+    budget_gib: float = 0.0,
 ) -> Clearance | None:
     """Clear the worst batch that the budgets allow of samples up to `longest` tokens; `DoesNotFit` if it is
     not.
+
+    `fused` None takes it that every layer will be fused where any can be; `budget_gib` 0 what is free now.
     """
     from dflash_lab.extraction.loop import BUFFERS
     from dflash_lab.memory.gate import clear_extraction
@@ -37,13 +46,13 @@ def ask_extraction(
     try:
         return clear_extraction(
             config,
-            device_budget_gib(device),
+            budget_gib or device_budget_gib(device),
             tap_ids=tap_ids,
             longest=longest,
             dtype=str(choose_dtype(params.dtype, config)).removeprefix("torch."),
             store_final=params.store_final,
             kernels="fla" if cuda and not params.allow_slow_kernels else "torch",
-            fused=cuda and params.fast != "off",
+            fused=cuda and params.fast != "off" if fused is None else fused,
             in_flight=BUFFERS if cuda else 0,
             token_budget=params.token_budget,
             max_batch=params.max_batch,
@@ -53,6 +62,18 @@ def ask_extraction(
     except UnsupportedTarget as error:
         logger.warning("started without a prediction of its memory: %s", error)
         return None
+
+
+def extraction_budgets(params: ExtractParams, cleared: Clearance | None) -> tuple[int, int]:
+    """Return token budget and rows a batch: those given, or with `token_budget` 0 the planner's."""
+    if params.token_budget:
+        return params.token_budget, params.max_batch
+    if cleared is None:
+        raise InputError(
+            "token_budget=0 asks the memory planner, and the memory of this target is not understood. "
+            "Give the padded tokens of a batch, such as token_budget=16384."
+        )
+    return cleared.token_budget, cleared.max_batch
 
 
 def ask_training(

@@ -47,7 +47,9 @@ class ExtractParams(StageParams):
     storage: str = param(
         "bf16", "of the taps: bf16 is exact; fp8 and int8 halve the bytes", choices=("bf16", "fp8", "int8")
     )
-    token_budget: int = param(16384, "padded tokens of a batch", unit="tokens", low=1)
+    token_budget: int = param(
+        16384, "padded tokens of a batch; 0: as the memory planner says", unit="tokens", low=0
+    )
     max_batch: int = param(512, "most samples of a batch", low=1)
     window: int = param(32768, "samples sorted by length together; 0: all", low=0)
     part_gib: float = param(
@@ -145,10 +147,11 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
     from dflash_lab.extraction.loop import extract
     from dflash_lab.extraction.preflight import preflight
     from dflash_lab.extraction.shard import read_index
+    from dflash_lab.memory.gate import explained
     from dflash_lab.target.loading import choose_device, load_target
     from dflash_lab.target.sources import load_config
     from dflash_lab.target.taps import default_tap_ids
-    from dflash_lab.workbench.stages.clearance import ask_extraction, memory_figures
+    from dflash_lab.workbench.stages.clearance import ask_extraction, extraction_budgets, memory_figures
 
     config = load_config(params.target)
     tap_ids = params.tap_ids or default_tap_ids(config.num_hidden_layers, params.num_taps)
@@ -164,7 +167,9 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
         device_type=device.type,
         tflops=params.assumed_tflops,
     )
-    cleared = ask_extraction(params, config, device, tap_ids=tap_ids, longest=int(lengths.max(initial=1)))
+    longest = int(lengths.max(initial=1))
+    cleared = ask_extraction(params, config, device, tap_ids=tap_ids, longest=longest)
+    extraction_budgets(params, cleared)
     target = load_target(
         params.target,
         device=device,
@@ -175,23 +180,31 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
         allow_slow_kernels=params.allow_slow_kernels,
     )
     fast = speed_up(target, params.fast)
-    report = extract(
-        target,
-        params.samples_path,
-        params.store_path,
-        tap_ids=tap_ids,
-        shard=params.shard,
-        num_shards=params.num_shards,
-        token_budget=params.token_budget,
-        max_batch=params.max_batch,
-        store_final=params.store_final,
-        storage=params.storage,
-        window=params.window,
-        part_gib=params.part_gib,
-        recheck=params.recheck,
-        notes={"fast_path": fast.summary(), "preflight": checked.figures()},
-        on_progress=progress,
-    )
+    if cleared is not None and fast.plain:  # plain layers hold more than the fused ones that were asked for
+        free_gib = cleared.budget_gib
+        cleared = ask_extraction(
+            params, config, device, tap_ids=tap_ids, longest=longest, fused=False, budget_gib=free_gib
+        )
+    token_budget, max_batch = extraction_budgets(params, cleared)
+    sizes = {"token_budget": token_budget, "length": longest, "hidden": target.hidden_size}
+    with explained(cleared, sizes):
+        report = extract(
+            target,
+            params.samples_path,
+            params.store_path,
+            tap_ids=tap_ids,
+            shard=params.shard,
+            num_shards=params.num_shards,
+            token_budget=token_budget,
+            max_batch=max_batch,
+            store_final=params.store_final,
+            storage=params.storage,
+            window=params.window,
+            part_gib=params.part_gib,
+            recheck=params.recheck,
+            notes={"fast_path": fast.summary(), "preflight": checked.figures()},
+            on_progress=progress,
+        )
     result = ExtractResult(
         figures={
             **report.figures(),
@@ -199,6 +212,7 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
             **memory_figures(cleared, device),
             "taps": str(tap_ids),
             "fused_layers": len(fast.errors),
+            "token_budget": token_budget,
         },
         batches=pl.DataFrame(report.batches, schema=_BATCH_SCHEMA),
         quarantined=pl.DataFrame(report.quarantined, schema=_QUARANTINE_SCHEMA),

@@ -24,11 +24,12 @@ def step_points(
     from dflash_lab.memory.cached import fake_training
     from dflash_lab.memory.measure import measure_training
     from dflash_lab.memory.training_account import training_account
+    from dflash_lab.workbench.stages.memory_sweep import POINTS_SHARE
     from dflash_lab.workbench.stages.memory_tables import predicted_columns
 
     grid = [(a, b) for a in sorted(set(params.step_anchors)) for b in sorted(set(params.step_blocks))]
     grid.sort(key=lambda point: -point[0] * point[1])
-    deadline = time.monotonic() + params.measure_s
+    deadline = time.monotonic() + (1 - POINTS_SHARE) * params.measure_s
     rows = []
     for number, (anchors, block) in enumerate(grid):
         progress("training steps", number, len(grid))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
     from dflash_lab.memory.shapes import TargetShape
 
+POINTS_SHARE = 0.6  # of the time to measure for, where training steps are measured too
 FRAMES = ("points", "steps", "terms", "advice", "buckets")
 PLACEMENTS = ("cached", "same device", "other device")
 POINT_SCHEMA: dict[str, Any] = {
@@ -35,6 +36,9 @@ POINT_SCHEMA: dict[str, Any] = {
     "measured_gib": pl.Float64,  # null: not measured
     "fake_reserved_gib": pl.Float64,  # with the allocator's fragments, simulated
     "reserved_gib": pl.Float64,  # as measured; null on a CPU
+    "fragmentation_gib": pl.Float64,  # reserved and in no live block; this and the next two null on a CPU
+    "outside_gib": pl.Float64,  # the device's memory outside torch
+    "failed_gib": pl.Float64,  # the largest request that was refused; 0: none was
     "analytic_moving": pl.Int64,  # bytes that the batch brings, without weights and other standing parts
     "fake_moving": pl.Int64,
     "measured_moving": pl.Int64,
@@ -259,13 +263,17 @@ def measure_points(
         if found.extraction.fused:
             afterwards.callback(skip_tuning())
             speed_up(target, "auto")
-        deadline = time.monotonic() + params.measure_s
+        allowed_s = params.measure_s * (POINTS_SHARE if found.cuda else 1.0)
+        deadline = time.monotonic() + allowed_s
         for order in params.orders:
             sizes = sorted(rows, key=lambda row: row["batch"] * row["length"], reverse=order == "falling")
-            what, count = f"measuring, {order} sizes, for {params.measure_s:.0f} s", 0
+            what, count = f"measuring, {order} sizes, for {allowed_s:.0f} s", 0
             for row in sizes:
-                progress(what, count, len(sizes), batch=row["batch"], length=row["length"])
-                if time.monotonic() > deadline:
+                left_s = max(0.0, deadline - time.monotonic())
+                progress(
+                    what, count, len(sizes), batch=row["batch"], length=row["length"], left_s=round(left_s)
+                )
+                if not left_s:
                     break
                 setup = replace(found.extraction, batch=row["batch"], length=row["length"])
                 outcome = measure_extraction(target, setup)

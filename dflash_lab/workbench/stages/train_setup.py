@@ -47,6 +47,7 @@ def train_here(
     from dflash_lab.drafter.parallel import join
     from dflash_lab.drafter.state import setup
     from dflash_lab.drafter.train import train
+    from dflash_lab.memory.gate import explained
     from dflash_lab.target.loading import choose_device
     from dflash_lab.target.sources import load_config
     from dflash_lab.workbench.stages.clearance import ask_training, memory_figures
@@ -85,17 +86,23 @@ def train_here(
         set_aside_other_run(run, now, anew=params.force)
     group.barrier()
     probe = tau_probe(params, items, head) if params.tau_samples else None
-    report = train(
-        items,
-        head,
-        drafter,
-        settings,
-        folder=run,
-        probe=probe,
-        on_progress=progress,
-        group=group,
-        source=source,
-    )
+    vocabulary, hidden = head.weight.shape
+    sizes = {
+        "anchors": params.anchors, "block_size": config.block_size, "context": params.context_tokens,
+        "hidden": hidden, "vocabulary": vocabulary,
+    }  # fmt: skip
+    with explained(cleared, sizes):
+        report = train(
+            items,
+            head,
+            drafter,
+            settings,
+            folder=run,
+            probe=probe,
+            on_progress=progress,
+            group=group,
+            source=source,
+        )
     if group.rank == 0:
         figures: dict[str, Any] = {}
         if params.source == "store":  # the prediction is of training alone, what is measured of all
