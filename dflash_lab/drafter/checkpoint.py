@@ -1,6 +1,7 @@
 """Drafter checkpoints in the z-lab layout, the one that z-lab, vLLM, SGLang and SpecForge read.
 
-A folder with `config.json` and `model.safetensors`, tensor names without a prefix, nothing else in the file.
+A folder with `config.json` and `model.safetensors`: tensor names without a prefix, no other tensor in the
+file.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from dflash_lab import files
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.errors import InputError, LabError, near
+from dflash_lab.errors import InputError, LabError, StoreError, near
 from dflash_lab.file_errors import reading
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+DIGEST = "xxh3_128"  # in the header of weights that we wrote: a flipped bit would load as another weight
 
 
 def save_checkpoint(
@@ -43,7 +46,7 @@ def write_checkpoint(folder: Path | str, tensors: dict[str, torch.Tensor], confi
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
     files.make_folder(folder)
     with _configured(folder, config), files.atomic_path(folder / WEIGHTS) as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt"})
+        save_file(tensors, temporary, metadata={"format": "pt", DIGEST: _digest(tensors)})
 
 
 def copy_checkpoint(source: Path | str, folder: Path | str) -> None:
@@ -109,12 +112,25 @@ def load_checkpoint(
 
 
 def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Read every tensor of a safetensors file; a damaged file is a `StoreError`."""
-    with (
-        reading(path, "It is not a whole safetensors file: copy or write it again."),
-        safe_open(path, framework="pt", device=str(device)) as file,
-    ):
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    """Read every tensor of a safetensors file; a damaged file is a `StoreError`. (Files of others carry no
+    digest, so of those only damage that breaks the format is seen.)
+    """
+    remedy = "It is not a whole safetensors file: copy or write it again."
+    with reading(path, remedy), safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        written = (file.metadata() or {}).get(DIGEST)
+    if written is not None and written != _digest(tensors):
+        raise StoreError(f"{path}: its values are not those that were written. Copy or write it again.")
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def _digest(tensors: dict[str, torch.Tensor]) -> str:
+    """Return the xxh3-128 of names, dtypes, shapes and bytes, in the order of names."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def check_tensors(path: Path, drafter: Drafter, tensors: dict[str, torch.Tensor]) -> None:

@@ -17,6 +17,8 @@ from dflash_lab.errors import StoreError
 from dflash_lab.file_errors import naming
 
 NAME = "metrics.jsonl"
+KINDS = ("step", "train", "heldout", "note")
+BY_SLOT = ("position_accuracy", "conditional_accuracy")  # lists of a measured record, a value a slot
 
 
 class Journal:
@@ -85,9 +87,12 @@ class Reader:
     def _record(self, line: bytes) -> dict[str, Any]:
         try:
             record = json.loads(line)
-            if isinstance(record["kind"], str) and isinstance(record["step"], int):
+            measured = record["kind"] in ("train", "heldout")
+            lists = [record[name] if measured else [] for name in BY_SLOT]
+            same = all(isinstance(one, list) and len(one) == len(lists[0]) for one in lists)
+            if same and record["kind"] in KINDS and isinstance(record["step"], int):
                 return record
-            fault = "its kind or step is of another type"
+            fault = "its values are not those of any kind of line"
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             fault = f"{type(error).__name__}: {error}"
         raise StoreError(

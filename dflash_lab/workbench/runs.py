@@ -84,7 +84,7 @@ def _stage_name(folder: Path) -> str:
 
 def _row(run: Path, folder: Path) -> tuple:
     state, record = _state(folder)
-    peak = record.get("peak_memory", {})
+    peak = _peaks(record)
     return (
         run.name,
         folder.name,
@@ -92,8 +92,8 @@ def _row(run: Path, folder: Path) -> tuple:
         state,
         _time(record.get("time")),
         record.get("seconds"),
-        peak.get("rss_gib"),
-        peak.get("gpu_gib"),
+        peak["rss_gib"],
+        peak["gpu_gib"],
         json.dumps(record.get("parameters", {})),
         json.dumps(record.get("figures", {})),
         record.get("message", ""),
@@ -105,13 +105,36 @@ def _state(folder: Path) -> tuple[str, dict[str, Any]]:
         return "running", {}
     try:
         if (folder / RESULT).exists():
-            return "finished", read_result(folder / RESULT)
+            return "finished", _sound(read_result(folder / RESULT), folder / RESULT)
         if (folder / FAILURE).exists():
-            record = read_json(folder / FAILURE)
+            record = _sound(read_json(folder / FAILURE), folder / FAILURE)
             return record.get("state", "failed"), record
     except StoreError as error:
         return "unreadable", {"message": str(error)}
     return "killed", {"message": "started and gone without a result; run it again to go on"}
+
+
+def _sound(record: Any, path: Path) -> dict[str, Any]:
+    """Return a record whose fields a row can show; `StoreError` names one that is of another kind."""
+    if not isinstance(record, dict):
+        raise StoreError(f"{path}: no record of a stage. Remove the file to make it again.")
+    kinds: dict[str, Any] = {"state": str, "message": str, "parameters": dict, "figures": dict}
+    kinds |= {"peak_memory": dict, "seconds": int | float, "time": str}
+    numbers = {f"peak_memory.{name}": value for name, value in _peaks(record).items()}
+    for name, value in {**record, **numbers}.items():
+        kind = kinds.get(name, int | float | None if name in numbers else object)
+        if not isinstance(value, kind):
+            raise StoreError(f"{path}: {name} is {str(value)[:60]!r}. Remove the file to make it again.")
+    try:
+        _time(record.get("time"))
+    except ValueError:
+        raise StoreError(f"{path}: time is {record['time']!r}. Remove the file to make it again.") from None
+    return record
+
+
+def _peaks(record: dict[str, Any]) -> dict[str, Any]:
+    peaks = record.get("peak_memory", {})
+    return {name: peaks.get(name) for name in ("rss_gib", "gpu_gib")} if isinstance(peaks, dict) else {}
 
 
 def _time(text: str | None) -> datetime.datetime | None:

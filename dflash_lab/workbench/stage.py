@@ -88,8 +88,11 @@ def read_result(path: Path) -> dict[str, Any]:
             f"{path}: schema version {version!r}, this program writes {SCHEMA_VERSION}. "
             "Move the run folder away, or give another run_dir."
         )
-    for name in ("figures",) if "run" in result else ("figures", "parameters", "inputs"):
-        if not isinstance(result.get(name), dict):
+    kinds: dict[str, Any] = {"figures": dict}
+    if "run" not in result:  # a stage's own, not the closing table of the run
+        kinds |= {"parameters": dict, "inputs": dict, "stage": str, "seconds": int | float}
+    for name, kind in kinds.items():
+        if not isinstance(result.get(name), kind):
             raise StoreError(f"{path}: has no {name}. Remove the file to make it again.")
     return result
 

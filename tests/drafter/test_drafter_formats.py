@@ -233,3 +233,25 @@ def test_a_config_that_is_no_object_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(InputError, match="not a JSON object"):
         load_checkpoint(tmp_path)
+
+
+def test_a_flipped_bit_of_our_weights_is_found_and_files_of_others_still_load(tmp_path):
+    drafter, path = tiny_drafter(), tmp_path / "model.safetensors"
+    save_checkpoint(tmp_path, drafter)
+    whole = path.read_bytes()
+    for at in range(len(whole) - 4001, len(whole), 400):
+        flipped = bytearray(whole)
+        flipped[at] ^= 1
+        path.write_bytes(flipped)
+        with pytest.raises(StoreError, match=r"model\.safetensors: its values are not those"):
+            load_checkpoint(tmp_path)
+    save_file(load_file_of(whole, tmp_path), path, metadata={"format": "pt"})  # as another program would
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(load_checkpoint(tmp_path).parameters(), drafter.parameters(), strict=True)
+    )
+
+
+def load_file_of(data, folder):
+    (folder / "copy.safetensors").write_bytes(data)
+    return load_file(folder / "copy.safetensors")

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import nbformat
 import plotly.graph_objects as go
+import polars as pl
 import pytest
 
 from dflash_lab.errors import InputError, StoreError
-from dflash_lab.files import write_json
+from dflash_lab.files import read_json, write_json
 from dflash_lab.workbench import lock, report, runs
 from dflash_lab.workbench.closing import closing_figures, closing_lines
 
@@ -94,6 +95,26 @@ def test_a_run_cut_short_does_not_look_whole(root):
     assert runs.overview(root)["state"].to_list() == ["unreadable", "finished"]
     runs.leave_plan(root / "one", begun)
     assert runs.overview(root)["state"].to_list() == ["finished", "finished"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("time", "2025-01-01T00:00:00+99:00"),
+        ("time", 5),
+        ("seconds", "2"),
+        ("peak_memory", []),
+        ("peak_memory", {"rss_gib": "much"}),
+        ("stage", None),
+        ("figures", 3),
+    ],
+)
+def test_a_damaged_field_of_a_result_makes_the_run_unreadable_not_the_browser(root, field, value):
+    path = root / "one" / "prepare" / "result.json"
+    write_json(path, {**read_json(path), field: value})
+    assert runs.overview(root)["state"].to_list() == ["unreadable", "finished"]
+    row = runs.stage_table(root).filter(pl.col("state") == "unreadable").row(0, named=True)
+    assert str(path) in row["message"] and "Remove the file" in row["message"]
 
 
 def test_states_are_told_apart(root):

@@ -6,6 +6,8 @@ from typing import Any
 
 import polars as pl
 
+from dflash_lab.drafter.journal import BY_SLOT
+
 STEP_SCHEMA = {
     "step": pl.Int64,
     "loss": pl.Float64,
@@ -20,7 +22,6 @@ POSITION_SCHEMA = {
     "accuracy": pl.Float64,
     "conditional": pl.Float64,
 }
-_LISTS = ("position_accuracy", "conditional_accuracy")
 
 
 def step_frame(records: list[dict[str, Any]]) -> pl.DataFrame:
@@ -32,7 +33,7 @@ def step_frame(records: list[dict[str, Any]]) -> pl.DataFrame:
 def metric_frame(records: list[dict[str, Any]]) -> pl.DataFrame:
     """One row a record of kind `train` or `heldout`; a metric that a kind lacks is null."""
     rows = [
-        {name: _number(value) for name, value in r.items() if name not in _LISTS}
+        {name: _number(value) for name, value in r.items() if name not in BY_SLOT}
         for r in records
         if r["kind"] in ("train", "heldout")
     ]
@@ -65,7 +66,7 @@ def position_frame(records: list[dict[str, Any]]) -> pl.DataFrame:
         for r in records
         if r["kind"] in ("train", "heldout")
         for slot, (accuracy, conditional) in enumerate(
-            zip(*(r[name] for name in _LISTS), strict=True), start=1
+            zip(*(r[name] for name in BY_SLOT), strict=True), start=1
         )
     ]
     return pl.DataFrame(rows, schema=POSITION_SCHEMA)
