@@ -32,6 +32,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "block-16": dict(block_size=16, gamma=7.0),
     "ce": HARD,
     "gamma-7": dict(gamma=7.0),
+    "layers-8": dict(num_layers=8),
     "taps-9": dict(tap_ids=[1, 4, 8, 11, 14, 17, 20, 24, 27]),
     "noise-0.5": dict(noise_std=0.5),
     "prompts-too": dict(samples="whole.parquet"),
