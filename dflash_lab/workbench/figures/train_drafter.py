@@ -100,6 +100,7 @@ def streaks(metrics: pl.DataFrame) -> go.Figure:
         "streak": ("streak, held out", BLUE, "solid"),
         "chained_tau": ("chained tau", RED, "solid"),
         "tree16_tau": ("tau of a tree of 16", GREEN, "solid"),
+        "tree64_tau": ("tau of a tree of 64", PURPLE, "solid"),
         "top4_streak": ("streak if one of 4 were enough", GREY, "dot"),
         "top16_streak": ("... of 16", GREY, "dash"),
     }

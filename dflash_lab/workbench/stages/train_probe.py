@@ -8,9 +8,13 @@ if TYPE_CHECKING:
     from dflash_lab.drafter.rows import Items
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
+BUDGETS = (16, 64)  # of draft trees, in nodes
+
 
 def tau_probe(params: TrainDrafterParams, store: Items, head: Any) -> Any:
-    """Chained acceptance length on the first held-out samples, as decoding would walk them."""
+    """Acceptance length on the first held-out samples, as decoding would walk them: chained, and of draft
+    trees.
+    """
     import numpy as np
 
     from dflash_lab.acceptance.offline import answer_segments, offline
@@ -21,7 +25,8 @@ def tau_probe(params: TrainDrafterParams, store: Items, head: Any) -> Any:
     def probe(drafter: Any) -> dict[str, Any]:
         if not items:
             return {}
-        report = offline(items, head, drafter, budgets=(16,), top_k=())
-        return {"chained_tau": report.tau().mean, "tree16_tau": report.tau(16).mean}
+        report = offline(items, head, drafter, budgets=BUDGETS, top_k=())
+        trees = {f"tree{budget}_tau": report.tau(budget).mean for budget in BUDGETS}
+        return {"chained_tau": report.tau().mean, **trees}
 
     return probe
