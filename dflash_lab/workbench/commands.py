@@ -15,18 +15,18 @@ COMMANDS = ("stages", "run", "runs", "report", "verify", "merge", "export", "imp
 
 def stage(options: argparse.Namespace, extra: list[str]) -> int:
     """Run one stage's notebook."""
-    from dflash_lab.workbench.launch import log_to_stderr, run_notebook
+    from dflash_lab.workbench.launch import log_to_stderr, run_notebook, stops_with_words
 
-    with log_to_stderr():
+    with log_to_stderr(), stops_with_words():
         return run_notebook(options.command, _given(options, options.run), extra)
 
 
 def run(options: argparse.Namespace, extra: list[str]) -> int:
     """Run all stages of a parameter folder."""
-    from dflash_lab.workbench.launch import log_to_stderr
+    from dflash_lab.workbench.launch import log_to_stderr, stops_with_words
     from dflash_lab.workbench.pipeline import run_all
 
-    with log_to_stderr():
+    with log_to_stderr(), stops_with_words():
         return run_all(_given(options, options.folder), extra)
 
 

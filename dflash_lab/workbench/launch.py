@@ -30,6 +30,8 @@ from dflash_lab.workbench.stage import FAILURE, RESULT
 OK, FAILED, USAGE, DEAD_KERNEL, TERMINATED = 0, 1, 2, 138, 143
 KILL_AFTER_S = 25.0  # a kernel that is still there this long after SIGTERM is killed; its finished files stay
 
+STOPPED = "stopped by SIGTERM; the same command goes on from what is finished"
+
 logger = logging.getLogger(__name__)
 
 
@@ -175,6 +177,26 @@ def _worth_a_line(record: logging.LogRecord) -> bool:
 
 
 @contextlib.contextmanager
+def stops_with_words() -> Iterator[None]:
+    """Outside a notebook's run (before, between, or while the report is written) SIGTERM ends the command at
+    once, with the words and the exit code that it has within.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: object) -> None:
+        logger.error(STOPPED)
+        raise SystemExit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
 def _pass_on_sigterm() -> Iterator[threading.Event]:
     """Pass SIGTERM on to the kernel once, and kill the kernel if it does not end in time."""
     terminated = threading.Event()
@@ -225,4 +247,4 @@ def _closing_words(params: StageParams, output: Path, code: int) -> None:
         if record.get("advice"):
             logger.error("advice: %s", record["advice"])
     if code == TERMINATED:
-        logger.error("stopped by SIGTERM; the same command goes on from what is finished")
+        logger.error(STOPPED)

@@ -22,7 +22,7 @@ import polars as pl
 import pytest
 
 from dflash_lab.files import read_json
-from dflash_lab.workbench.launch import log_to_stderr
+from dflash_lab.workbench.launch import log_to_stderr, stops_with_words
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -202,6 +202,15 @@ def test_sigterm_stops_the_stage_at_a_resumable_point(lab, tmp_path):
     assert code == 143 and time.monotonic() - sent < 30, output
     assert "stopped by SIGTERM" in output
     assert read_json(tmp_path / "runs/toy/prepare/failure.json")["state"] == "stopped"
+
+
+def test_sigterm_between_notebooks_ends_with_words_and_143(caplog):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as left, stops_with_words():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+    assert left.value.code == 143 and "stopped by SIGTERM; the same command goes on" in caplog.text
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def plain(lines: list[str]) -> str:
