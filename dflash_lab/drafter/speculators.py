@@ -107,6 +107,8 @@ def import_speculators(folder: Path | str, *, num_target_layers: int = 0) -> Dra
         raise InputError(f"{path} is missing; give the folder of a speculators checkpoint.")
     try:
         config = read_speculators_json(files.read_json(path), num_target_layers)
+    except InputError as error:
+        raise type(error)(f"{path}: {error}") from error
     except LabError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -130,7 +132,11 @@ def read_speculators_json(values: dict[str, Any], num_target_layers: int = 0) ->
     """The z-lab meaning of a speculators `config.json`."""
     if values.get("speculators_model_type") != "dflash":
         kind = values.get("speculators_model_type")
-        raise UnsupportedTarget(f"speculators_model_type is {kind!r}; only 'dflash' can be read.")
+        ours = " This is the z-lab layout, which every stage reads as it is: no import is needed."
+        raise UnsupportedTarget(
+            f"speculators_model_type is {kind!r}; only 'dflash' can be read."
+            + (ours if "dflash_config" in values else "")
+        )
     if values.get("sample_from_anchor"):
         raise UnsupportedTarget(
             "sample_from_anchor is true: its slots predict the next position, which is not DFlash."
