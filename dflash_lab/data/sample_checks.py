@@ -86,8 +86,8 @@ def _hashes(frame: pl.DataFrame) -> list[str]:
     ends = np.cumsum(frame["length"].to_numpy(), dtype=np.int64).tolist()
     found, start = [], 0
     for end in ends:
-        digest = xxhash.xxh3_128(ids[start:end])
-        digest.update(mask[start:end])
+        digest = xxhash.xxh3_128(ids[start:end].data)
+        digest.update(mask[start:end].data)
         found.append(digest.hexdigest())
         start = end
     return found
