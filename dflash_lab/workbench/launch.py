@@ -88,7 +88,8 @@ def _papermill(words: list[str]) -> int:
     except click.ClickException as error:
         logger.error("%s", error.format_message())
         return USAGE
-    except click.Abort:  # Ctrl-C
+    except (click.Abort, KeyboardInterrupt):  # Ctrl-C, which click may not be the first to see
+        logger.error("interrupted; the same command goes on from what is finished")
         return FAILED
     except SystemExit as leave:  # papermill's way to say that the kernel died
         return leave.code if isinstance(leave.code, int) else FAILED
