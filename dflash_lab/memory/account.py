@@ -30,6 +30,9 @@ STATIC_TERMS = frozenset(
     )
 )
 
+# What the allocator holds beside live tensors.
+NOT_LIVE = ("fragmentation", "recorded forward's pool")
+
 
 @dataclass(frozen=True)
 class Account:
@@ -75,8 +78,10 @@ class Account:
 
     @property
     def live(self) -> int:
-        """Bytes of live tensors: the peak without fragments."""
-        return self.peak - self.terms.get("fragmentation", 0)
+        """Bytes of live tensors: the peak without fragments and without what only a recorded graph may
+        use.
+        """
+        return self.peak - sum(self.terms.get(name, 0) for name in NOT_LIVE)
 
     def largest(self, count: int = 3) -> list[tuple[str, int]]:
         """Return the `count` largest terms, largest first."""

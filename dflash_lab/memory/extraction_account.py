@@ -117,13 +117,14 @@ def _always(shape: TargetShape, setup: ExtractionSetup, last: int, size: int, cu
 
 
 def _worst_layers(shape: TargetShape, setup: ExtractionSetup, last: int) -> list[tuple[int, int]]:
-    """Return (layer, states captured before it) of the latest layer of each kind: more is captured the
-    later it runs.
+    """Return (layer, states captured before it) of the latest layer of each kind, fused or plain: more is
+    captured the later it runs.
     """
-    worst: dict[tuple[str, bool], tuple[int, int]] = {}
+    worst: dict[tuple[str, bool, bool], tuple[int, int]] = {}
     for index in range(last + 1):
         captured = sum(tap < index for tap in setup.tap_ids)
-        worst[(shape.layer_types[index], shape.sparse[index])] = (index, captured)
+        kind = (shape.layer_types[index], shape.sparse[index], fusable(shape, setup, index))
+        worst[kind] = (index, captured)
     return list(worst.values())
 
 

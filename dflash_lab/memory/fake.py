@@ -43,6 +43,12 @@ def representative_layers(shape: TargetShape, taps: tuple[int, ...], last: int) 
     return sorted(kept | set(taps) | {last})
 
 
+def _latest_plain(shape: TargetShape, setup: ExtractionSetup, last: int) -> set[int]:
+    """Of each kind the plain layer of a fused target that runs latest, and the layer in front of it."""
+    latest = {shape.layer_types[index]: index for index in sorted(setup.plain_layers) if index <= last}
+    return {index for at in latest.values() for index in (at - 1, at) if index >= 0}
+
+
 def count_extraction(config: Any, setup: ExtractionSetup) -> tuple[Account, LiveTensors]:
     """Run one batch on fake tensors; return the account (kind ``fake``) and the tracker with its trace.
 
@@ -55,11 +61,13 @@ def count_extraction(config: Any, setup: ExtractionSetup) -> tuple[Account, Live
     last = setup.last_layer(shape.layers)
     taps = tuple(sorted({*setup.tap_ids, *((shape.layers - 1,) if setup.store_final else ())}))
     kept = representative_layers(shape, taps, last)
+    if setup.fused and setup.plain_layers:
+        kept = sorted({*kept, *_latest_plain(shape, setup, last)})
     tracker = LiveTensors()
     with FakeTensorMode(), torch.no_grad(), kernels_of(shape.model_type, setup.kernels):
         model = fake_model(config, kept, setup.dtype, head=setup.logits)
         if setup.fused:
-            fuse(model, tracker)
+            fuse(model, tracker, plain=[kept.index(layer) for layer in kept if layer in setup.plain_layers])
         ids = torch.zeros(setup.batch, setup.length, dtype=torch.long)
         with module_scopes(tracker, layer_labels(model)), tracker:
             tracker.add(model.parameters(), "target weights")

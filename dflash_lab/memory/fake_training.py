@@ -16,10 +16,11 @@ from dflash_lab.errors import InputError
 from dflash_lab.memory.account import Account
 from dflash_lab.memory.allocator import replay
 from dflash_lab.memory.fake import moment_of
+from dflash_lab.memory.loop_account import resident_target_bytes
 from dflash_lab.memory.setups import TrainingSetup
 from dflash_lab.memory.shapes import TargetShape, target_shape
 from dflash_lab.memory.tracker import LiveTensors, module_scopes
-from dflash_lab.memory.training_account import resident_target_bytes, with_chunk
+from dflash_lab.memory.training_account import with_chunk
 from dflash_lab.memory.training_kernels import RowPassKind, cuda_training_path
 
 STATIC = ("head and embedding", "drafter weights", "fp32 masters", "optimizer moments", "target weights")
@@ -42,6 +43,11 @@ def count_training(
         raise InputError(
             "An optimizer on the CPU is not run here: meta tensors cannot be copied; see predict_training."
         )
+    if setup.compiled or setup.shards > 1:
+        raise InputError(
+            "Compiled layers and sharded drafters are not run here: see predict_training, or give "
+            "compiled=False and shards=1."
+        )
     shape = target if isinstance(target, TargetShape) else target_shape(target)
     setup = with_chunk(setup, shape.vocab)
     tracker = LiveTensors(device="meta")
@@ -58,7 +64,7 @@ def count_training(
     terms = tracker.by_label()
     replayed = replay(tracker, static_labels=STATIC, start=start, expandable=setup.expandable)
     terms["fragmentation"] = max(0, replayed.needed - tracker.peak)
-    terms["target weights"] = resident_target_bytes(shape, drafter, setup)
+    terms["target weights"] = resident_target_bytes(shape, setup)
     account = Account(
         kind="fake",
         title=f"training {setup.anchors} x {setup.block_size}, {setup.context} context tokens",
@@ -66,8 +72,8 @@ def count_training(
         formulas={"fragmentation": "simulated caching allocator: needed - live at the peak"},
         moment=moment_of(tracker),
         notes=(f"Two whole steps of the real drafter ({drafter.num_layers} layers) were counted.",),
-        reserved=replayed.reserved + resident_target_bytes(shape, drafter, setup),
-        allocated=replayed.allocated + resident_target_bytes(shape, drafter, setup),
+        reserved=replayed.reserved + resident_target_bytes(shape, setup),
+        allocated=replayed.allocated + resident_target_bytes(shape, setup),
     )
     return account, tracker
 

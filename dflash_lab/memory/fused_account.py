@@ -16,6 +16,7 @@ _TILE = 128  # columns: extraction/fast/merge.py
 def fusable(shape: TargetShape, setup: ExtractionSetup, index: int) -> bool:
     """Whether layer `index` gets its fused forward in `setup`."""
     plain = shape.bias or shape.output_bias or shape.layer_types[index] == SLIDING
+    plain = plain or index in setup.plain_layers
     return setup.fused and not plain and not setup.mask and not setup.use_cache
 
 

@@ -6,6 +6,7 @@ are replaced. Two checks of a layer read weights, of which a fake one has none: 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -95,8 +96,10 @@ class _Labelled:
             return self._inner.add_to(*args)
 
 
-def fuse(model: Any, tracker: LiveTensors) -> None:
-    """Give the layers of a fake decoder their fused forward; those that have none keep their plain one."""
+def fuse(model: Any, tracker: LiveTensors, *, plain: Sequence[int] = ()) -> None:
+    """Give the layers of a fake decoder their fused forward; those that have none, and those at the places
+    `plain`, keep their plain one.
+    """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     def norm(module: Any, name: str) -> layers.Norm:
@@ -104,7 +107,9 @@ def fuse(model: Any, tracker: LiveTensors) -> None:
 
     body = getattr(model, "model", model)
     with unset_fake_temporarily(), mock.patch.object(layers, "read_norm", norm), torch.no_grad():
-        for layer in body.layers:
+        for place, layer in enumerate(body.layers):
+            if place in plain:
+                continue
             try:
                 fused: Any = layers.FusedLayer(layer, COUNTING)
             except layers.NotUnderstood:

@@ -63,6 +63,7 @@ def clear_extraction(
     store_final: bool = False,
     kernels: Kernels = "fla",
     fused: bool = False,
+    plain_layers: Sequence[int] = (),
     in_flight: int = 0,
     token_budget: int = 0,
     max_batch: int = 512,
@@ -84,6 +85,7 @@ def clear_extraction(
         store_final=store_final,
         kernels=kernels,
         fused=fused,
+        plain_layers=tuple(plain_layers),
         in_flight=in_flight,
     )
     if not token_budget:
@@ -96,6 +98,7 @@ def clear_extraction(
             store_final=store_final,
             kernels=kernels,
             fused=fused,
+            plain_layers=plain_layers,
             in_flight=in_flight,
             max_batch=max_batch,
             cuda=cuda,

@@ -120,6 +120,7 @@ def extraction_budget(
     store_final: bool = False,
     kernels: str = "fla",
     fused: bool = False,
+    plain_layers: Sequence[int] = (),
     in_flight: int = 0,
     max_batch: int = 512,
     knee_tokens: int = 0,
@@ -144,6 +145,7 @@ def extraction_budget(
             store_final=store_final,
             kernels=kernels,  # type: ignore[arg-type]
             fused=fused,
+            plain_layers=tuple(plain_layers),
             in_flight=in_flight,
         )
 

@@ -40,6 +40,7 @@ class ExtractionSetup:
     packed: bool = True  # taps are concatenated on the device into [T, K*H] before the one copy to the host
     kernels: Kernels = "fla"
     fused: bool = False  # the lab's fused layers (extraction/fast) instead of transformers' own
+    plain_layers: tuple[int, ...] = ()  # of a fused target: layers that kept transformers' own forward
     in_flight: int = 0  # batches before this one whose packed states are still being copied to the host
     expandable: bool = False  # the allocator's expandable_segments:True
 
@@ -85,9 +86,18 @@ class TrainingSetup:
     vocabulary_shards: int = 1  # the head's rows are split over this many devices
     data_parallel: int = 1
     expandable: bool = False  # the allocator's expandable_segments:True
+    compiled: bool = False  # every draft layer with its attention is one compiled graph
+    shards: int = 1  # processes that hold a share of drafter, gradients and optimizer each (FSDP)
+    gradients_kept: bool = False  # from row to row of a step, or in DDP's buckets: they are always there
+    rows_ahead: int = 0  # rows of the loop on the device beside the one in use
+    final_states: bool = False  # rows carry the target's final states though no term of the loss needs them
+    noise: bool = False  # the loop adds noise to a copy of the row's states
+    head_elsewhere: bool = False  # embedding, head and loss are on another device than the drafter
+    target_dtype: str = ""  # of a target on the same device; empty: the drafter's
+    recorded: bool = False  # that target's forward of a row is a CUDA graph
 
     def __post_init__(self) -> None:
-        for name in ("anchors", "context", "block_size", "vocabulary_shards", "data_parallel"):
+        for name in ("anchors", "context", "block_size", "vocabulary_shards", "data_parallel", "shards"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}: at least 1.")
         if self.chunk < 0:
@@ -95,7 +105,13 @@ class TrainingSetup:
         for name, known in (("loss", LOSS_PATHS), ("placement", PLACEMENTS), ("optimizer", OPTIMIZERS)):
             if getattr(self, name) not in known:
                 raise InputError(f"{name}={getattr(self, name)!r} is none of {', '.join(known)}.")
-        dtype_bytes(self.dtype)
+        for dtype in (self.dtype, self.target_dtype or self.dtype):
+            dtype_bytes(dtype)
+
+    @property
+    def live(self) -> bool:
+        """Whether the target makes the rows' states on the device that trains."""
+        return self.placement == "same device"
 
     @property
     def rows(self) -> int:

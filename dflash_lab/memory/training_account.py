@@ -3,10 +3,11 @@ hold.
 
 Moments compete: the loss (all activations saved, and logits in some form), the backward of the last layer
 (activations, and the feed-forward's gradients) and of the first (all other layers' gradients), the backward
-of the context's norm (fp32 copies of S rows), and the update (gradients, and what the optimizer needs of the
-largest matrix). N = anchors x block rows, S context tokens, H hidden, I feed-forward, V vocabulary, K taps,
-q = n_q d, kv = n_kv d, c chunk rows, s bytes an element, P parameters. Norms compute in fp32 and save that
-copy; the tests hold the sums to the count of the real modules on fake tensors.
+of the context's norm (fp32 copies of S rows), the update (gradients, and what the optimizer needs of the
+largest matrix), a live target's forward of a row, and whole copies of a sharded drafter for a checkpoint.
+N = anchors x block rows, S context tokens, H hidden, I feed-forward, V vocabulary, K taps, q = n_q d,
+kv = n_kv d, c chunk rows, s bytes an element, P parameters. Norms compute in fp32 and, where layers are not
+compiled, save that copy; the tests hold the sums to the count of the real modules on fake tensors.
 """
 
 from __future__ import annotations
@@ -16,8 +17,18 @@ from dataclasses import replace
 from typing import Any
 
 from dflash_lab.memory.account import Account, Moment, account_of
+from dflash_lab.memory.compiled_account import compiled_saved
 from dflash_lab.memory.extraction_account import OUTSIDE_TORCH, WORKSPACE, Live
-from dflash_lab.memory.optimizer_account import moments, update_temporaries
+from dflash_lab.memory.loop_account import (
+    beside_the_step,
+    gathered,
+    resident_target_bytes,
+    target_forward,
+    whole_for_a_checkpoint,
+)
+from dflash_lab.memory.loss_account import loss_terms
+from dflash_lab.memory.optimizer_account import moments as moments_of_optimizer
+from dflash_lab.memory.optimizer_account import update_temporaries
 from dflash_lab.memory.setups import TrainingSetup
 from dflash_lab.memory.shapes import TargetShape, dtype_bytes, target_shape
 
@@ -53,43 +64,82 @@ def predict_training(
 def training_account(shape: TargetShape, drafter: Any, setup: TrainingSetup, *, cuda: bool = True) -> Account:
     """Return the account of `setup` for a drafter of a target of `shape`."""
     setup = with_chunk(setup, shape.vocab, cuda=cuda)
-    always = _static(shape, drafter, setup, cuda)
-    size, rows = dtype_bytes(setup.dtype), setup.rows
-    stream = rows * drafter.hidden_size * size
-    inputs = {**always, **_inputs(drafter, setup)}
-    hidden: Live = {"block states": (2 * stream, "2 N H s: hidden states and their gradient")}
-    forward, remade = _saved(drafter, setup), _saved(drafter, setup, remade=True)
-    loss = loss_terms(shape.vocab, drafter.hidden_size, setup)
-    backward = _backward(drafter, setup, shape.vocab)
-    moments = [
-        Moment("the loss", {**inputs, **forward, **hidden, **loss}),
-        Moment("the backward of the last layer", {**inputs, **remade, **hidden, **backward}),
-    ]
     parameters, largest = drafter_parameters(drafter)
-    behind = (parameters - len(drafter.tap_ids) * drafter.hidden_size**2) * (drafter.num_layers - 1)
-    first: Live = {"gradients": (behind // drafter.num_layers * size, "s x parameters of the layers behind")}
-    alone = _saved(drafter, setup, remade=True, layers=1)
-    inside = _backward(drafter, setup, shape.vocab)
+    size, hidden_size = dtype_bytes(setup.dtype), drafter.hidden_size
+    always = {**_static(shape, drafter, setup, cuda), **beside_the_step(shape, drafter, setup, cuda=cuda)}
+    if setup.gradients_kept:
+        always["gradients"] = (parameters * size, "P s: kept from row to row, or as DDP's buckets")
+    inputs = {**always, **_inputs(drafter, setup)}
+    stream = setup.rows * hidden_size * size
+    loss_hidden: Live = {"block states": (2 * stream, "2 N H s: hidden states and their gradient")}
+    hidden = loss_hidden
+    if setup.compiled:  # the last norm keeps its input, and by the layers' backward only a gradient is left
+        loss_hidden = {
+            "block states": (3 * stream, "3 N H s: hidden states, their gradient, the norm's input")
+        }
+        hidden = {"block states": (stream, "N H s: the gradient that comes in")}
+    saved = compiled_saved if setup.compiled else _saved
+    loss = {} if setup.head_elsewhere else loss_terms(shape.vocab, hidden_size, setup)
+    before = gathered(drafter, setup, parameters, backward=False)
+    inside = {**_backward(drafter, setup, shape.vocab), **gathered(drafter, setup, parameters, backward=True)}
+    moments = [
+        Moment("the loss", {**inputs, **saved(drafter, setup), **loss_hidden, **loss, **before}),
+        Moment(
+            "the backward of the last layer",
+            {**inputs, **saved(drafter, setup, remade=True), **hidden, **inside},
+        ),
+    ]
     inside.pop("logits", None)
+    layers = parameters - len(drafter.tap_ids) * hidden_size**2
+    behind = layers * (drafter.num_layers - 1) // drafter.num_layers
+    alone = saved(drafter, setup, remade=True, layers=1)
+    first = _gradients(setup, behind, "s x parameters of the layers behind")
     moments.append(
         Moment("the backward of the first layer", {**inputs, **alone, **hidden, **inside, **first})
     )
-    context, hidden_size = setup.context, drafter.hidden_size
-    layers = parameters - len(drafter.tap_ids) * hidden_size**2
-    copies = 6 * context * hidden_size * 4
+    copies = 6 * setup.context * hidden_size * 4
     entry: Live = {
-        "gradients": (layers * size, "s x parameters of all layers"),
+        **_gradients(setup, layers, "s x parameters of all layers"),
+        **before,
         "fc output and its norm": (copies, "6 S H 4: the norm's input and its gradient's fp32 copies"),
     }
     moments.append(Moment("the backward of the context's norm", {**inputs, **entry}))
     update: Live = {
-        "gradients": (parameters * size, "P s"),
-        "update temporaries": update_temporaries(drafter, setup.optimizer, largest),
+        **_gradients(setup, parameters, "P s"),
+        "update temporaries": update_temporaries(drafter, setup.optimizer, _share(largest, setup)),
     }
     moments.append(Moment("the update", {**inputs, **update}))
+    if setup.live:
+        forward = target_forward(shape, drafter, setup, cuda=cuda)
+        held = {name: part for name, part in always.items() if name != "recorded forward's pool"}
+        moments.append(
+            Moment("the target's forward of a row", {**held, **_inputs(drafter, setup), **forward})
+        )
+    if setup.shards > 1:
+        state = moments_of_optimizer(drafter, setup.optimizer, parameters)[0] + _masters(setup, parameters)
+        whole = whole_for_a_checkpoint(parameters, setup, state)
+        moments.append(Moment("a checkpoint", {**always, **whole}))
     title = f"training {setup.anchors} x {setup.block_size}, {setup.context} context tokens"
     account = account_of("analytic", title, moments, _notes(shape, setup))
     return account.fragmented(FRAGMENTS[setup.expandable]) if cuda else account
+
+
+def _share(size: int, setup: TrainingSetup) -> int:
+    """A process's part of what is split over `shards`."""
+    return -(-size // setup.shards)
+
+
+def _gradients(setup: TrainingSetup, parameters: int, formula: str) -> Live:
+    """Gradients of `parameters`, unless all are there in any case; sharded as soon as a layer has its own."""
+    if setup.gradients_kept:
+        return {}
+    size = _share(parameters * dtype_bytes(setup.dtype), setup)
+    return {"gradients": (size, formula + (" / n" if setup.shards > 1 else ""))}
+
+
+def _masters(setup: TrainingSetup, parameters: int) -> int:
+    here = setup.masters and dtype_bytes(setup.dtype) < 4 and setup.optimizer != "cpu-offload"
+    return 4 * parameters if here else 0
 
 
 def with_chunk(setup: TrainingSetup, vocab: int, *, cuda: bool = True) -> TrainingSetup:
@@ -135,71 +185,19 @@ def drafter_parameters(drafter: Any) -> tuple[int, int]:
     return total, largest
 
 
-def resident_target_bytes(shape: TargetShape, drafter: Any, setup: TrainingSetup) -> int:
-    """Return the bytes of target layers that lie on the training device beside head and embedding."""
-    if setup.placement != "same device":
-        return 0
-    last = shape.layers - 1 if setup.soft_targets else max(drafter.tap_ids)
-    return sum(shape.layer_parameters(index) for index in range(last + 1)) * dtype_bytes(setup.dtype)
-
-
-def loss_terms(vocab: int, hidden: int, setup: TrainingSetup) -> Live:
-    """Return what the head and the loss hold at their worst.
-
-    A side (drafter, and the target with soft targets) costs N V s for its logits and N V 4 for what its
-    softmax saves; the gradient is N V 4. A loop over chunks, or chunks put back together, changes when
-    these are made and not what is kept for the backward; only recomputing (checkpoint) or finishing the
-    gradient inside the chunk (fused) does.
-    """
-    size, sides = dtype_bytes(setup.dtype), 1 + setup.soft_targets
-    vocab = -(-vocab // setup.vocabulary_shards)
-    here = sides - (1 if setup.soft_targets and setup.target_logits_elsewhere else 0)
-    whole = setup.rows * vocab
-    drafted = setup.block_size - 1  # slot 0 takes no part; a chunk holds whole blocks
-    chunk = min(max(1, setup.chunk // drafted), setup.anchors) * drafted * vocab
-    if setup.loss in ("naive", "concat"):
-        return {
-            "logits": (here * whole * size, f"{here} sides x N V s"),
-            "softmax and its gradient": (whole * 4 * (sides + 1), f"N V 4 x ({sides} sides + gradient)"),
-        }
-    if setup.loss == "loop":
-        return {
-            "logits": (sides * whole * size, f"{sides} sides x N V s: kept by autograd for every chunk"),
-            "softmax and its gradient": (
-                whole * size + chunk * 4 * (sides + 1),
-                "N V s kept + c V 4 x (sides + gradient)",
-            ),
-        }
-    if setup.loss == "checkpoint":
-        work = chunk * ((size + 4) * sides + 4)
-        return {
-            "logits of one chunk": (chunk * size * here, "c V s a side"),
-            "softmax and its gradient": (work - chunk * size * sides, "c V 4 x (sides + gradient)"),
-            "loss inputs": (setup.rows * hidden * size, "N H s: all that checkpointing the head keeps"),
-        }
-    return {
-        "logits of one chunk": (chunk * 4 * sides, f"{sides} sides x c V 4 (fp32)"),
-        "softmax and its gradient": (chunk * size, "c V s: the logit gradient"),
-        "loss inputs": (
-            chunk // vocab * hidden * (size + 8),
-            "c H (s + 8): one chunk's states and their gradient",
-        ),
-    }
-
-
 def _static(shape: TargetShape, drafter: Any, setup: TrainingSetup, cuda: bool) -> Live:
     size = dtype_bytes(setup.dtype)
     parameters, _ = drafter_parameters(drafter)
     matrix = shape.vocab * shape.hidden * size
     ends = matrix // setup.vocabulary_shards + (0 if shape.tied else matrix)
-    here = setup.masters and size < 4 and setup.optimizer != "cpu-offload"
-    masters = 4 * parameters if here else 0
+    kept, formula = moments_of_optimizer(drafter, setup.optimizer, parameters)
+    each = f" / {setup.shards} processes" if setup.shards > 1 else ""
     live: Live = {
-        "drafter weights": (parameters * size, f"P s, P = {parameters / 1e9:.3f}e9"),
-        "fp32 masters": (masters, "4 P"),
-        "optimizer moments": moments(drafter, setup.optimizer, parameters),
-        "head and embedding": (ends, "V H s each (once if tied)"),
-        "target weights": (resident_target_bytes(shape, drafter, setup), "target layers on this device"),
+        "drafter weights": (_share(parameters * size, setup), f"P s{each}, P = {parameters / 1e9:.3f}e9"),
+        "fp32 masters": (_share(_masters(setup, parameters), setup), f"4 P{each}"),
+        "optimizer moments": (_share(kept, setup), formula + each),
+        "head and embedding": (0 if setup.head_elsewhere else ends, "V H s each (once if tied)"),
+        "target weights": (resident_target_bytes(shape, setup), "target layers on this device"),
     }
     if cuda:
         live["workspace"] = (
@@ -213,7 +211,8 @@ def _static(shape: TargetShape, drafter: Any, setup: TrainingSetup, cuda: bool) 
 def _inputs(drafter: Any, setup: TrainingSetup) -> Live:
     size, hidden = dtype_bytes(setup.dtype), drafter.hidden_size
     taps = setup.context * len(drafter.tap_ids) * hidden * size
-    final = setup.context * hidden * size if setup.soft_targets else 0
+    carried = setup.soft_targets or setup.final_states or setup.live
+    final = setup.context * hidden * size if carried else 0
     return {
         "captured states": (taps, "S K H s: the fc inputs"),
         "target final states": (final, "S H s"),
@@ -262,8 +261,9 @@ def _backward(drafter: Any, setup: TrainingSetup, vocab: int) -> Live:
         2 * setup.rows * drafter.intermediate_size * size
         + drafter.hidden_size * drafter.intermediate_size * size
     )
+    # Compiled: the gradients of gate, up and their product, beside what is kept less the product itself.
     live: Live = {"gradients inside the backward": (inside, "2 N I s + H I s: the last layer's feed-forward")}
-    if setup.loss in ("naive", "loop", "concat"):
+    if setup.loss in ("naive", "loop", "concat") and not setup.head_elsewhere:
         kept = loss_terms(vocab, drafter.hidden_size, replace(setup, target_logits_elsewhere=False))["logits"]
         live["logits"] = kept
     return live

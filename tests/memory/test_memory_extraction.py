@@ -185,3 +185,19 @@ def test_setups_that_make_no_sense_are_refused(config_27b):
         predict_extraction(config_27b, batch=1, length=8, tap_ids=(64,))
     with pytest.raises(InputError, match="batch=0"):
         predict_extraction(config_27b, batch=0, length=8, tap_ids=(1,))
+
+
+@pytest.mark.parametrize("plain", [(0, 4), (61,), (1, 60)])
+def test_layers_fused_in_part_lie_between_all_and_none(config_27b, plain):
+    """A few layers that kept the plain forward cost what the worst of them takes, not what all would."""
+    shape = target_shape(config_27b)
+    fused = ExtractionSetup(batch=8, length=335, tap_ids=TAPS_27B, fused=True)
+    part = replace(fused, plain_layers=plain)
+    none, some, every = (
+        extraction_account(shape, setup, cuda=False).live
+        for setup in (fused, part, replace(fused, fused=False))
+    )
+    assert none <= some <= every
+    assert (some == every) == (plain in ((61,), (1, 60)))  # late plain delta nets hold what all plain ones do
+    counted, _ = count_extraction(config_27b, part)
+    assert some == pytest.approx(counted.live, rel=0.01)
