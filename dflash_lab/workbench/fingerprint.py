@@ -7,13 +7,14 @@ checksums of the large. Times are left out, so that a copied run folder is still
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import xxhash
 
-from dflash_lab.file_errors import naming
+from dflash_lab.file_errors import FileError, naming
 from dflash_lab.files import checksum
 
 _SMALL = 4 << 20  # bytes; files of a folder up to this size are read
@@ -33,10 +34,14 @@ def fingerprints(paths: Iterable[Path], run: Path) -> dict[str, str]:
 
 
 def fingerprint(path: Path) -> str:
-    """Return the xxh3-128 of a file's content, or of a folder's names, sizes and small files."""
+    """Return the xxh3-128 of a file's content, or of a folder's names, sizes and small files; `FileError` for
+    what is neither.
+    """
     with naming(path):  # also asking whether it is there can fail: a name too long, a dead network mount
         if path.is_dir():
             return _folder(path)
+        if path.exists() and not path.is_file():  # a device or a pipe, which may never end
+            raise FileError(errno.EINVAL, path)
         return _file(path) if path.exists() else "absent"
 
 

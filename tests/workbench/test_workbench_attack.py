@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash_lab.errors import InputError, LabError
+from dflash_lab.file_errors import FileError
 from dflash_lab.workbench.params import field_types, from_mapping
 from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.stage import execute
@@ -156,10 +157,14 @@ def test_a_stage_runs_or_says_what_is_wrong(stage, data, ready, tmp_path_factory
         ("train_drafter", {"attention": "flex"}, r"attention.*CUDA"),
         ("train_drafter", {"time_limit_s": 1e-9}, r"time_limit_s.*at least 1"),
         ("prepare", {"limit": 2**63}, r"limit.*at most"),
+        ("train_drafter", {"drafter": "/dev/null"}, r"/dev/null: a file stands where a folder is needed"),
+        ("prepare", {"input": "/dev/zero"}, r"/dev/zero: .*nothing that can be read.*Give a plain file"),
+        ("train_drafter", {"store": "/dev/zero"}, r"/dev/zero: .*nothing that can be read"),
+        ("acceptance", {"samples": "/dev/zero"}, r"/dev/zero: .*nothing that can be read"),
         ("prepare", {"max_record_mib": 2**40}, r"max_record_mib.*between 1 and"),
     ],
 )
 def test_what_a_hunt_once_found(stage, values, words, ready, tmp_path):
     (tmp_path / "store").symlink_to(Path(ready[stage]["run_dir"]) / "store")
-    with pytest.raises(InputError, match=words):
+    with pytest.raises((InputError, FileError), match=words):
         execute(params_class(stage)(**{**ready[stage], "run_dir": str(tmp_path), **values}))

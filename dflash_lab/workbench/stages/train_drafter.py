@@ -237,6 +237,7 @@ def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> Train
 
     check_placement(params)
     train_setup.open_bare(params)  # what is wrong with it is told before targets load and processes start
+    files.make_folder(params.drafter_path)
     if params.targets:
         report = train_pipeline(params, progress)
     elif params.processes > 1:
