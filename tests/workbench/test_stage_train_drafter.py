@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ import pytest
 
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.checkpoint import load_checkpoint, read_config
-from dflash_lab.drafter.journal import Reader
+from dflash_lab.drafter.journal import Journal, Reader
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.workbench.figures import train_drafter as figures
 from dflash_lab.workbench.stage import execute
@@ -219,6 +221,32 @@ def test_monitor_reads_a_run_and_says_where_it_is(result, run_dir):
     box.children[0].children[0].value = "streaks"
     assert box.children[2].children[0].layout.title.text == "Tokens a round"
     assert widgets.mask_explorer(result).children
+
+
+def test_the_monitor_follows_a_run_while_it_is_written_and_ends_when_closed(tmp_path):
+    def followers():
+        return [thread for thread in threading.enumerate() if thread.name == "training-monitor"]
+
+    def until(holds):
+        deadline = time.monotonic() + 30
+        while not holds() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert holds()
+
+    journal = Journal(tmp_path, -1)
+    box = widgets.monitor(tmp_path, every_s=0.02)
+    line, follow = box.children[1], box.children[0].children[2]
+    follow.value = True
+    for step in range(1, 4):
+        journal.write("step", step, loss=2.0, grad_norm=1.0, lr=1e-3, skipped=None)
+        journal.flush()
+        until(lambda step=step: line.value.startswith(f"step {step}:"))
+        box.children[0].children[0].value = widgets.VIEWS[step]  # a click while the thread reads
+    follow.value, follow.value = False, True
+    until(lambda: len(followers()) == 1)
+    box.close()
+    until(lambda: not followers())
+    journal.close()
 
 
 def test_the_predicted_end_is_the_pace_of_the_last_records_times_what_is_left():

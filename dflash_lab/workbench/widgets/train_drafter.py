@@ -77,14 +77,16 @@ def monitor(run: Path | str, *, every_s: float = 5.0) -> ipywidgets.Widget:
     line = widgets.Label()
     figure, line.value = snapshot(journal, view.value)
     holder = widgets.VBox([live(figure)])
-    stop = threading.Event()
+    stops = [threading.Event()]  # the last one is of the thread that follows
+    one_at_a_time = threading.Lock()  # a click may come while the thread reads
 
     def update(*_: Any) -> None:
-        drawn, line.value = snapshot(journal, view.value)
-        holder.children[0].close()
-        holder.children = [live(drawn)]
+        with one_at_a_time:
+            drawn, line.value = snapshot(journal, view.value)
+            holder.children[0].close()
+            holder.children = [live(drawn)]
 
-    def work() -> None:
+    def work(stop: threading.Event) -> None:
         while not stop.wait(every_s):
             try:
                 update()
@@ -93,16 +95,16 @@ def monitor(run: Path | str, *, every_s: float = 5.0) -> ipywidgets.Widget:
                 return
 
     def switch(change: dict[str, Any]) -> None:
-        stop.set()
+        stops[-1].set()
         if change["new"]:
-            stop.clear()
-            threading.Thread(target=work, name="training-monitor", daemon=True).start()
+            stops.append(threading.Event())
+            threading.Thread(target=work, args=stops[-1:], name="training-monitor", daemon=True).start()
 
     view.observe(update, "value")
     refresh.on_click(update)
     follow.observe(switch, "value")
     box = widgets.VBox([widgets.HBox([view, refresh, follow]), line, holder])
-    box.stop = stop
+    box.observe(lambda change: stops[-1].set(), "comm")  # closed
     return box
 
 
