@@ -125,6 +125,28 @@ def append_line(path: Path | str, value: Any) -> None:
             raise
 
 
+def sealed(value: dict[str, Any]) -> dict[str, Any]:
+    """Return `value` with a checksum of its own, for a line whose damage must show by itself."""
+    return {**value, "check": _check(value)}
+
+
+def unsealed(line: bytes) -> dict[str, Any] | None:
+    """Return the value that `sealed` closed, from its line; None when the line is no longer that.
+
+    A line without a checksum is one of an earlier version, and is taken as it is.
+    """
+    try:
+        value = json.loads(line)
+        check = value.pop("check", None)
+    except (ValueError, RecursionError, AttributeError, TypeError):
+        return None
+    return value if check is None or check == _check(value) else None
+
+
+def _check(value: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
+
+
 def checksum(path: Path | str) -> str:
     """Return the xxh3-128 of a file's bytes as hex."""
     digest = xxhash.xxh3_128()

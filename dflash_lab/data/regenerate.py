@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,9 @@ import xxhash
 from dflash_lab import files
 from dflash_lab.data.conversations import Conversation, Message
 from dflash_lab.data.problems import BadRecord, Problem
+from dflash_lab.file_errors import naming
 
+_KEY = re.compile("[0-9a-f]{32}")
 log = logging.getLogger(__name__)
 
 
@@ -63,17 +66,24 @@ class AnswerFile:
             self._index()
 
     def _index(self) -> None:
-        """Find the lines; a last line torn by a crash is cut off, since what follows would be appended to
-        it."""
-        with open(self.path, "rb+") as file:
-            offset = 0
+        """Find the lines. A last one torn by a crash is cut off, since what follows would be appended to it;
+        a damaged one is left where it is, and its answer generated again.
+        """
+        offset = damaged = 0
+        with naming(self.path), open(self.path, "rb+") as file:
             for line in file:
                 if not line.endswith(b"\n"):
                     log.warning("%s: the last line was torn and is dropped", self.path)
                     file.truncate(offset)
                     break
-                self._offsets[bytes.fromhex(json.loads(line)["key"])] = offset
+                key = str((files.unsealed(line) or {}).get("key"))
+                if _KEY.fullmatch(key):
+                    self._offsets[bytes.fromhex(key)] = offset
+                else:
+                    damaged += 1
                 offset += len(line)
+        if damaged:
+            log.warning("%s: %d damaged lines, whose answers are generated again", self.path, damaged)
 
     def key(self, prompt: list[int]) -> bytes:
         """Return the key of a prompt under these settings, 16 bytes."""
@@ -91,7 +101,7 @@ class AnswerFile:
     def put(self, key: bytes, answer: list[int]) -> None:
         """Append an answer."""
         offset = self.path.stat().st_size if self.path.exists() else 0
-        files.append_line(self.path, {"key": key.hex(), "answer": answer})
+        files.append_line(self.path, files.sealed({"key": key.hex(), "answer": answer}))
         self._offsets[key] = offset
 
 

@@ -6,10 +6,12 @@ Prompts and answers are appended to files as they come, so that a stopped `prepa
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_lab import files
+from dflash_lab.file_errors import naming
 from dflash_lab.workbench.progress import ProgressCallback
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from dflash_lab.data.regenerate import Speaker
     from dflash_lab.target.model import Target
 
+logger = logging.getLogger(__name__)
 _EXTRA_ROUNDS = 8  # of drawing prompts again where the target repeated itself
 
 
@@ -112,19 +115,26 @@ def own_prompts(
             stored[number] = self_prompts(
                 target, batch, seed=seed * 100_003 + number, max_new_tokens=max_new_tokens, batch=batch
             )
-            files.append_line(path, {"settings": settings, "round": number, "texts": stored[number]})
+            record = {"settings": settings, "round": number, "texts": stored[number]}
+            files.append_line(path, files.sealed(record))
         found.update(dict.fromkeys(stored[number]))
         report("prompts", min(len(found), count), count)
     return list(found)[:count]
 
 
 def _stored_rounds(path: Path, settings: str) -> dict[int, list[str]]:
-    """Read finished rounds; what follows the last whole line was torn by a crash and is cut off."""
+    """Read finished rounds; what follows the last whole line was torn by a crash and is cut off, and a
+    damaged line is a round to be drawn again.
+    """
     if not path.exists():
         return {}
-    data = path.read_bytes()
+    with naming(path):
+        data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     if whole != data:
         files.write_bytes(path, whole)
-    rounds = [json.loads(line) for line in whole.splitlines()]
-    return {one["round"]: one["texts"] for one in rounds if one["settings"] == settings}
+    rounds = [files.unsealed(line) or {} for line in whole.split(b"\n")[:-1]]
+    sound = [one for one in rounds if {"settings", "round", "texts"} <= one.keys()]
+    if damaged := len(rounds) - len(sound):
+        logger.warning("%s: %d damaged lines, whose prompts are written again", path, damaged)
+    return {one["round"]: one["texts"] for one in sound if one["settings"] == settings}

@@ -4,6 +4,7 @@ refusals."""
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -114,6 +115,31 @@ def test_what_cannot_be_answered_is_named(tmp_path):
     found, problems, _ = run(given_, Machine(), tmp_path / "a.jsonl", max_prompt=10)
     assert [one.id for one in found] == ["f:1"]
     assert sorted((p.line, p.kind) for p in problems) == [(2, "template"), (3, "tools"), (4, "too long")]
+
+
+def test_a_damaged_answer_is_made_again_and_only_that(tmp_path):
+    path, chooser = tmp_path / "a.jsonl", random.Random(3)
+    chats = [conversation(n, "q" * n, "a") for n in range(1, 9)]
+    wanted, _, _ = run(chats, Machine(), path)
+    whole = path.read_bytes()
+    for _ in range(60):
+        data, at = bytearray(whole), chooser.randrange(len(whole))
+        data[at] ^= 1 << chooser.randrange(8)
+        path.write_bytes(data)
+        machine = Machine()
+        found, problems, answers = run(chats, machine, path)
+        assert found == wanted and not problems
+        again = sum(map(len, machine.batches))
+        assert again <= 2 and answers.reused == len(chats) - again, "a newline holds two lines together"
+    path.write_bytes(b"".join(line + b"\n" for line in old_lines(whole)))
+    machine = Machine()
+    assert run(chats, machine, path)[0] == wanted and not machine.batches, "answers of earlier versions stay"
+
+
+def old_lines(data):
+    """The lines as they were before they had checksums."""
+    for line in data.splitlines():
+        yield json.dumps({k: v for k, v in json.loads(line).items() if k != "check"}).encode()
 
 
 @settings(max_examples=40, deadline=None)

@@ -174,6 +174,11 @@ def test_the_target_writes_prompts_too(made):
         file.write(b'{"torn')
     assert run_prepare(params).figures["tokens"] == result.figures["tokens"]
     assert (params.folder / "self_prompts.jsonl").read_bytes() == before
+    for at in (0, len(before) // 2, len(before) - 3):
+        damaged = bytearray(before)
+        damaged[at] ^= 4
+        (params.folder / "self_prompts.jsonl").write_bytes(damaged)
+        assert run_prepare(params).figures["tokens"] == result.figures["tokens"]
 
 
 def test_nothing_stored_is_an_error_that_says_why_and_keeps_the_old_samples(made, tmp_path):
