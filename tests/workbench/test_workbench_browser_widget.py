@@ -70,6 +70,15 @@ def test_names_are_escaped_everywhere(root):
     assert figure.data[0].name == "&lt;i&gt;gamma"
 
 
+def test_a_damaged_curve_is_named_in_the_widget(root):
+    (root / "beta" / "train_drafter" / "steps.parquet").write_bytes(b"PAR1 cut")
+    _, chosen, message, figure, *_ = parts(browser(root))
+    chosen.value = ("alpha", "beta")
+    assert "beta/train_drafter/steps.parquet: cannot be read" in message.value
+    chosen.value = ("alpha",)
+    assert [trace.name for trace in figure.data] == ["alpha"]
+
+
 def test_reading_again_sees_new_runs(root):
     (_, _, _, refresh), chosen, *_ = parts(browser(root))
     write_json(root / "delta" / "prepare" / "failure.json", {"state": "failed"})

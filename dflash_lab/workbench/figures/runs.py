@@ -8,6 +8,7 @@ from pathlib import Path
 import plotly.graph_objects as go
 import polars as pl
 
+from dflash_lab.file_errors import reading
 from dflash_lab.workbench.figures.style import PALETTE, escape, thin
 
 DASHES = ("solid", "dash", "dot", "dashdot")
@@ -28,7 +29,8 @@ def curve(run: Path, name: str) -> pl.DataFrame:
     empty = pl.DataFrame(schema={"step": pl.Int64, "value": pl.Float64})
     if not path.exists():
         return empty
-    frame = pl.read_parquet(path)
+    with reading(path, "Remove result.json beside it and run the stage again: it keeps what it has."):
+        frame = pl.read_parquet(path)
     if name not in frame.columns:
         return empty
     if "kind" in frame.columns:

@@ -54,7 +54,11 @@ def browser(root: Path | str = "runs") -> ipywidgets.Widget:
         )
 
     def compare(*_: Any) -> None:
-        frames = {name: figures.curve(root / name, metric.value) for name in chosen.value}
+        try:
+            frames = {name: figures.curve(root / name, metric.value) for name in chosen.value}
+        except LabError as error:
+            message.value = f"<b>{html.escape(str(error))}</b>"
+            return
         fresh = figures.curves(frames, metric.value)
         with figure.batch_update():
             figure.data = []
