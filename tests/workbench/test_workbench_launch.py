@@ -163,8 +163,8 @@ def test_plain_papermill_is_headless_too(lab, tmp_path):
     code, output = finish(lab(*words, module="papermill"))
     assert code == 0, output
     assert "interactive False" in (tmp_path / "runs/out.ipynb").read_text()
-    quiet = (Path(sys.prefix) / "etc" / "ipython" / "ipython_kernel_config.json").exists()  # as make leaves it
-    assert ("without encryption" in output) != quiet
+    settings = Path(sys.prefix) / "etc" / "ipython" / "ipython_kernel_config.json"  # `make install` makes it
+    assert ("without encryption" in output) != settings.exists()
 
 
 def test_plain_papermill_with_a_mistyped_name_stops_with_the_near_match(lab, tmp_path):
