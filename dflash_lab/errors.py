@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 
 class LabError(Exception):
@@ -30,6 +31,12 @@ def chain(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(link))
         yield link
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def carried(error: BaseException, name: str, kind: type = object) -> Any:
+    """Return the first `name` of `kind` that the error, or what caused it, carries; None if none does."""
+    found = (getattr(link, name, None) for link in chain(error))
+    return next((value for value in found if value and isinstance(value, kind)), None)
 
 
 def near(name: str, known: Iterable[str]) -> str:

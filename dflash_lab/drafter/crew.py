@@ -14,7 +14,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_lab import files
-from dflash_lab.errors import LabError
+from dflash_lab.errors import LabError, carried
 
 POLL_S = 0.5
 BLAME_S = 3.0  # for other processes to fail too, so that the first fault can be told from its echoes
@@ -30,7 +30,19 @@ KILL_S = 5.0  # between asking a process to end and ending it
 
 
 class WorkerFailed(LabError, RuntimeError):
-    """A process of a run failed; the message holds its own traceback or the end of its own output."""
+    """A process of a run failed; the message holds its own traceback or the end of its own output, `advice`
+    and `details` what its own error carried.
+    """
+
+    def __init__(self, message: str, told: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.advice: str = (told or {}).get("advice") or ""
+        self.details: dict[str, Any] = (told or {}).get("details") or {}
+
+
+def words_of(error: BaseException) -> dict[str, Any]:
+    """Return what a process hands on of its error: `advice` and `details`."""
+    return {"advice": carried(error, "advice"), "details": carried(error, "details", dict)}
 
 
 class PeerGone(LabError, RuntimeError):
@@ -141,24 +153,26 @@ def _watch(
 
 def _blame(processes: dict[str, BaseProcess], folder: Path) -> None:
     """`WorkerFailed` for the process whose fault it was, if any ended badly."""
-    causes: list[tuple[float, str]] = []
-    echoes: list[tuple[float, str]] = []
+    causes: list[tuple[float, str, str]] = []  # when, what is said, and whose it is
+    echoes: list[tuple[float, str, str]] = []
     for name, process in processes.items():
         code = process.exitcode
         if not code:
             continue
         if _error(folder, name).exists():
             told = files.read_json(_error(folder, name))
-            entry = (told["time"], f"{name} failed:\n{told['traceback']}")
+            entry = (told["time"], f"{name} failed:\n{told['traceback']}", name)
             (echoes if told["echo"] else causes).append(entry)
         else:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
             words = _tail(folder / f"{name}.log")
             causes.append(
-                (0.0, f"{name} {how}.{f' The end of its output:{chr(10)}{words}' if words else ''}")
+                (0.0, f"{name} {how}.{f' The end of its output:{chr(10)}{words}' if words else ''}", name)
             )
     if causes or echoes:
-        raise WorkerFailed(min(causes or echoes)[1])
+        _, words, name = min(causes or echoes)
+        told = _error(folder, name)
+        raise WorkerFailed(words, files.read_json(told) if told.exists() else None)
 
 
 def _join(processes: Any, seconds: float) -> None:
@@ -192,7 +206,7 @@ def _child(job: Job, folder: Path, threads: int) -> None:
         result = job.work(*job.arguments)
     except BaseException as error:
         told = {"time": time.time(), "echo": isinstance(error, PeerGone), "traceback": traceback.format_exc()}
-        files.write_json(_error(folder, job.name), told)
+        files.write_json(_error(folder, job.name), told | words_of(error))
         raise
     files.write_json(_result(folder, job.name), result)
 

@@ -3,15 +3,15 @@ have fitted.
 
 Two sources. The message of the exception has the request and the device's state. A memory snapshot
 (`torch.cuda.memory._snapshot()`, as JSON or as Python values) has every live block; it has to be taken
-while the failing frames still exist, which `on_failure` arranges: after the `except` block the culprits are
-gone.
+while the failing frames still exist, which `snapshot.on_failure` arranges: after the `except` block the
+culprits are gone. Where no frames were recorded, blocks of one size are read as a tensor's shape.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,19 @@ _ELEMENT_BYTES = {2: "bfloat16 or float16", 4: "float32"}
 
 @dataclass(frozen=True)
 class Holder:
-    """Live memory by where it was made: bytes, how many blocks, the innermost line outside torch."""
+    """Live memory by where it was made: bytes, how many blocks, the innermost line outside torch; without
+    recorded frames, by the size of its blocks and the tensor they most likely are.
+    """
 
     size: int
     blocks: int
     where: str
+    known: bool = True  # whether frames were recorded
+
+    @property
+    def made(self) -> str:
+        """How a sentence about the blocks goes on."""
+        return f" by {self.where}" if self.known else f", {self.where}"
 
 
 @dataclass(frozen=True)
@@ -74,9 +82,7 @@ class Crash:
                 "set PYTORCH_ALLOC_CONF=expandable_segments:True before CUDA starts"
             )
         if self.holders:
-            held = "; ".join(
-                f"{h.size / GIB:.2f} GiB in {h.blocks} blocks by {h.where}" for h in self.holders[:3]
-            )
+            held = "; ".join(f"{h.size / GIB:.2f} GiB in {h.blocks} blocks{h.made}" for h in self.holders[:3])
             lines.append(f"most of what was live: {held}")
         text = ". ".join(line[0].upper() + line[1:] for line in lines) + "."
         return " ".join((text, *self.advice))
@@ -110,13 +116,13 @@ def explain_crash(
     if not requested:
         raise InputError(
             "No request found: give the text of the exception ('... Tried to allocate 2.00 GiB ...') or a "
-            "snapshot taken when it was raised (dflash_lab.memory.crash.on_failure)."
+            "snapshot taken when it was raised (dflash_lab.memory.snapshot.on_failure)."
         )
     parts = {name: _read(pattern, text) for name, pattern in _PARTS.items()}
     return Crash(
         requested=requested,
         parts={name: size for name, size in parts.items() if size},
-        holders=tuple(_holders(data)),
+        holders=tuple(_holders(data, dimensions or {})),
         shapes=tuple(read_shapes(requested, dimensions or {})),
         advice=tuple(advice),
     )
@@ -142,24 +148,6 @@ def read_shapes(size: int, dimensions: Mapping[str, int]) -> list[str]:
 
     extend(0, 1, ())
     return [text for _, _, text in sorted(found)]
-
-
-def on_failure(write: Callable[[Mapping[str, Any]], None], *, max_entries: int = 100_000) -> None:
-    """Hand a snapshot to `write` at the moment an allocation fails, before the stack unwinds. Needs CUDA.
-
-    Recording costs time and memory: switch it on to find a crash, not for a long run.
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        raise InputError("Snapshots are taken by the CUDA allocator; there is no CUDA device here.")
-    torch.cuda.memory._record_memory_history(max_entries=max_entries)
-
-    def observe(device: int, size: int, total: int, free: int) -> None:
-        write({**torch.cuda.memory._snapshot(), "refused": {"size": size, "total": total, "free": free}})
-
-    attach = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]
-    attach(observe)
 
 
 def _load(snapshot: Path | str | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -190,23 +178,35 @@ def _read(pattern: re.Pattern[str], text: str) -> int:
     return round(float(match.group(1)) * _UNITS[match.group(2)]) if match else 0
 
 
-def _holders(data: Mapping[str, Any]) -> list[Holder]:
-    sums: dict[str, tuple[int, int]] = {}
+def _holders(data: Mapping[str, Any], dimensions: Mapping[str, int]) -> list[Holder]:
+    sums: dict[str | int, tuple[int, int]] = {}
     for segment in data.get("segments", ()):
         for block in segment.get("blocks", ()):
             if block.get("state") != "active_allocated":
                 continue
-            where = _where(block.get("frames") or ())
-            size, count = sums.get(where, (0, 0))
-            sums[where] = (size + int(block.get("size", 0)), count + 1)
-    holders = [Holder(size, count, where) for where, (size, count) in sums.items()]
-    return sorted(holders, key=lambda holder: -holder.size)
+            bytes_, count = int(block.get("size", 0)), int(block.get("count", 1))
+            where: str | int = _where(block.get("frames") or ()) or bytes_ // count
+            size, blocks = sums.get(where, (0, 0))
+            sums[where] = (size + bytes_, blocks + count)
+    ranked = sorted(sums.items(), key=lambda item: -item[1][0])
+    return [
+        Holder(size, count, where)
+        if isinstance(where, str)
+        else Holder(size, count, _by_size(where, dimensions, read=place < 8), known=False)
+        for place, (where, (size, count)) in enumerate(ranked)
+    ]
+
+
+def _by_size(size: int, dimensions: Mapping[str, int], *, read: bool) -> str:
+    """Name blocks of `size` bytes, of which no frames were recorded."""
+    shapes = read_shapes(size, dimensions) if read and size >= MIB else []
+    return f"tensors of {size / MIB:,.1f} MiB each" + (f", most likely {shapes[0]}" if shapes else "")
 
 
 def _where(frames: Iterable[Mapping[str, Any]]) -> str:
-    """Name the innermost frame that is not torch's own."""
+    """Name the innermost frame that is not torch's own; nothing where there is none."""
     for frame in frames:
         name = str(frame.get("filename", ""))
         if name.endswith(".py") and "/torch/" not in name:
             return f"{'/'.join(Path(name).parts[-2:])}:{frame.get('line', 0)} ({frame.get('name', '')})"
-    return "an unknown place (recorded without frames)"
+    return ""

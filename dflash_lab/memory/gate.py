@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from dflash_lab import files
 from dflash_lab.errors import InputError
 from dflash_lab.memory.account import Account
 from dflash_lab.memory.advise import Advice, advise_extraction, advise_training
@@ -20,6 +22,7 @@ from dflash_lab.memory.extraction_account import extraction_account
 from dflash_lab.memory.planner import MARGIN, extraction_budget, length_buckets, padded, usable
 from dflash_lab.memory.setups import ExtractionSetup, Kernels, TrainingSetup
 from dflash_lab.memory.shapes import CHUNK, GIB, target_shape
+from dflash_lab.memory.snapshot import on_failure
 
 
 class DoesNotFit(InputError):
@@ -51,6 +54,13 @@ class Clearance:
     token_budget: int = 0
     max_batch: int = 0
     advice: Advice | None = None  # on that batch or step under that memory
+
+
+@dataclass(frozen=True)
+class NotPredicted:
+    """A run that starts without an answer, and why, in words for its result."""
+
+    reason: str
 
 
 def clear_extraction(
@@ -181,20 +191,59 @@ def suggestion(advice: Advice) -> str:
 
 
 @contextlib.contextmanager
-def explained(clearance: Clearance | None, dimensions: Mapping[str, int]) -> Iterator[None]:
+def explained(
+    clearance: Clearance | NotPredicted | None,
+    dimensions: Mapping[str, int],
+    *,
+    device: Any = "cpu",
+    snapshot: Path | None = None,
+) -> Iterator[None]:
     """Give a lack of memory that passes through its explanation: `error.advice`, which `failure.json` shows.
 
-    `dimensions` are names and sizes of the run, with which the request is read as a tensor's shape. Named are
-    the changes that alone would have given what lacked.
+    `dimensions` are names and sizes of the run, with which requests are read as tensors' shapes. Named are
+    the changes that alone would have given what lacked. On CUDA, what was live when a request was last
+    refused is written to `snapshot` (a few hundred kilobytes of JSON), also where the run went on from there.
     """
-    try:
-        yield
-    except Exception as error:
-        if clearance and clearance.advice and requested_bytes(str(error)) and not hasattr(error, "advice"):
-            crash = explain_crash(error, dimensions=dimensions)
-            lacked = max(1, crash.requested - crash.parts.get("free", 0))
-            error.advice = f"{crash.explain()} {would_have_given(clearance.advice, lacked)}"  # type: ignore[attr-defined]
-        raise
+    import torch
+
+    refused: list[Mapping[str, Any]] = []  # the last one alone
+    with contextlib.ExitStack() as watching:
+        if snapshot is not None:
+            snapshot.unlink(missing_ok=True)
+        if torch.device(device).type == "cuda":
+            watching.enter_context(on_failure(lambda found: refused.__setitem__(slice(None), [found])))
+        try:
+            yield
+        except Exception as error:
+            if requested_bytes(str(error)):
+                _explain(error, clearance, dimensions, refused[0] if refused else None, snapshot)
+            raise
+        finally:
+            if refused and snapshot is not None:
+                files.write_json(snapshot, refused[0])
+
+
+def _explain(
+    error: Any,
+    clearance: Clearance | NotPredicted | None,
+    dimensions: Mapping[str, int],
+    refused: Mapping[str, Any] | None,
+    path: Path | None,
+) -> None:
+    """Put `advice` and `details` on `error`, unless it carries some already."""
+    crash = explain_crash(error, refused, dimensions=dimensions)
+    if not getattr(error, "advice", None):
+        free = crash.parts.get("free", refused["refused"]["free"] if refused else 0)
+        lacked = max(1, crash.requested - free)
+        changes = getattr(clearance, "advice", None)
+        error.advice = " ".join([crash.explain(), *([would_have_given(changes, lacked)] if changes else [])])
+    if not getattr(error, "details", None) and refused is not None:
+        held = {
+            f"{holder.blocks} blocks{holder.made}": round(holder.size / GIB, 3)
+            for holder in crash.holders[:8]
+        }
+        error.details = {"requested_gib": round(crash.requested / GIB, 3), "held_gib": held}
+        error.details |= {"snapshot": str(path)} if path is not None else {}
 
 
 def would_have_given(advice: Advice, lacked: int) -> str:

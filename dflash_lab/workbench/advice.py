@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_lab.errors import chain
+from dflash_lab.errors import carried, chain
 from dflash_lab.workbench.params import StageParams
 
 _SIZES = ("batch", "block", "tokens", "anchors", "length", "layers", "taps", "budget", "size", "samples")
@@ -12,21 +12,14 @@ _SIZES = ("batch", "block", "tokens", "anchors", "length", "layers", "taps", "bu
 
 def details_of(error: BaseException) -> dict[str, Any]:
     """Return the plain facts (batch, lengths, memory) that the error or its cause carries as `details`."""
-    for link in chain(error):
-        details = getattr(link, "details", None)
-        if isinstance(details, dict):
-            return {str(name): value for name, value in details.items()}
-    return {}
+    return {str(name): value for name, value in (carried(error, "details", dict) or {}).items()}
 
 
 def advice_for(error: BaseException, params: StageParams) -> str:
     """Return what to do: the error's own `advice`, else what helps against a lack of memory, else nothing."""
-    links = list(chain(error))
-    for link in links:
-        own = getattr(link, "advice", None)
-        if own:
-            return str(own)
-    for link in links:
+    if own := carried(error, "advice"):
+        return str(own)
+    for link in chain(error):
         if type(link).__name__ == "OutOfMemoryError" or isinstance(link, MemoryError):
             return _memory(link, params)
     return ""

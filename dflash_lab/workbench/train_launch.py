@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_lab import files
-from dflash_lab.drafter.crew import WorkerFailed
+from dflash_lab.drafter.crew import WorkerFailed, words_of
 from dflash_lab.file_errors import naming
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ GRACE_S = 60.0  # for a checkpoint after a stop
 STOP = "stop"  # the file that asks training processes for an end
 STEPS = "steps.json"  # how many steps there will be, as the processes counted them from epochs
 _PARAMETERS, _REPORT, _OUTPUT = "launch.json", "report.json", "processes.log"
+_WORDS = "failed-{}.json"  # advice and details of the error of one process
 
 
 class Stop(Exception):
@@ -42,8 +43,8 @@ class Stop(Exception):
 def train_apart(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
     """Train with `params.processes` processes of this machine and wait for them."""
     folder = params.folder
-    for name in (_REPORT, STOP, STEPS):
-        (folder / name).unlink(missing_ok=True)
+    for path in (*(folder / name for name in (_REPORT, STOP, STEPS)), *folder.glob(_WORDS.format("*"))):
+        path.unlink(missing_ok=True)
     files.write_json(folder / _PARAMETERS, params.as_dict())
     # By number, for a machine's own name need not be known to it.
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
@@ -63,7 +64,8 @@ def train_apart(params: TrainDrafterParams, progress: Any = None) -> TrainReport
         raise
     if workers.returncode != 0 or not (folder / _REPORT).exists():
         raise WorkerFailed(
-            f"training in {params.processes} processes failed:\n{_last_words(folder / _OUTPUT)}"
+            f"training in {params.processes} processes failed:\n{_last_words(folder / _OUTPUT)}",
+            _first_words(folder),
         )
     return read_report(files.read_json(folder / _REPORT))
 
@@ -100,6 +102,12 @@ def _last_words(path: Path) -> str:
     text = path.read_text(encoding="utf-8", errors="replace")
     start = text.find("Traceback (most recent call last)")
     return text[start : start + 4000] if start >= 0 else text[-4000:]
+
+
+def _first_words(folder: Path) -> dict[str, Any]:
+    """What the process that failed first, and knew why, left of its error."""
+    left = [files.read_json(path) for path in folder.glob(_WORDS.format("*"))]
+    return min(left, key=lambda told: (not told["advice"], told["time"]), default={})
 
 
 def report_values(report: TrainReport) -> dict[str, Any]:
@@ -153,6 +161,10 @@ def main(path: str) -> None:
         report = train_here(params, stoppable(params))
     except Stop:
         return
+    except BaseException as error:
+        told = {"time": time.time(), **words_of(error)}
+        files.write_json(params.folder / _WORDS.format(os.environ["RANK"]), told)
+        raise
     finally:
         if dist.is_initialized() and sys.exc_info()[0] in (None, Stop):
             dist.destroy_process_group()

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
@@ -142,15 +143,22 @@ def target_process(values: dict[str, Any], number: int, pipes: list[Connection])
 
     from dflash_lab.drafter.channel import Giver
     from dflash_lab.drafter.pipeline import Diary, Making, serve
-    from dflash_lab.workbench.stages.train_setup import open_live, packed_rows
+    from dflash_lab.memory.gate import explained
+    from dflash_lab.target.sources import load_config
+    from dflash_lab.workbench.stages.clearance import SNAPSHOT
+    from dflash_lab.workbench.stages.train_setup import live_taps, open_live, packed_rows
 
     params = _placed(values, "targets", number)
-    items = open_live(params, torch.device(params.device))
-    rows, heldout = packed_rows(params, items)
-    givers = [Giver(pipe, f"drafter-{k}") for k, pipe in enumerate(pipes)]
-    diary = Diary(f"target-{number}", items.target.device)
-    making = Making(items, rows, heldout, givers, number, len(params.targets))
-    result = serve(making, diary)
+    device, width = torch.device(params.device), load_config(params.target).hidden_size
+    sizes = {"context": params.context_tokens, "hidden": width, "taps": len(live_taps(params))}
+    left = params.folder / f"{Path(SNAPSHOT).stem}-target-{number}.json"
+    with explained(None, sizes, device=device, snapshot=left):
+        items = open_live(params, device)
+        rows, heldout = packed_rows(params, items)
+        givers = [Giver(pipe, f"drafter-{k}") for k, pipe in enumerate(pipes)]
+        diary = Diary(f"target-{number}", items.target.device)
+        making = Making(items, rows, heldout, givers, number, len(params.targets))
+        result = serve(making, diary)
     diary.save(params.folder / WORKERS)
     return result
 

@@ -43,6 +43,27 @@ def test_results_come_back_by_name(tmp_path):
     assert found == {"giver": {"gave": 7}, "taker": {"took": 7}}
 
 
+class Lacking(RuntimeError):
+    """An error that knows what to do about it."""
+
+    advice = "take fewer"
+
+    def __init__(self):
+        super().__init__("too much")
+        self.details = {"asked": 3}
+
+
+def lack(connection):
+    raise ValueError("wrapped") from Lacking()
+
+
+def test_what_an_error_knew_comes_back_with_it(tmp_path):
+    left, right = Pipe()
+    with pytest.raises(WorkerFailed, match="lacking failed") as caught:
+        run_crew([Job("lacking", lack, (right,), True)], tmp_path, ends=(left, right))
+    assert caught.value.advice == "take fewer" and caught.value.details == {"asked": 3}
+
+
 def talk_then_fail(connection, then):
     print("words before the end", flush=True)
     send(connection, "waiter", 1)

@@ -1,5 +1,5 @@
-"""Compiled draft layers: the formulas against the cut that torch makes of the real layer, and against peaks of
-compiled training measured on an H200.
+"""Compiled draft layers: the formulas against the cut that torch makes of the real layer, and against peaks
+of compiled training measured on an H200.
 """
 
 import functools
@@ -22,14 +22,14 @@ from dflash_lab.memory.training_account import training_account
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/h200/training.json"
 SIZES = dict(num_layers=5, mask_token_id=4, num_target_layers=64)
 LARGE = DrafterConfig(
-    vocab_size=248_320, hidden_size=5120, intermediate_size=17_408, num_heads=32, num_kv_heads=8, head_dim=128,
-    block_size=24, tap_ids=(1, 16, 31, 46, 61), rope_theta=1e7, **SIZES,
+    vocab_size=248_320, hidden_size=5120, intermediate_size=17_408, num_heads=32, num_kv_heads=8,
+    head_dim=128, block_size=24, tap_ids=(1, 16, 31, 46, 61), rope_theta=1e7, **SIZES,
 )  # fmt: skip
 SMALL = DrafterConfig(
     vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_heads=9, num_kv_heads=3, head_dim=64,
     block_size=8, tap_ids=(1, 8, 14, 21, 27), rope_theta=1e5, **SIZES,
 )  # fmt: skip
-LOOP = dict(rows_ahead=3, final_states=True)  # two rows waiting, one on its way, from a store with final states
+LOOP = dict(rows_ahead=3, final_states=True)  # two rows waiting, one on its way, with final states
 
 
 def shape_of(drafter):

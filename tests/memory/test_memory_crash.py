@@ -3,10 +3,13 @@
 import json
 
 import pytest
+import torch
 
 from dflash_lab.errors import InputError
+from dflash_lab.memory import snapshot
 from dflash_lab.memory.crash import explain_crash, read_shapes, requested_bytes
 from dflash_lab.memory.shapes import GIB, MIB
+from dflash_lab.memory.snapshot import condensed
 
 MESSAGE = (
     "CUDA out of memory. Tried to allocate 11.37 GiB. GPU 0 has a total capacity of 94.97 GiB of which 3.21 "
@@ -85,3 +88,70 @@ def test_what_tells_nothing_is_refused(tmp_path):
     bad.write_bytes(b"\x80\x04")
     with pytest.raises(InputError, match="pickles are not read"):
         explain_crash(snapshot=bad)
+
+
+def test_without_frames_blocks_of_one_size_are_read_as_tensors():
+    """A run that recorded no frames still says which tensors held the memory."""
+    size = 1024 * 24 * 5120 * 2
+    live = [{"size": size, "state": "active_allocated"} for _ in range(5)]
+    data = {"segments": [{"blocks": live}], "refused": {"size": 2 * size, "total": 80 * GIB, "free": GIB}}
+    crash = explain_crash(snapshot=data, dimensions={"anchors": 1024, "block_size": 24, "hidden": 5120})
+    (holder,) = crash.holders
+    assert (holder.size, holder.blocks, holder.known) == (5 * size, 5, False)
+    assert "in 5 blocks, tensors of 240.0 MiB each, most likely" in crash.explain()
+    assert "[anchors 1,024 x block_size 24 x hidden 5,120] in bfloat16 or float16" in crash.explain()
+
+
+def test_a_snapshot_is_kept_small_and_whole_in_its_sums():
+    frames = [{"filename": f"/p/{n}.py", "line": n, "name": "forward"} for n in range(40)]
+    blocks = [
+        {"size": 512 * (1 + n % 900), "state": "active_allocated", "frames": frames} for n in range(60_000)
+    ]
+    blocks += [{"size": GIB, "state": "inactive"}]
+    other = {"device": 1, "blocks": [{"size": GIB, "state": "active_allocated"}]}
+    kept = condensed(
+        {"segments": [{"device": 0, "blocks": blocks}, other], "device_traces": [[{"action": "alloc"}] * 9]},
+        {"device": 0, "size": 5, "total": 10, "free": 1},
+    )
+    assert len(json.dumps(kept)) < 1_500_000
+    live = sum(block["size"] for block in blocks[:-1])
+    assert kept["live_bytes"] == live and kept["live_blocks"] == 60_000
+    assert sum(block["size"] for block in kept["segments"][0]["blocks"]) + kept["bytes_left_out"] == live
+    crash = explain_crash(snapshot=kept)
+    assert (
+        crash.requested == 5 and sum(holder.size for holder in crash.holders) == live - kept["bytes_left_out"]
+    )
+
+
+def test_what_goes_wrong_in_the_observer_does_not_hide_the_failure(monkeypatch, caplog):
+    """torch raises what its observer raises in place of the lack of memory."""
+    monkeypatch.setattr(snapshot, "_attach", lambda: None)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": 7})
+    found = []
+    snapshot.observe(0, 1, 2, 0)  # nobody listens
+    with snapshot.on_failure(found.append):
+        snapshot.observe(0, 1, 2, 0)
+    assert not found and "no snapshot of the memory could be taken" in caplog.text
+
+
+def test_snapshots_need_a_device():
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(InputError, match="no CUDA device"), snapshot.on_failure(print):
+        pass
+
+
+@pytest.mark.gpu
+def test_a_refused_request_on_a_device_leaves_its_snapshot(tmp_path):
+    from dflash_lab.memory.gate import explained
+
+    held = torch.ones(1 << 26, device="cuda")
+    path = tmp_path / "memory_snapshot.json"
+    total = torch.cuda.get_device_properties(0).total_memory
+    with (
+        pytest.raises(torch.OutOfMemoryError) as caught,
+        explained(None, {"elements": held.numel()}, device="cuda", snapshot=path),
+    ):
+        torch.empty(2 * total, dtype=torch.uint8, device="cuda")
+    assert json.loads(path.read_text())["refused"]["size"] >= 2 * total
+    assert "[elements 67,108,864] in float32" in caught.value.advice

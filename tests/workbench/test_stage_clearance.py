@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import subprocess
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,12 +13,15 @@ import torch
 
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.config import DrafterConfig
+from dflash_lab.drafter.crew import WorkerFailed
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.fast import apply
 from dflash_lab.files import read_json
-from dflash_lab.memory import planner
-from dflash_lab.memory.gate import DoesNotFit
+from dflash_lab.memory import gate, planner, snapshot
+from dflash_lab.memory.gate import DoesNotFit, NotPredicted
+from dflash_lab.memory.shapes import target_shape
 from dflash_lab.target.sources import load_config
+from dflash_lab.workbench import train_launch
 from dflash_lab.workbench.stage import execute
 from dflash_lab.workbench.stages import clearance
 from dflash_lab.workbench.stages.clearance import (
@@ -27,6 +32,7 @@ from dflash_lab.workbench.stages.clearance import (
 )
 from dflash_lab.workbench.stages.extract import ExtractParams
 from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+from dflash_lab.workbench.stages.train_memory import PLANNED, with_anchors
 
 CPU = torch.device("cpu")
 
@@ -51,7 +57,8 @@ def small_budget(monkeypatch):
 
 
 def training(target, **changes) -> tuple[TrainDrafterParams, object, DrafterConfig]:
-    params = TrainDrafterParams(target=str(target), anchors=16, context_tokens=64, block_size=4, **changes)
+    sizes = dict(anchors=16, context_tokens=64, block_size=4)
+    params = TrainDrafterParams(target=str(target), **(sizes | changes))
     config = load_config(params.target)
     return params, config, DrafterConfig.from_target(config, mask_token_id=0, num_layers=2, block_size=4)
 
@@ -94,13 +101,171 @@ def test_settings_that_hold_less_are_predicted_to(tiny_target):
     assert peaks["offload"] < peaks["int8"] < peaks["plain"]
 
 
-def test_sharded_training_and_unknown_structures_start_without_an_answer(extraction, tiny_target, caplog):
-    params, *rest = training(tiny_target("llama"), processes=2, parallel="fsdp")
-    assert ask_training(params, *rest, CPU, torch.float32) is None
+def test_unknown_structures_start_without_an_answer_and_say_why(extraction, caplog):
     strange = SimpleNamespace(model_type="mystery", torch_dtype=torch.float32)
     with caplog.at_level(logging.WARNING):
-        assert ask_extraction(extraction(dtype="float32"), strange, CPU, tap_ids=[0], longest=8) is None
-    assert "'mystery'" in caplog.text and memory_figures(None, CPU) == {}
+        found = ask_extraction(extraction(dtype="float32"), strange, CPU, tap_ids=[0], longest=8)
+    assert isinstance(found, NotPredicted) and "'mystery'" in caplog.text
+    assert "'mystery'" in memory_figures(found, CPU)["memory_not_predicted"]
+
+
+def test_a_share_of_a_sharded_drafter_is_asked_for(tiny_target):
+    whole = ask_training(*training(tiny_target("llama")), CPU, torch.float32).account
+    params, *rest = training(tiny_target("llama"), processes=2, parallel="fsdp")
+    share = ask_training(params, *rest, CPU, torch.float32).account
+    for term in ("drafter weights", "optimizer moments"):
+        assert share.terms[term] == -(-whole.terms[term] // 2)
+    params, *rest = training(tiny_target("llama"), processes=2)
+    copy = ask_training(params, *rest, CPU, torch.float32).account
+    assert copy.terms["drafter weights"] == whole.terms["drafter weights"]
+    assert copy.terms["gradients"] == whole.terms["drafter weights"]  # DDP's buckets, at any moment
+
+
+def test_a_live_target_is_asked_for_with_its_weights_and_its_forward(tiny_target):
+    stored, live = (
+        ask_training(*training(tiny_target("llama"), source=source), CPU, torch.float32).account
+        for source in ("store", "live")
+    )
+    config = load_config(str(tiny_target("llama")))
+    layers = target_shape(config).body_parameters() - config.vocab_size * config.hidden_size
+    assert live.terms["target weights"] == 4 * (layers - config.hidden_size)
+    assert "target weights" not in stored.terms and "rows ahead" in stored.terms
+    assert "rows ahead" not in live.terms  # they come bare
+    params, *rest = training(tiny_target("llama"), source="live", context_tokens=4096)
+    assert "forward of a row" in ask_training(params, *rest, CPU, torch.float32).account.moment
+
+
+def test_on_cuda_layers_are_taken_as_compiled_and_a_packed_row_as_recorded(monkeypatch):
+    monkeypatch.setattr(planner, "device_budget_gib", lambda device: 140.0)
+    cuda, options = torch.device("cuda"), dict(block_size=16, num_layers=5)
+    found = {}
+    for name, changes in {"compiled": {}, "plain": {"compile": False}, "live": {"source": "live"}}.items():
+        params = TrainDrafterParams(target="random:qwen3-8b", context_tokens=4096, **changes)
+        config = load_config(params.target)
+        drafter = DrafterConfig.from_target(config, mask_token_id=0, **options)
+        found[name] = ask_training(params, config, drafter, cuda, torch.bfloat16).account
+    assert found["compiled"].live < 0.9 * found["plain"].live
+    pool = found["live"].terms["recorded forward's pool"]
+    assert found["live"].live <= found["live"].peak - pool
+    again = ask_training(params, config, drafter, cuda, torch.bfloat16, rows="padded").account
+    assert "recorded forward's pool" not in again.terms
+
+
+def training_run(tiny_target, tmp_path, **changes):
+    """Parameters of a short live training run on a CPU."""
+    samples = [Sample(f"s{n}", np.arange(n), np.ones(n, np.uint8), "test") for n in (40, 33, 20, 38)]
+    write_samples(tmp_path / "samples.parquet", samples, heldout_fraction=0.0, provenance={})
+    base = dict(
+        run_dir=str(tmp_path), target=str(tiny_target("llama")), device="cpu", source="live", max_steps=2,
+        context_tokens=64, anchors=8, block_size=4, num_layers=1, tau_samples=0, eval_rows=0,
+    )  # fmt: skip
+    return TrainDrafterParams(**{**base, "interactive": False, **changes})
+
+
+def test_a_live_run_writes_what_was_predicted(tiny_target, tmp_path):
+    figures = execute(training_run(tiny_target, tmp_path)).figures
+    assert figures["predicted_peak_gib"] > 0 and figures["memory_forced"] == 0
+    assert figures["live_rows"] == "packed"
+
+
+@pytest.mark.slow
+def test_a_sharded_run_writes_what_was_predicted(tiny_target, tmp_path):
+    params = training_run(tiny_target, tmp_path, processes=2, parallel="fsdp")
+    asked = ask_training(params, *rest_of(params), CPU, torch.float32)
+    assert "gathered weights" in asked.account.terms or "whole tensors of a checkpoint" in asked.account.terms
+    found = execute(params).figures
+    assert found["predicted_peak_gib"] == memory_figures(asked, CPU)["predicted_peak_gib"] > 0
+
+
+def test_a_lack_of_memory_in_a_process_reaches_the_launcher_with_its_advice(
+    tiny_target, tmp_path, monkeypatch
+):
+    """The word of the process that knows why is what `failure.json` of the run says."""
+    params = training_run(tiny_target, tmp_path, processes=2, parallel="ddp")
+    script = tmp_path / "lacking.py"
+    script.write_text(
+        "import sys, torch\n"
+        "import dflash_lab.drafter.train as room\n"
+        "def lack(*_, **__):\n"
+        "    raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')\n"
+        "room.train = lack\n"
+        "from dflash_lab.workbench.train_launch import main\n"
+        "main(sys.argv[1])\n"
+    )
+
+    def start(command, **options):
+        at = command.index("-m", command.index("--nproc-per-node"))
+        return subprocess.Popen([*command[:at], str(script), command[-1]], **options)
+
+    kept = dict(STDOUT=subprocess.STDOUT, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(train_launch, "subprocess", SimpleNamespace(Popen=start, **kept))
+    with pytest.raises(WorkerFailed, match="out of memory"):
+        execute(params)
+    record = read_json(params.folder / "failure.json")
+    assert "2.00 GiB were asked for" in record["advice"]
+    assert "No change listed gives the 2.00 GiB that lacked" in record["advice"]
+
+
+def test_anchors_are_the_planners_where_none_are_given_and_stay_the_same(tiny_target, tmp_path, monkeypatch):
+    params = training_run(tiny_target, tmp_path, anchors=0)
+    figures = execute(params).figures
+    assert figures["anchors"] == 56  # of 63 that a row of 64 tokens has room for, in eights
+    monkeypatch.setattr(planner, "device_budget_gib", lambda device: 0.0016)
+    assert with_anchors(params).anchors == 56  # a run that goes on keeps its own
+    (params.folder / PLANNED).unlink()
+    fewer = with_anchors(params).anchors
+    assert 0 < fewer < 56 and fewer % 8 == 0
+    cleared = ask_training(dataclasses.replace(params, anchors=fewer), *rest_of(params), CPU, torch.float32)
+    assert not cleared.forced
+    with pytest.raises(DoesNotFit):
+        ask_training(dataclasses.replace(params, anchors=fewer + 8), *rest_of(params), CPU, torch.float32)
+    monkeypatch.setattr(planner, "device_budget_gib", lambda device: 1e-5)
+    (params.folder / PLANNED).unlink()
+    with pytest.raises(DoesNotFit, match="8 anchors"):
+        with_anchors(params)
+
+
+def rest_of(params):
+    """The target's config and the drafter's, as a run of `params` takes them."""
+    from dflash_lab.workbench.stages.train_setup import drafter_config
+
+    return load_config(params.target), drafter_config(params, None)
+
+
+def test_what_was_live_when_memory_lacked_lies_beside_the_failure(extraction, monkeypatch):
+    """An allocator that refuses, as torch's would tell it: a snapshot, and what it says, in failure.json."""
+    blocks = [{"size": 64 * 2**20, "state": "active_allocated", "frames": []} for _ in range(20)]
+    blocks += [{"size": 2**20, "state": "inactive", "frames": []}]
+    monkeypatch.setattr(snapshot, "_attach", lambda: None)
+    monkeypatch.setattr(
+        torch.cuda.memory, "_snapshot", lambda: {"segments": [{"device": 0, "blocks": blocks}]}
+    )
+    params = extraction(max_batch=1024)
+
+    def lacking(*_args, **_options):
+        snapshot.observe(0, 3 * 2**30, 80 * 2**30, 2**30)
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has 1.00 GiB is free"
+        )
+
+    monkeypatch.setattr("dflash_lab.extraction.loop.extract", lacking)
+    on_cuda = gate.explained
+
+    def explained(cleared, sizes, **options):
+        return on_cuda(cleared, sizes, **{**options, "device": "cuda"})
+
+    monkeypatch.setattr(gate, "explained", explained)
+    with pytest.raises(torch.OutOfMemoryError):
+        execute(params)
+    record = read_json(params.folder / "failure.json")
+    left = params.folder / clearance.SNAPSHOT
+    assert record["details"]["snapshot"] == str(left) and record["details"]["requested_gib"] == 3.0
+    assert sum(record["details"]["held_gib"].values()) == pytest.approx(1.25)
+    assert "20 blocks, tensors of 64.0 MiB each" in record["advice"]
+    assert read_json(left)["refused"]["size"] == 3 * 2**30
+    monkeypatch.undo()
+    assert execute(extraction()).figures["samples_stored"] == 4
+    assert not left.exists()
 
 
 def test_the_planner_gives_the_budget_where_none_is_given(extraction):
@@ -108,7 +273,7 @@ def test_the_planner_gives_the_budget_where_none_is_given(extraction):
     assert figures["token_budget"] == planner.CPU_KNEE_TOKENS and figures["samples_stored"] == 4
     assert execute(extraction(token_budget=64, force=True)).figures["token_budget"] == 64
     with pytest.raises(InputError, match="token_budget=0"):
-        extraction_budgets(extraction(token_budget=0), None)
+        extraction_budgets(extraction(token_budget=0), NotPredicted("It is not understood."))
 
 
 def test_layers_that_stay_plain_are_asked_for_again_with_the_memory_there_was(extraction, monkeypatch):
@@ -121,13 +286,12 @@ def test_layers_that_stay_plain_are_asked_for_again_with_the_memory_there_was(ex
     monkeypatch.setattr(clearance, "ask_extraction", ask)
     monkeypatch.setattr(apply, "speed_up", lambda *_: apply.FastPath("triton", plain={0: "not understood"}))
     execute(extraction())
-    assert [options.get("fused") for options in asked] == [None, False]
+    assert [options.get("plain_layers") for options in asked] == [None, [0]]
     assert asked[1]["budget_gib"] > 0
-    params, config = extraction(), load_config("random:qwen3.6-27b")
-    fused, plain = (
-        ask_extraction(
-            params, config, torch.device("cuda"), tap_ids=[1, 61], longest=4096, fused=fused, budget_gib=90
-        )
-        for fused in (True, False)
+    params, config = extraction(token_budget=16384), load_config("random:qwen3.6-27b")
+    cuda = dict(tap_ids=[1, 61], longest=4096, budget_gib=90)
+    fused, part, plain = (
+        ask_extraction(params, config, torch.device("cuda"), plain_layers=layers, **cuda)
+        for layers in ((), (0,), range(64))
     )
-    assert fused.account.moving < plain.account.moving and plain.budget_gib == 90
+    assert fused.account.moving <= part.account.moving < plain.account.moving and plain.budget_gib == 90

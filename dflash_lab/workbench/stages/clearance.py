@@ -1,12 +1,13 @@
 """Extraction and training ask the memory room before they start, and say afterwards how right its answer was.
 
 A run that is predicted not to fit does not start, unless `force` is set. A target whose memory is not
-understood starts without an answer, and the log says so: only measuring can tell.
+understood starts without an answer, and log and result say why: only measuring can tell.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dflash_lab.errors import InputError, UnsupportedTarget
@@ -15,10 +16,11 @@ if TYPE_CHECKING:
     import torch
 
     from dflash_lab.drafter.config import DrafterConfig
-    from dflash_lab.memory.gate import Clearance
+    from dflash_lab.memory.gate import Clearance, NotPredicted
     from dflash_lab.workbench.stages.extract import ExtractParams
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
+SNAPSHOT = "memory_snapshot.json"  # beside failure.json: what was live when a request was refused
 logger = logging.getLogger(__name__)
 
 
@@ -29,13 +31,13 @@ def ask_extraction(
     *,
     tap_ids: list[int],
     longest: int,
-    fused: bool | None = None,
+    plain_layers: Sequence[int] = (),
     budget_gib: float = 0.0,
-) -> Clearance | None:
+) -> Clearance | NotPredicted:
     """Clear the worst batch that the budgets allow of samples up to `longest` tokens; `DoesNotFit` if it is
     not.
 
-    `fused` None takes it that every layer will be fused where any can be; `budget_gib` 0 what is free now.
+    Every layer but `plain_layers` is taken to be fused where any can be; `budget_gib` 0 is what is free now.
     """
     from dflash_lab.extraction.loop import BUFFERS
     from dflash_lab.memory.gate import clear_extraction
@@ -52,7 +54,8 @@ def ask_extraction(
             dtype=str(choose_dtype(params.dtype, config)).removeprefix("torch."),
             store_final=params.store_final,
             kernels="fla" if cuda and not params.allow_slow_kernels else "torch",
-            fused=cuda and params.fast != "off" if fused is None else fused,
+            fused=cuda and params.fast != "off",
+            plain_layers=plain_layers,
             in_flight=BUFFERS if cuda else 0,
             token_budget=params.token_budget,
             max_batch=params.max_batch,
@@ -60,70 +63,71 @@ def ask_extraction(
             force=params.force,
         )
     except UnsupportedTarget as error:
-        logger.warning("started without a prediction of its memory: %s", error)
-        return None
+        return _unpredicted(error)
 
 
-def extraction_budgets(params: ExtractParams, cleared: Clearance | None) -> tuple[int, int]:
+def extraction_budgets(params: ExtractParams, cleared: Clearance | NotPredicted) -> tuple[int, int]:
     """Return token budget and rows a batch: those given, or with `token_budget` 0 the planner's."""
+    from dflash_lab.memory.gate import Clearance
+
     if params.token_budget:
         return params.token_budget, params.max_batch
-    if cleared is None:
+    if not isinstance(cleared, Clearance):
         raise InputError(
-            "token_budget=0 asks the memory planner, and the memory of this target is not understood. "
+            f"token_budget=0 asks the memory planner, which has no answer: {cleared.reason} "
             "Give the padded tokens of a batch, such as token_budget=16384."
         )
     return cleared.token_budget, cleared.max_batch
 
 
 def ask_training(
-    params: TrainDrafterParams, config: Any, drafter: DrafterConfig, device: torch.device, dtype: torch.dtype
-) -> Clearance | None:
-    """Clear a training step on `device` with the states read from a store; `DoesNotFit` if it is not.
+    params: TrainDrafterParams,
+    config: Any,
+    drafter: DrafterConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    final_states: bool = False,
+    rows: str = "",
+    budget_gib: float = 0.0,
+) -> Clearance | NotPredicted:
+    """Clear a training step on `device` as the loop makes it; `DoesNotFit` if it is not.
 
-    None also for sharded training (`fsdp`), of which no account is known.
+    `final_states`: rows of the store hold the target's final states. `rows`: how a live target runs its rows
+    (packed | padded), empty as it is expected to. `budget_gib` 0 is what is free now.
     """
     from dflash_lab.memory.gate import clear_training
-    from dflash_lab.memory.planner import device_budget_gib, expandable_segments
+    from dflash_lab.memory.planner import device_budget_gib
+    from dflash_lab.workbench.stages.train_memory import setup_options
 
-    if params.processes > 1 and params.parallel == "fsdp":
-        logger.info("the memory of sharded training is not predicted")
-        return None
     try:
         return clear_training(
             config,
             drafter,
-            device_budget_gib(device),
+            budget_gib or device_budget_gib(device),
             anchors=params.anchors,
             context=params.context_tokens,
             cuda=device.type == "cuda",
             force=params.force,
-            dtype=str(dtype).removeprefix("torch."),
-            soft_targets=bool(
-                params.soft_weight
-                or params.tv_weight
-                or params.lk_weight
-                or (params.length_weight and params.acceptance == "overlap")
-            ),
-            checkpointing="layers" if params.gradient_checkpointing else "none",
-            optimizer=_optimizer(params),
-            expandable=expandable_segments(),
+            **setup_options(params, config, device, dtype, final_states=final_states, rows=rows),
         )
     except UnsupportedTarget as error:
-        logger.warning("started without a prediction of its memory: %s", error)
-        return None
+        return _unpredicted(error)
 
 
-def memory_figures(cleared: Clearance | None, device: torch.device) -> dict[str, float | int]:
-    """Return predicted and measured peak for the run's result, and whether it was started by force."""
-    from dflash_lab.memory.gate import outcome
+def memory_figures(cleared: Clearance | NotPredicted, device: torch.device) -> dict[str, float | int | str]:
+    """Return predicted and measured peak for the run's result, and whether it was started by force; or why
+    nothing was predicted.
+    """
+    from dflash_lab.memory.gate import NotPredicted, outcome
 
-    return {} if cleared is None else {**outcome(cleared, device), "memory_forced": int(cleared.forced)}
+    if isinstance(cleared, NotPredicted):
+        return {"memory_not_predicted": cleared.reason}
+    return {**outcome(cleared, device), "memory_forced": int(cleared.forced)}
 
 
-def _optimizer(params: TrainDrafterParams) -> str:
-    if params.offload:
-        return "cpu-offload"
-    if params.optimizer == "muon":
-        return "muon"
-    return "adamw8bit" if params.moments == "int8" else "adamw"
+def _unpredicted(error: UnsupportedTarget) -> NotPredicted:
+    from dflash_lab.memory.gate import NotPredicted
+
+    logger.warning("started without a prediction of its memory: %s", error)
+    return NotPredicted(str(error))

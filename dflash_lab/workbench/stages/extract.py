@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import polars as pl
 
 from dflash_lab import files
+from dflash_lab.extraction import manifest as manifests
 from dflash_lab.workbench.params import StageParams, param
 
 BATCHES, QUARANTINE, STATES, SELFTEST, FIGURES = (
@@ -102,8 +103,24 @@ class ExtractParams(StageParams):
         return [self.samples_path]
 
     def outputs(self) -> list[Path]:
-        """The shard's manifest; without it the stage runs again."""
-        return [self.store_path / f"shard-{self.shard:05d}-of-{self.num_shards:05d}" / "manifest.jsonl"]
+        """The store's file and the shard's manifest; without them the stage runs again."""
+        return [self.store_path / manifests.STORE_FILE, self._shard_folder / manifests.MANIFEST_FILE]
+
+    def stands(self) -> bool:
+        """A part that is gone, cut short or given up means that the stage runs again and redoes its samples;
+        so does `recheck`, which looks for what a size does not tell.
+        """
+        folder = self._shard_folder
+        if self.recheck or not super().stands():
+            return False
+        if [line["kind"] for line in manifests.read_lines(folder)][-1:] != ["end"]:
+            return False
+        parts = ((folder / part.file, part.bytes) for part in manifests.sealed_parts(folder))
+        return all(path.is_file() and path.stat().st_size == size for path, size in parts)
+
+    @property
+    def _shard_folder(self) -> Path:
+        return self.store_path / manifests.shard_name(self.shard, self.num_shards)
 
 
 @dataclass(frozen=True)
@@ -147,11 +164,16 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
     from dflash_lab.extraction.loop import extract
     from dflash_lab.extraction.preflight import preflight
     from dflash_lab.extraction.shard import read_index
-    from dflash_lab.memory.gate import explained
+    from dflash_lab.memory.gate import Clearance, explained
     from dflash_lab.target.loading import choose_device, load_target
     from dflash_lab.target.sources import load_config
     from dflash_lab.target.taps import default_tap_ids
-    from dflash_lab.workbench.stages.clearance import ask_extraction, extraction_budgets, memory_figures
+    from dflash_lab.workbench.stages.clearance import (
+        SNAPSHOT,
+        ask_extraction,
+        extraction_budgets,
+        memory_figures,
+    )
 
     config = load_config(params.target)
     tap_ids = params.tap_ids or default_tap_ids(config.num_hidden_layers, params.num_taps)
@@ -170,24 +192,35 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
     longest = int(lengths.max(initial=1))
     cleared = ask_extraction(params, config, device, tap_ids=tap_ids, longest=longest)
     extraction_budgets(params, cleared)
-    target = load_target(
-        params.target,
-        device=device,
-        dtype=params.dtype,
-        seed=params.seed,
-        last_layer=None if params.store_final else max(tap_ids),
-        with_head=False,
-        allow_slow_kernels=params.allow_slow_kernels,
-    )
-    fast = speed_up(target, params.fast)
-    if cleared is not None and fast.plain:  # plain layers hold more than the fused ones that were asked for
-        free_gib = cleared.budget_gib
+    sizes = {
+        "token_budget": params.token_budget, "batch": params.max_batch, "length": longest,
+        "hidden": config.hidden_size, "taps": len(tap_ids),
+        "intermediate": getattr(config, "intermediate_size", 0) or 0,
+    }  # fmt: skip
+    watch: dict[str, Any] = dict(device=device, snapshot=params.folder / SNAPSHOT)
+    with explained(cleared, sizes, **watch):
+        target = load_target(
+            params.target,
+            device=device,
+            dtype=params.dtype,
+            seed=params.seed,
+            last_layer=None if params.store_final else max(tap_ids),
+            with_head=False,
+            allow_slow_kernels=params.allow_slow_kernels,
+        )
+        fast = speed_up(target, params.fast)
+    if isinstance(cleared, Clearance) and fast.plain:  # plain layers hold more than fused ones
         cleared = ask_extraction(
-            params, config, device, tap_ids=tap_ids, longest=longest, fused=False, budget_gib=free_gib
+            params,
+            config,
+            device,
+            tap_ids=tap_ids,
+            longest=longest,
+            plain_layers=sorted(fast.plain),
+            budget_gib=cleared.budget_gib,
         )
     token_budget, max_batch = extraction_budgets(params, cleared)
-    sizes = {"token_budget": token_budget, "length": longest, "hidden": target.hidden_size}
-    with explained(cleared, sizes):
+    with explained(cleared, {**sizes, "token_budget": token_budget, "batch": max_batch}, **watch):
         report = extract(
             target,
             params.samples_path,

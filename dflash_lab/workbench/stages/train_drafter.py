@@ -56,7 +56,9 @@ class TrainDrafterParams(StageParams):
     )
 
     context_tokens: int = param(8192, "context of a packed row", unit="tokens", low=2, high=2**24)
-    anchors: int = param(512, "blocks of a packed row", low=1, high=2**20)
+    anchors: int = param(
+        512, "blocks of a packed row; 0: the most that the memory planner says fit", low=0, high=2**20
+    )
     accumulate: int = param(1, "rows of an optimizer step", low=1, high=2**16)
     noise_std: float = param(0.0, "uniform noise on the states, half width", low=0.0, high=100.0)
 
@@ -231,12 +233,14 @@ def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> Train
     from dflash_lab.drafter.checkpoint import copy_checkpoint, read_config
     from dflash_lab.drafter.serving import write_serving_notes
     from dflash_lab.workbench.stages import train_setup
+    from dflash_lab.workbench.stages.train_memory import with_anchors
     from dflash_lab.workbench.stages.train_placement import check_placement
     from dflash_lab.workbench.train_launch import train_apart
     from dflash_lab.workbench.train_pipeline import train_pipeline
 
     check_placement(params)
     train_setup.open_bare(params)  # what is wrong with it is told before targets load and processes start
+    params = with_anchors(params)
     files.make_folder(params.drafter_path)
     if params.targets:
         report = train_pipeline(params, progress)
@@ -271,6 +275,7 @@ def collect(params: TrainDrafterParams, report: TrainReport, config: DrafterConf
     seconds = max(report.seconds, 1e-9)
     figures = {
         "steps": report.steps,
+        "anchors": params.anchors,
         "skipped_steps": report.skipped,
         "loss_first": losses[0] if len(losses) else None,
         "loss_last": losses.tail(max(1, min(10, len(losses) // 10))).mean(),

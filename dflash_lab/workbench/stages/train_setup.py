@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_lab import files
 from dflash_lab.errors import InputError
+from dflash_lab.workbench.stages.clearance import SNAPSHOT
 from dflash_lab.workbench.stages.train_probe import tau_probe
 
 if TYPE_CHECKING:
@@ -18,18 +19,18 @@ if TYPE_CHECKING:
 
     from dflash_lab.drafter.config import DrafterConfig
     from dflash_lab.drafter.live import LiveItems, SampleItems
+    from dflash_lab.drafter.model import Drafter
     from dflash_lab.drafter.rows import PackedRows
     from dflash_lab.drafter.settings import TrainSettings
     from dflash_lab.drafter.trainer import TrainReport
     from dflash_lab.extraction.store import FeatureStore
+    from dflash_lab.memory.gate import Clearance, NotPredicted
     from dflash_lab.target.head import TargetHead
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
     States = FeatureStore | SampleItems
 
-MEMORY = (
-    "memory.json"  # of the first process: predicted and measured peak, or how a live target runs its rows
-)
+MEMORY = "memory.json"  # of the first process: predicted and measured peak, how a live target runs its rows
 logger = logging.getLogger(__name__)
 
 
@@ -41,13 +42,12 @@ def train_here(
     """
     import torch
 
-    from dflash_lab.drafter.checkpoint import load_checkpoint
     from dflash_lab.drafter.live import LiveItems
-    from dflash_lab.drafter.model import Drafter
     from dflash_lab.drafter.parallel import join
     from dflash_lab.drafter.state import setup
     from dflash_lab.drafter.train import train
     from dflash_lab.memory.gate import explained
+    from dflash_lab.memory.planner import device_budget_gib
     from dflash_lab.target.loading import choose_device
     from dflash_lab.target.sources import load_config
     from dflash_lab.workbench.stages.clearance import ask_training, memory_figures
@@ -58,14 +58,86 @@ def train_here(
             f"train_drafter: attention='flex' needs CUDA for its backward pass, and this trains on {device}. "
             "Give attention='auto'."
         )
-    name = params.drafter_dtype
-    dtype = getattr(torch, ("bfloat16" if device.type == "cuda" else "float32") if name == "auto" else name)
+    dtype = drafter_dtype(params, device)
     if params.compile and device.type == "cuda":
         torch.compiler.reset()  # shapes of earlier runs of this process count against the compiler's limit
-    items, head = (open_with or open_states)(params, device, dtype)
-    config = drafter_config(params, items)
+    target, free_gib = load_config(params.target), device_budget_gib(device)
+    store = open_bare(params) if params.source == "store" else None
+    config = drafter_config(params, store)
+    final = bool(getattr(store, "has_final", False))
+
+    def ask(rows: str = "") -> Clearance | NotPredicted:
+        return ask_training(
+            params, target, config, device, dtype, final_states=final, rows=rows, budget_gib=free_gib
+        )
+
+    cleared = ask()  # before anything is loaded
+    sizes = {
+        "anchors": params.anchors, "block_size": config.block_size, "context": params.context_tokens,
+        "hidden": config.hidden_size, "vocabulary": config.vocab_size, "taps": len(config.tap_ids),
+        "intermediate": config.intermediate_size,
+    }  # fmt: skip
+    watch: dict[str, Any] = dict(device=device, snapshot=params.folder / snapshot_name(group))
+    with explained(cleared, sizes, **watch):
+        items, head = (open_with or open_states)(params, device, dtype)
+        drafter = first_drafter(params, config, head, device, dtype)
+    if isinstance(items, LiveItems):
+        cleared = ask(items.forward.path)
     settings = train_settings(params, items, config)
-    cleared = ask_training(params, load_config(params.target), config, device, dtype)
+    run, source = params.folder / "run", source_of(params, items)
+    if group.rank == 0:
+        lengths = items.lengths[~items.heldout].tolist()
+        now = setup(settings, drafter, lengths, group.world, source)
+        set_aside_other_run(run, now, anew=params.force)
+    group.barrier()
+    probe = tau_probe(params, items, head) if params.tau_samples else None
+    with explained(cleared, sizes, **watch):
+        report = train(
+            items,
+            head,
+            drafter,
+            settings,
+            folder=run,
+            probe=probe,
+            on_progress=progress,
+            group=group,
+            source=source,
+        )
+    if group.rank == 0:
+        figures: dict[str, Any] = memory_figures(cleared, device)
+        if isinstance(items, LiveItems):
+            figures["live_rows"] = items.forward.way
+        files.write_json(params.folder / MEMORY, figures)
+    return report
+
+
+def snapshot_name(group: Any) -> str:
+    """The file of a process's last refused request; of one process, simply that."""
+    path = Path(SNAPSHOT)
+    return path.name if group.world == 1 else f"{path.stem}-{group.rank}{path.suffix}"
+
+
+def drafter_dtype(params: TrainDrafterParams, device: torch.device) -> torch.dtype:
+    """The type of the drafter's weights: bfloat16 on CUDA and float32 elsewhere, unless given."""
+    import torch
+
+    name = params.drafter_dtype
+    return getattr(torch, ("bfloat16" if device.type == "cuda" else "float32") if name == "auto" else name)
+
+
+def first_drafter(
+    params: TrainDrafterParams,
+    config: DrafterConfig,
+    head: TargetHead,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Drafter:
+    """The drafter before its first step, drawn or read, compiled on CUDA if asked for."""
+    import torch
+
+    from dflash_lab.drafter.checkpoint import load_checkpoint
+    from dflash_lab.drafter.model import Drafter
+
     if params.start_from:
         drafter = load_checkpoint(params.start_from, device, dtype)
         if drafter.config != config:
@@ -79,38 +151,7 @@ def train_here(
     drafter.gradient_checkpointing = params.gradient_checkpointing
     if params.compile and device.type == "cuda":
         drafter.compile_layers()
-    run, source = params.folder / "run", source_of(params, items)
-    if group.rank == 0:
-        lengths = items.lengths[~items.heldout].tolist()
-        now = setup(settings, drafter, lengths, group.world, source)
-        set_aside_other_run(run, now, anew=params.force)
-    group.barrier()
-    probe = tau_probe(params, items, head) if params.tau_samples else None
-    vocabulary, hidden = head.weight.shape
-    sizes = {
-        "anchors": params.anchors, "block_size": config.block_size, "context": params.context_tokens,
-        "hidden": hidden, "vocabulary": vocabulary,
-    }  # fmt: skip
-    with explained(cleared, sizes):
-        report = train(
-            items,
-            head,
-            drafter,
-            settings,
-            folder=run,
-            probe=probe,
-            on_progress=progress,
-            group=group,
-            source=source,
-        )
-    if group.rank == 0:
-        figures: dict[str, Any] = {}
-        if params.source == "store":  # the prediction is of training alone, what is measured of all
-            figures |= memory_figures(cleared, device)
-        elif isinstance(items, LiveItems):
-            figures["live_rows"] = items.forward.way
-        files.write_json(params.folder / MEMORY, figures)
-    return report
+    return drafter
 
 
 def open_states(
@@ -198,8 +239,10 @@ def live_taps(params: TrainDrafterParams) -> list[int]:
     return params.tap_ids or default_tap_ids(load_config(params.target).num_hidden_layers)
 
 
-def drafter_config(params: TrainDrafterParams, states: States) -> DrafterConfig:
-    """The drafter's shape, from parameters, target and the taps of its states."""
+def drafter_config(params: TrainDrafterParams, states: Any) -> DrafterConfig:
+    """The drafter's shape, from parameters, target and the taps of a store (`states`; live, none is
+    needed).
+    """
     from dflash_lab.drafter.config import DrafterConfig, resolve_mask_token_id
     from dflash_lab.target.identity import identify
     from dflash_lab.target.sources import load_config, load_tokenizer, resolve
@@ -210,8 +253,7 @@ def drafter_config(params: TrainDrafterParams, states: States) -> DrafterConfig:
     logger.info("masked slots hold token %d: %s", mask, why)
     if params.source == "store":
         weights = identify(resolve(params.target), seed=params.seed)["weights"]
-        store: Any = states
-        store.check_made_by(params.target, weights, target.hidden_size)
+        states.check_made_by(params.target, weights, target.hidden_size)
     # As DFlash 2 was released: bidirectional in every layer, the convolutions being causal.
     second: dict[str, Any] = dict(
         conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16, is_causal=False
@@ -224,7 +266,7 @@ def drafter_config(params: TrainDrafterParams, states: States) -> DrafterConfig:
         mask_token_id=mask,
         num_layers=params.num_layers,
         block_size=params.block_size,
-        tap_ids=states.tap_ids,
+        tap_ids=states.tap_ids if params.source == "store" else live_taps(params),
         sliding_layers=tuple(params.sliding_layers),
         sliding_window=params.sliding_window,
         **shape,

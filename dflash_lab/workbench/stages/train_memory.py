@@ -1,0 +1,156 @@
+"""What the memory room is told of a training run, and the anchors it plans where none are given.
+
+The loop holds more than a step: rows on their way, noise, gradients from row to row, a live target, shards.
+Anchors that were planned once are kept in the stage's folder, for a run that goes on needs the same ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any
+
+from dflash_lab import files
+from dflash_lab.errors import InputError, UnsupportedTarget
+
+if TYPE_CHECKING:
+    import torch
+
+    from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+
+PLANNED = "anchors.json"
+ROWS_WAITING = 3  # of a store: two in the queue of `drafter.feed.prefetch`, one on its way to it
+_SPARE = 0.005  # of the budget, beside the planner's own margin: what is free moves a little
+logger = logging.getLogger(__name__)
+
+
+def setup_options(
+    params: TrainDrafterParams,
+    config: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    final_states: bool = False,
+    rows: str = "",
+) -> dict[str, Any]:
+    """Return the fields of `TrainingSetup` that these parameters say; see `clearance.ask_training`."""
+    from dflash_lab.memory.planner import expandable_segments
+    from dflash_lab.memory.shapes import target_shape
+
+    cuda, name = device.type == "cuda", _name(dtype)
+    together = params.source == "live" and not params.targets  # the target is in the training process
+    sharded = params.world > 1 and params.parallel == "fsdp"
+    slots = params.queue_rows * len(params.targets)
+    stored = params.accumulate - 1 + ROWS_WAITING + cuda  # on CUDA one more, until its kernels have passed
+    options: dict[str, Any] = dict(
+        dtype=name,
+        soft_targets=bool(
+            params.soft_weight
+            or params.tv_weight
+            or params.lk_weight
+            or (params.length_weight and params.acceptance == "overlap")
+        ),
+        checkpointing="layers" if params.gradient_checkpointing else "none",
+        optimizer=_optimizer(params),
+        expandable=expandable_segments(),
+        compiled=params.compile and cuda,
+        shards=params.world if sharded else 1,
+        data_parallel=1 if sharded else params.world,
+        gradients_kept=params.accumulate > 1 or (params.world > 1 and not sharded),
+        rows_ahead=stored if params.source == "store" else slots,
+        final_states=final_states or params.source == "live",
+        noise=params.noise_std > 0,
+        head_elsewhere=cuda and params.head not in (-1, device.index or 0),
+    )
+    if together:
+        from dflash_lab.target.loading import choose_dtype
+
+        target_dtype = _name(choose_dtype(params.dtype, config))
+        shape = target_shape(config)
+        packs = shape.delta is None and (not cuda or target_dtype in ("bfloat16", "float16"))
+        packed = packs if not rows else rows == "packed"
+        options |= dict(
+            placement="same device",
+            target_dtype=target_dtype,
+            recorded=cuda and packed and shape.experts is None,
+        )
+    return options
+
+
+def with_anchors(params: TrainDrafterParams) -> TrainDrafterParams:
+    """Return the parameters with the planner's most anchors where they say 0.
+
+    Planned for the device that trains, of several the one with the least memory; `InputError` where the
+    planner has no answer or not even 8 anchors fit.
+    """
+    if params.anchors:
+        return params
+    from dflash_lab.memory.gate import clear_training
+    from dflash_lab.memory.planner import MARGIN, training_fits
+    from dflash_lab.memory.shapes import target_shape
+    from dflash_lab.target.loading import choose_device
+    from dflash_lab.target.sources import load_config
+    from dflash_lab.workbench.stages import train_setup
+
+    device = choose_device(params.device)
+    dtype = train_setup.drafter_dtype(params, device)
+    config = load_config(params.target)
+    store: Any = train_setup.open_bare(params) if params.source == "store" else None
+    drafter = train_setup.drafter_config(params, store)
+    try:
+        options = setup_options(
+            params, config, device, dtype, final_states=store is not None and store.has_final
+        )
+        target_shape(config)
+    except UnsupportedTarget as error:
+        raise InputError(
+            f"anchors=0 asks the memory planner, which has no answer: {error} Give the blocks of a row, such "
+            "as anchors=512."
+        ) from error
+    asked = {
+        "target": params.target,
+        "context": params.context_tokens,
+        "drafter": drafter.to_json(),
+        **options,
+    }
+    path = params.folder / PLANNED
+    if path.exists() and not params.force:
+        planned = files.read_json(path)
+        if planned["asked"] == asked:
+            return dataclasses.replace(params, anchors=planned["anchors"])
+    sizes: dict[str, Any] = dict(context=params.context_tokens, cuda=device.type == "cuda", **options)
+    budget_gib = _least_budget_gib(params, device)
+    found = training_fits(config, drafter, budget_gib, anchors=8, margin=MARGIN + _SPARE, **sizes)
+    anchors = min(found.largest_anchors, params.context_tokens - 1)
+    if not anchors:  # refused with advice, or forced to the least
+        clear_training(config, drafter, budget_gib, anchors=8, force=params.force, **sizes)
+        anchors = min(8, params.context_tokens - 1)
+    logger.info("anchors = %d: the most that %.2f GiB are predicted to hold", anchors, budget_gib)
+    params.folder.mkdir(parents=True, exist_ok=True)
+    files.write_json(path, {"asked": asked, "anchors": anchors, "budget_gib": round(budget_gib, 3)})
+    return dataclasses.replace(params, anchors=anchors)
+
+
+def _least_budget_gib(params: TrainDrafterParams, device: torch.device) -> float:
+    """Return the GiB that each training process may take, of the device with the least."""
+    from dflash_lab.memory.extraction_account import OUTSIDE_TORCH
+    from dflash_lab.memory.planner import device_budget_gib
+
+    if device.type != "cuda" or (params.world == 1 and not params.drafters):
+        return device_budget_gib(device) / (params.world if device.type == "cpu" else 1)
+    numbers = params.drafters or range(params.processes)
+    free_gib = min(device_budget_gib(f"cuda:{number}") for number in numbers)
+    # A process of its own opens a context there beside this one's, and NCCL takes as much again.
+    return free_gib - 2 * OUTSIDE_TORCH / 2**30
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _optimizer(params: TrainDrafterParams) -> str:
+    if params.offload:
+        return "cpu-offload"
+    if params.optimizer == "muon":
+        return "muon"
+    return "adamw8bit" if params.moments == "int8" else "adamw"
