@@ -80,7 +80,8 @@ def extract(
     refuse_other_counts(store, num_shards)
     with shard_lock(folder):
         with store_lock(store):
-            manifests.open_identity(store, store_identity(target, layout, index.set_hash))
+            identity = manifests.plain(store_identity(target, layout, index.set_hash))
+            manifests.open_identity(store, identity)
         clean(folder)
         chunk = 64 if target.is_hybrid else 1
         mine = shard_rows(index, shard, num_shards, chunk=chunk, hidden=target.hidden_size)
@@ -97,6 +98,7 @@ def extract(
             "run",
             shard=shard,
             num_shards=num_shards,
+            store=identity,
             samples=len(mine),
             stored_before=len(mine) - len(todo),
             plan={

@@ -158,24 +158,39 @@ def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any], prefix: st
 
 def open_identity(store: Path, identity: Mapping[str, Any]) -> None:
     """Write `store.json`, or hold an existing one against `identity`; a difference is a `StoreError` that
-    names it.
+    names it. One that was lost is written again when every shard says that it was begun with `identity`.
     """
     path = store / STORE_FILE
-    identity = json.loads(json.dumps(identity))  # as JSON will give it back: tuples become lists
-    if not path.exists():
-        if any(read_lines(folder) for folder in shard_folders(store)):
-            raise StoreError(
-                f"{path} is missing beside existing shards: nobody can tell what they hold. Use a new "
-                f"store folder."
-            )
+    identity = plain(identity)
+    stored = [files.read_json(path)] if path.exists() else _begun_with(store)
+    found = [text for one in stored for text in differences(_nameless(one), _nameless(identity))]
+    if not found and not path.exists():
         files.write_json(path, identity)
-        return
-    if found := differences(_nameless(files.read_json(path)), _nameless(identity)):
+    if found:
         raise StoreError(
             f"{store} was made by another setup and nothing was appended:\n  "
-            + "\n  ".join(found)
+            + "\n  ".join(dict.fromkeys(found))
             + "\nGive the setup the store was made with, or another store folder."
         )
+
+
+def _begun_with(store: Path) -> list[dict[str, Any]]:
+    """What the shards of a store without `store.json` say that they hold, none if there is no shard yet."""
+    found = []
+    for folder in shard_folders(store):
+        runs = [line for line in read_lines(folder) if line["kind"] == "run"]
+        if runs and not isinstance(runs[-1].get("store"), dict):
+            raise StoreError(
+                f"{store / STORE_FILE} is missing beside existing shards, and {folder.name} does not say "
+                "what it holds. Put the file back, or use a new store folder."
+            )
+        found += [line["store"] for line in runs[-1:]]
+    return found
+
+
+def plain(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an identity as JSON will give it back: tuples become lists."""
+    return json.loads(json.dumps(identity))
 
 
 def _nameless(identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,8 +203,8 @@ def read_identity(store: Path) -> dict[str, Any]:
     path = store / STORE_FILE
     if not path.exists():
         raise InputError(
-            f"{store} is no feature store: it has no {STORE_FILE}. Run the extract stage first, or "
-            f"give its store folder."
+            f"{store} is no feature store: it has no {STORE_FILE}. Run the extract stage, which writes it "
+            "(also one that was lost), or give its store folder."
         )
     identity = files.read_json(path)
     schema = identity.get("schema") if isinstance(identity, dict) else None
@@ -199,6 +214,6 @@ def read_identity(store: Path) -> dict[str, Any]:
         if not isinstance(identity.get(name), kind):
             raise StoreError(
                 f"{path}: {name} is {identity.get(name)!r}, not a {kind.__name__}: nobody can tell what the "
-                "store holds. Put the file back, or extract into another store."
+                "store holds. Put the file back, or remove it and extract again: it is written anew."
             )
     return identity

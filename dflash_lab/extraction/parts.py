@@ -80,7 +80,7 @@ def open_part(path: Path):
         raise StoreError(
             f"{path} is missing although its manifest names it; extract again to redo its samples."
         )
-    with reading(path, "Extract again: exactly its samples are redone."):
+    with reading(path, "Extract again with recheck: exactly its samples are redone."):
         return safe_open(path, framework="pt")
 
 

@@ -85,6 +85,8 @@ def verify(options: argparse.Namespace, extra: list[str]) -> int:
         print(f"{fault.file}: {fault.what}")
     if faults:
         print(f"{folder}: {len(faults)} faults")
+        if any(fault.part for fault in faults):
+            print("extract again with -p recheck True: exactly the samples of damaged parts are redone")
         return 1
     store = open_store(folder)
     print(f"{folder}: whole, {store.num_samples:,} samples of {store.num_tokens:,} tokens read again")

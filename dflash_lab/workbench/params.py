@@ -149,6 +149,12 @@ class StageParams(Params):
         """What a finished stage leaves outside its own folder; when one is gone, the stage runs again."""
         return []
 
+    def stands(self) -> bool:
+        """Say whether what a finished stage left outside its own folder is still as it should be. A stage
+        that can tell more of it in no time than that it is there overrides this.
+        """
+        return all(path.exists() for path in self.outputs())
+
 
 def field_types(cls: type[Params]) -> dict[str, Any]:
     """Return the resolved type of each parameter of `cls`."""

@@ -76,7 +76,7 @@ def is_finished(params: StageParams, inputs: dict[str, str] | None = None) -> bo
     if inputs is None:
         inputs = fingerprints([*_target_folder(params), *params.inputs()], params.run)
     same = _significant(result["parameters"]) == _significant(redact_tree(params.as_dict()))
-    return same and result["inputs"] == inputs and all(path.exists() for path in params.outputs())
+    return same and result["inputs"] == inputs and params.stands()
 
 
 def read_result(path: Path) -> dict[str, Any]:

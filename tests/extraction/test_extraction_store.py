@@ -185,6 +185,26 @@ def test_a_manifest_that_cannot_be_trusted_is_refused_by_line(line: str, made) -
         open_store(store)
 
 
+def test_a_lost_store_file_is_written_again_for_the_same_setup_only(tiny, tmp_path):
+    samples, store = make_samples(tmp_path / "s.parquet", [9, 12, 30]), tmp_path / "store"
+    given = dict(token_budget=64, max_batch=4)
+    extract(tiny("llama"), samples, store, tap_ids=[1], **given)
+    before = (store / "store.json").read_bytes()
+    (store / "store.json").unlink()
+    with pytest.raises(StoreError, match=r"tap_ids: the store has \[1\], this run \[2\]"):
+        extract(tiny("llama"), samples, store, tap_ids=[2], **given)
+    assert not (store / "store.json").exists()
+    report = extract(tiny("llama"), samples, store, tap_ids=[1], **given)
+    assert report.samples_stored == 0 and (store / "store.json").read_bytes() == before
+    manifest = next(store.glob("shard-*/manifest.jsonl"))
+    lines = [json.loads(line) for line in manifest.read_text().splitlines()]
+    old = [{name: value for name, value in line.items() if name != "store"} for line in lines]
+    manifest.write_text("".join(json.dumps(line) + "\n" for line in old))  # as earlier versions wrote it
+    (store / "store.json").unlink()
+    with pytest.raises(StoreError, match="does not say what it holds"):
+        extract(tiny("llama"), samples, store, tap_ids=[1], **given)
+
+
 def test_what_is_no_store_is_said(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no feature store"):
         open_store(tmp_path)

@@ -17,6 +17,7 @@ from dflash_lab.errors import InputError
 from dflash_lab.extraction import preflight as preflight_module
 from dflash_lab.extraction.report import QuarantineError
 from dflash_lab.extraction.store import open_store
+from dflash_lab.extraction.verify import discard, verify
 from dflash_lab.files import read_json
 from dflash_lab.workbench.figures import extract as figures
 from dflash_lab.workbench.stage import execute, is_finished
@@ -64,6 +65,33 @@ def test_a_finished_shard_is_loaded_not_run(params: Callable[..., ExtractParams]
     assert again.batches.equals(first.batches) and again.states.equals(first.states)
     (params().store_path / "shard-00000-of-00001" / "manifest.jsonl").unlink()
     assert not is_finished(params())
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "given up", "store.json", "flipped"])
+def test_what_is_lost_of_a_finished_store_is_redone_by_the_same_command(params, damage) -> None:
+    whole = execute(params())
+    store = params().store_path
+    part = next(store.rglob("part-*.safetensors"))
+    data = bytearray(part.read_bytes())
+    if damage == "gone":
+        part.unlink()
+    elif damage == "cut":
+        part.write_bytes(data[:-100])
+    elif damage == "given up":
+        part.write_bytes(b"")
+        discard(store, verify(store))
+    elif damage == "store.json":
+        (store / "store.json").unlink()
+    else:
+        data[len(data) // 2] ^= 1
+        part.write_bytes(data)
+        assert is_finished(params()), "its size tells nothing"
+    again = params(recheck=damage == "flipped")
+    assert not is_finished(again)
+    execute(again)
+    assert [fault for fault in verify(store) if fault.part] == []
+    assert open_store(store).num_tokens == whole.figures["tokens_stored"]
+    assert is_finished(params()) or damage == "flipped"
 
 
 def test_a_quarantined_sample_fails_the_stage_after_everything_is_sealed(
