@@ -38,6 +38,8 @@ def demo(tmp_path, monkeypatch):
         )
         for path in params.outputs():
             write_json(path, {})
+            if path.name == "manifest.jsonl":
+                path.write_text('{"kind": "end"}\n')
         if stage == "prepare":
             write_json(params.run / "samples.parquet", {})
         record = {
