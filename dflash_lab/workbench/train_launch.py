@@ -153,7 +153,7 @@ def main(path: str) -> None:
 
     from dflash_lab.workbench.params import from_mapping
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
-    from dflash_lab.workbench.stages.train_setup import train_here
+    from dflash_lab.workbench.stages.train_here import train_here
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     params = from_mapping(TrainDrafterParams, json.loads(Path(path).read_bytes()))

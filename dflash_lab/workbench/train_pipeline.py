@@ -84,8 +84,9 @@ def drafter_process(values: dict[str, Any], rank: int, pipes: list[Connection], 
     from dflash_lab.drafter.pipeline import Diary, PipelineItems
     from dflash_lab.target.identity import identify
     from dflash_lab.target.sources import load_config, resolve
+    from dflash_lab.workbench.stages.train_here import train_here
     from dflash_lab.workbench.stages.train_placement import check_queue
-    from dflash_lab.workbench.stages.train_setup import live_taps, load_ends, train_here
+    from dflash_lab.workbench.stages.train_setup import live_taps, load_ends
 
     params = _placed(values, "drafters", rank)
     world = len(params.drafters)

@@ -282,3 +282,34 @@ def test_an_error_in_the_thread_is_shown(swept, monkeypatch):
 def test_parameters_that_cannot_be_are_refused(tmp_path, options, message):
     with pytest.raises(InputError, match=message):
         params_for(tmp_path, "smollm2", **options)
+
+
+def test_training_steps_are_measured_falling_and_rising(tmp_path, tiny_target, monkeypatch):
+    """Once in each order asked for, and the figure tells them apart."""
+    from dataclasses import replace
+
+    from dflash_lab.memory import measure
+    from dflash_lab.workbench.stages.memory_steps import step_points
+    from dflash_lab.workbench.stages.memory_sweep import STEP_SCHEMA
+
+    seen = []
+
+    def measured(_shape, _drafter, setup, _device):
+        seen.append(setup.rows)
+        found = {"measured_gib": setup.rows / 100, "measured_moving": setup.rows, "reserved_gib": 1.0}
+        return {**found, "seconds": 0.1, "out_of_memory": False}
+
+    monkeypatch.setattr(measure, "measure_training", measured)
+    params = params_for(tmp_path, tiny_target("llama"), orders=["falling", "rising"], step_anchors=[8, 16])
+    found = replace(scene(params), device="cuda")
+    rows = step_points(params, found, lambda *_args, **_fields: None)
+    assert seen == sorted(seen[: len(seen) // 2], reverse=True) + sorted(seen[len(seen) // 2 :])
+    frame = pl.DataFrame(rows, schema=STEP_SCHEMA)
+    assert sorted(frame["order"].to_list()) == ["falling", "falling", "rising", "rising"]
+    bars = figures.step_bars(frame, 0.5).data[2]
+    assert len(set(bars.x)) == 4 and sorted(bars.y) == sorted(frame["measured_gib"].to_list())
+    monkeypatch.setattr(
+        time, "monotonic", lambda start=[0.0]: start.__setitem__(0, start[0] + 200) or start[0]
+    )
+    cut = pl.DataFrame(step_points(params, found, lambda *_args, **_fields: None), schema=STEP_SCHEMA)
+    assert cut.height >= 2 and cut.n_unique(["anchors", "block_size"]) == 2

@@ -124,8 +124,12 @@ def predicted_measured(points: pl.DataFrame) -> go.Figure:
 
 def step_bars(steps: pl.DataFrame, budget_gib: float) -> go.Figure:
     """Peaks of training steps over anchors x block size: by formula, by count, and as measured."""
-    table = steps.sort(pl.col("anchors") * pl.col("block_size"), "block_size")
-    labels = [f"{row['anchors']} x {row['block_size']}" for row in table.iter_rows(named=True)]
+    table = steps.sort(pl.col("anchors") * pl.col("block_size"), "block_size", "order")
+    several = steps.select("anchors", "block_size").is_duplicated().any()  # measured in both orders
+    labels = [
+        f"{row['anchors']} x {row['block_size']}" + (f", {row['order']}" if several and row["order"] else "")
+        for row in table.iter_rows(named=True)
+    ]
     figure = go.Figure()
     for column, name, colour in (
         ("analytic_gib", "formulas", ORANGE),

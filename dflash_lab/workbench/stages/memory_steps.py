@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def step_points(
     params: MemorySweepParams, found: Scene, progress: Callable[..., None]
 ) -> list[dict[str, Any]]:
-    """Return a row (STEP_SCHEMA) a grid point; on CUDA they are measured, largest first, until time is up."""
+    """Return a row (STEP_SCHEMA) a grid point; on CUDA one each that it was measured in, rising and falling
+    sizes as `orders` say, until time is up.
+    """
     from dataclasses import replace
 
     from dflash_lab.memory.cached import fake_training
@@ -28,22 +30,30 @@ def step_points(
     from dflash_lab.workbench.stages.memory_tables import predicted_columns
 
     grid = [(a, b) for a in sorted(set(params.step_anchors)) for b in sorted(set(params.step_blocks))]
-    grid.sort(key=lambda point: -point[0] * point[1])
-    deadline = time.monotonic() + (1 - POINTS_SHARE) * params.measure_s
-    rows = []
+    rows, points = [], []
     for number, (anchors, block) in enumerate(grid):
         progress("training steps", number, len(grid))
         setup = replace(found.training, anchors=anchors, block_size=block)
         drafter = replace(found.drafter, block_size=block)
         analytic = training_account(found.shape, drafter, setup, cuda=found.cuda)
         fake = fake_training(found.config, drafter, setup)
-        row: dict[str, Any] = {
-            "anchors": anchors,
-            "block_size": block,
-            **predicted_columns(analytic, fake),
-        }
-        if params.measure and found.cuda and time.monotonic() < deadline:
-            row |= {"order": "falling", **measure_training(found.shape, drafter, setup, found.device)}
-        rows.append(row)
+        columns = predicted_columns(analytic, fake)
+        rows.append({"anchors": anchors, "block_size": block, **columns})
+        points.append((setup, drafter))
     progress("training steps", len(grid), len(grid))
-    return rows
+    if not (params.measure and found.cuda):
+        return rows
+    deadline = time.monotonic() + (1 - POINTS_SHARE) * params.measure_s
+    measured = []
+    for order in params.orders:
+        sizes = sorted(range(len(grid)), key=lambda at: points[at][0].rows, reverse=order == "falling")
+        for number, at in enumerate(sizes):
+            progress(f"measuring steps, {order} sizes", number, len(sizes))
+            if time.monotonic() >= deadline:
+                break
+            setup, drafter = points[at]
+            outcome = measure_training(found.shape, drafter, setup, found.device)
+            measured.append({**rows[at], "order": order, **outcome})
+        progress(f"measuring steps, {order} sizes", len(sizes), len(sizes))
+    done = {(row["anchors"], row["block_size"]) for row in measured}
+    return [*measured, *(row for row in rows if (row["anchors"], row["block_size"]) not in done)]

@@ -186,7 +186,7 @@ class TrainDrafterParams(StageParams):
 
     def outputs(self) -> list[Path]:
         """The finished drafter."""
-        return [self.drafter_path / "model.safetensors"]
+        return [self.drafter_path / name for name in ("model.safetensors", "config.json", "serve.md")]
 
 
 _FRAMES = ("steps", "metrics", "positions", "pipeline")
@@ -233,6 +233,7 @@ def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> Train
     from dflash_lab.drafter.checkpoint import copy_checkpoint, read_config
     from dflash_lab.drafter.serving import write_serving_notes
     from dflash_lab.workbench.stages import train_setup
+    from dflash_lab.workbench.stages.train_here import train_here
     from dflash_lab.workbench.stages.train_memory import with_anchors
     from dflash_lab.workbench.stages.train_placement import check_placement
     from dflash_lab.workbench.train_launch import train_apart
@@ -247,7 +248,7 @@ def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> Train
     elif params.processes > 1:
         report = train_apart(params, progress)
     else:
-        report = train_setup.train_here(params, progress)
+        report = train_here(params, progress)
     chosen = report.best if params.export == "best" else report.last_checkpoint
     copy_checkpoint(chosen, params.drafter_path)
     config = read_config(params.drafter_path)
@@ -263,7 +264,8 @@ def collect(params: TrainDrafterParams, report: TrainReport, config: DrafterConf
     from dflash_lab.drafter.journal import read_journal
     from dflash_lab.drafter.pipeline import SCHEMA
     from dflash_lab.workbench.stages.train_frames import metric_frame, position_frame, step_frame
-    from dflash_lab.workbench.stages.train_setup import MEMORY, open_bare
+    from dflash_lab.workbench.stages.train_here import MEMORY
+    from dflash_lab.workbench.stages.train_setup import open_bare
     from dflash_lab.workbench.train_pipeline import DIARY, SUMMARY
 
     items = open_bare(params)

@@ -7,114 +7,22 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_lab import files
 from dflash_lab.errors import InputError
-from dflash_lab.workbench.stages.clearance import SNAPSHOT
-from dflash_lab.workbench.stages.train_probe import tau_probe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
     from dflash_lab.drafter.config import DrafterConfig
     from dflash_lab.drafter.live import LiveItems, SampleItems
-    from dflash_lab.drafter.model import Drafter
     from dflash_lab.drafter.rows import PackedRows
     from dflash_lab.drafter.settings import TrainSettings
-    from dflash_lab.drafter.trainer import TrainReport
     from dflash_lab.extraction.store import FeatureStore
-    from dflash_lab.memory.gate import Clearance, NotPredicted
     from dflash_lab.target.head import TargetHead
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
     States = FeatureStore | SampleItems
 
-MEMORY = "memory.json"  # of the first process: predicted and measured peak, how a live target runs its rows
 logger = logging.getLogger(__name__)
-
-
-def train_here(
-    params: TrainDrafterParams, progress: Any = None, open_with: Callable[..., Any] | None = None
-) -> TrainReport:
-    """Load states (or the target that makes them), the ends of the target and the drafter, and train in this
-    process, perhaps one of several. `open_with` replaces `open_states`.
-    """
-    import torch
-
-    from dflash_lab.drafter.live import LiveItems
-    from dflash_lab.drafter.parallel import join
-    from dflash_lab.drafter.state import setup
-    from dflash_lab.drafter.train import train
-    from dflash_lab.memory.gate import explained
-    from dflash_lab.memory.planner import device_budget_gib
-    from dflash_lab.target.loading import choose_device
-    from dflash_lab.target.sources import load_config
-    from dflash_lab.workbench.stages.clearance import ask_training, memory_figures
-
-    group, device = join(params.parallel, choose_device(params.device))
-    if params.attention == "flex" and device.type != "cuda":
-        raise InputError(
-            f"train_drafter: attention='flex' needs CUDA for its backward pass, and this trains on {device}. "
-            "Give attention='auto'."
-        )
-    dtype = drafter_dtype(params, device)
-    if params.compile and device.type == "cuda":
-        torch.compiler.reset()  # shapes of earlier runs of this process count against the compiler's limit
-    target, free_gib = load_config(params.target), device_budget_gib(device)
-    store = open_bare(params) if params.source == "store" else None
-    config = drafter_config(params, store)
-    final = bool(getattr(store, "has_final", False))
-
-    def ask(rows: str = "") -> Clearance | NotPredicted:
-        return ask_training(
-            params, target, config, device, dtype, final_states=final, rows=rows, budget_gib=free_gib
-        )
-
-    cleared = ask()  # before anything is loaded
-    sizes = {
-        "anchors": params.anchors, "block_size": config.block_size, "context": params.context_tokens,
-        "hidden": config.hidden_size, "vocabulary": config.vocab_size, "taps": len(config.tap_ids),
-        "intermediate": config.intermediate_size,
-    }  # fmt: skip
-    watch: dict[str, Any] = dict(device=device, snapshot=params.folder / snapshot_name(group))
-    with explained(cleared, sizes, **watch):
-        items, head = (open_with or open_states)(params, device, dtype)
-        drafter = first_drafter(params, config, head, device, dtype)
-    if isinstance(items, LiveItems):
-        cleared = ask(items.forward.path)
-    settings = train_settings(params, items, config)
-    run, source = params.folder / "run", source_of(params, items)
-    if group.rank == 0:
-        lengths = items.lengths[~items.heldout].tolist()
-        now = setup(settings, drafter, lengths, group.world, source)
-        set_aside_other_run(run, now, anew=params.force)
-    group.barrier()
-    probe = tau_probe(params, items, head) if params.tau_samples else None
-    with explained(cleared, sizes, **watch):
-        report = train(
-            items,
-            head,
-            drafter,
-            settings,
-            folder=run,
-            probe=probe,
-            on_progress=progress,
-            group=group,
-            source=source,
-        )
-    if group.rank == 0:
-        figures: dict[str, Any] = memory_figures(cleared, device)
-        if isinstance(items, LiveItems):
-            figures["live_rows"] = items.forward.way
-        files.write_json(params.folder / MEMORY, figures)
-    return report
-
-
-def snapshot_name(group: Any) -> str:
-    """The file of a process's last refused request; of one process, simply that."""
-    path = Path(SNAPSHOT)
-    return path.name if group.world == 1 else f"{path.stem}-{group.rank}{path.suffix}"
 
 
 def drafter_dtype(params: TrainDrafterParams, device: torch.device) -> torch.dtype:
@@ -123,35 +31,6 @@ def drafter_dtype(params: TrainDrafterParams, device: torch.device) -> torch.dty
 
     name = params.drafter_dtype
     return getattr(torch, ("bfloat16" if device.type == "cuda" else "float32") if name == "auto" else name)
-
-
-def first_drafter(
-    params: TrainDrafterParams,
-    config: DrafterConfig,
-    head: TargetHead,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Drafter:
-    """The drafter before its first step, drawn or read, compiled on CUDA if asked for."""
-    import torch
-
-    from dflash_lab.drafter.checkpoint import load_checkpoint
-    from dflash_lab.drafter.model import Drafter
-
-    if params.start_from:
-        drafter = load_checkpoint(params.start_from, device, dtype)
-        if drafter.config != config:
-            raise InputError(f"{params.start_from} is a drafter of another shape than these parameters say.")
-    else:
-        with torch.device("meta"):  # a billion weights are drawn once, not first as torch's layers would
-            empty = Drafter(config)
-        empty.to_empty(device="cpu").initialize(torch.Generator().manual_seed(params.seed))
-        drafter = empty.to(device, dtype)
-        drafter.fit_to_head(head.weight)
-    drafter.gradient_checkpointing = params.gradient_checkpointing
-    if params.compile and device.type == "cuda":
-        drafter.compile_layers()
-    return drafter
 
 
 def open_states(
