@@ -115,12 +115,12 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, to
     """Read every tensor of a safetensors file; a damaged file is a `StoreError`. (Files of others carry no
     digest, so of those only damage that breaks the format is seen.)
     """
-    remedy = "It is not a whole safetensors file: copy or write it again."
+    remedy = "Remove it and run the stage that wrote it again (it keeps what it has), or copy it again."
     with reading(path, remedy), safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         written = (file.metadata() or {}).get(DIGEST)
     if written is not None and written != _digest(tensors):
-        raise StoreError(f"{path}: its values are not those that were written. Copy or write it again.")
+        raise StoreError(f"{path}: its values are not those that were written. {remedy}")
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 

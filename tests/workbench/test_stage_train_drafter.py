@@ -292,7 +292,7 @@ def test_a_dead_process_ends_the_stage_with_its_traceback(result, run_dir, tiny_
         start_from=str(damaged),
         drafter=str(tmp_path / "out"),
     )
-    with pytest.raises(WorkerFailed, match="not a whole safetensors file"):
+    with pytest.raises(WorkerFailed, match="run the stage that wrote it again"):
         execute(chosen)
 
 
