@@ -138,12 +138,12 @@ def alternating(
             if name in failed:
                 continue
             card.wait()
+            clean(card.device)  # blocks cached for another size would be fragments to this one
             began = time.perf_counter()
             done = window()
             card.wait()
             if done is None:
                 failed.add(name)
-                clean(card.device)
             elif number:
                 rates[name].append(done / (time.perf_counter() - began))
         made += 1
