@@ -296,6 +296,19 @@ def test_a_dead_process_ends_the_stage_with_its_traceback(result, run_dir, tiny_
         execute(chosen)
 
 
+@pytest.mark.parametrize("lost", ["model.safetensors", "config.json", "serve.md"])
+def test_a_drafter_that_lost_a_file_is_written_again_without_training(run_dir, tiny_target, tmp_path, lost):
+    chosen = params(tmp_path, tiny_target, store=str(run_dir / "store"), max_steps=2, checkpoint_every=1)
+    execute(chosen)
+    whole = {path.name: path.read_bytes() for path in chosen.drafter_path.iterdir()}
+    checkpoints = sorted((chosen.folder / "run" / "checkpoints").iterdir())
+    times = [path.stat().st_mtime_ns for path in checkpoints]
+    (chosen.drafter_path / lost).unlink()
+    execute(chosen)
+    assert {path.name: path.read_bytes() for path in chosen.drafter_path.iterdir()} == whole
+    assert [path.stat().st_mtime_ns for path in checkpoints] == times, "no step was taken"
+
+
 def test_a_store_of_other_weights_is_refused(run_dir, tiny_target, tmp_path):
     from support.tiny_targets import build_tiny
 
