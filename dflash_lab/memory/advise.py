@@ -125,7 +125,7 @@ def advise_training(
         ("a loop of chunks under autograd", "the logits of every chunk wait for the backward"),
         ("more GPUs (data parallel)", "each replica holds all of this; only more batches run at once"),
     ]
-    options = training_options(setup, most)
+    options = training_options(setup, most, cuda=cuda)
     return _advice(
         "number of anchors", setup.anchors, most, setup, account, cap, options, useless, budget_gib, room
     )

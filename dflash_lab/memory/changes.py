@@ -86,9 +86,12 @@ def anchor_cap(setup: TrainingSetup, most: int) -> Option:
     return Option(f"{most} anchors", {"anchors": most}, 0.0, why, same_goal=False)
 
 
-def training_options(setup: TrainingSetup, most: int) -> list[Option]:
+def training_options(setup: TrainingSetup, most: int, *, cuda: bool = True) -> list[Option]:
     """Return what can be changed in a training step; `most` anchors fit as it is."""
     options = []
+    if cuda and not setup.compiled:
+        why = "compile: true; norms, SwiGLU and rotation keep only what products and attention read again"
+        options.append(Option("compile the draft layers", {"compiled": True}, 0.0, why))
     if setup.loss != "fused":
         faster = 100 * (_LOSS_MS["fused"] / _LOSS_MS[setup.loss] - 1) * _LOSS_SHARE
         why = "the gradient is finished inside the chunk, so one chunk's logits exist at a time"

@@ -120,6 +120,7 @@ def training_account(shape: TargetShape, drafter: Any, setup: TrainingSetup, *, 
         whole = whole_for_a_checkpoint(parameters, setup, state)
         moments.append(Moment("a checkpoint", {**always, **whole}))
     title = f"training {setup.anchors} x {setup.block_size}, {setup.context} context tokens"
+    title += ", compiled layers" if setup.compiled else ""
     account = account_of("analytic", title, moments, _notes(shape, setup))
     return account.fragmented(FRAGMENTS[setup.expandable]) if cuda else account
 

@@ -58,8 +58,10 @@ def test_a_budget_by_hand_that_is_too_large_is_refused_with_advice():
 def test_training_is_cleared_refused_or_forced():
     cleared = clear_training(CONFIG, DRAFTER, 94.97, anchors=1024, context=4096)
     assert not cleared.forced
-    with pytest.raises(DoesNotFit, match=r"1024 anchors x 24.*checkpoint the draft layers"):
+    with pytest.raises(DoesNotFit, match=r"1024 anchors x 24.*fits with: compile the draft layers"):
         clear_training(CONFIG, DRAFTER, 48.0, anchors=1024, context=4096)
+    with pytest.raises(DoesNotFit, match=r"1024 anchors x 24.*checkpoint the draft layers"):
+        clear_training(CONFIG, DRAFTER, 36.0, anchors=1024, context=4096, compiled=True)
     assert clear_training(CONFIG, DRAFTER, 48.0, anchors=1024, context=4096, force=True).forced
     with pytest.raises(DoesNotFit, match="the largest part is optimizer moments"):
         clear_training(CONFIG, DRAFTER, 10.0, anchors=8, context=64)

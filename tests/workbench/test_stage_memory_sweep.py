@@ -313,3 +313,27 @@ def test_training_steps_are_measured_falling_and_rising(tmp_path, tiny_target, m
     )
     cut = pl.DataFrame(step_points(params, found, lambda *_args, **_fields: None), schema=STEP_SCHEMA)
     assert cut.height >= 2 and cut.n_unique(["anchors", "block_size"]) == 2
+
+
+def test_on_a_device_the_plan_is_of_compiled_layers_and_the_count_of_plain_ones(
+    tmp_path, tiny_target, monkeypatch
+):
+    import torch
+
+    from dflash_lab.target import loading
+    from dflash_lab.workbench.stages.memory_tables import term_frame
+
+    monkeypatch.setenv("DFLASH_LAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(loading, "choose_device", lambda name: torch.device("cuda"))
+    params = params_for(tmp_path, tiny_target("llama"))
+    found = scene(params)
+    assert found.training.compiled
+    terms = term_frame(params, found).filter(pl.col("what") == "training")
+    peaks = {
+        title: part["gib"].sum()
+        for (title, kind), part in terms.group_by("title", "kind")
+        if kind == "analytic"
+    }
+    compiled, plain = sorted(peaks, key=len, reverse=True)
+    assert compiled == f"{plain}, compiled layers" and peaks[compiled] < peaks[plain]
+    assert terms.filter(kind="fake")["title"].unique().to_list() == [plain]

@@ -1,8 +1,10 @@
 """The grid of training steps in `memory_sweep`: anchors x block size, predicted, and on CUDA measured.
 
 The step that is measured is the training loop's own: real drafter, loss and optimizer, a head and an
-embedding of the target's shape without its values. On a CPU the loop takes other paths (dense attention,
-widened products), so a measurement there would say nothing about a device, and none is made.
+embedding of the target's shape without its values. Its layers are not compiled: that is what can be counted
+on fake tensors, and compiling every point would take the time that there is. On a CPU the loop takes other
+paths (dense attention, widened products), so a measurement there would say nothing about a device, and none
+is made.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def step_points(
     rows, points = [], []
     for number, (anchors, block) in enumerate(grid):
         progress("training steps", number, len(grid))
-        setup = replace(found.training, anchors=anchors, block_size=block)
+        setup = replace(found.training, anchors=anchors, block_size=block, compiled=False)
         drafter = replace(found.drafter, block_size=block)
         analytic = training_account(found.shape, drafter, setup, cuda=found.cuda)
         fake = fake_training(found.config, drafter, setup)

@@ -182,6 +182,7 @@ def scene(params: MemorySweepParams) -> Scene:
             soft_targets=params.soft_targets,
             placement=params.placement,  # type: ignore[arg-type]
             expandable=expandable_segments(),
+            compiled=cuda,  # as train_drafter does
         ),
         budget_gib=params.budget_gib or device_budget_gib(device),
         device=str(device),

@@ -29,7 +29,7 @@ def predicted_columns(analytic: Account, fake: Account) -> dict[str, Any]:
 
 def term_frame(params: MemorySweepParams, found: Scene) -> pl.DataFrame:
     """Return terms of the largest batch of the grid and of the training step, analytic and counted on fake
-    tensors.
+    tensors; where layers are compiled, which no count knows, also as they are without.
     """
     from dataclasses import replace
 
@@ -38,14 +38,16 @@ def term_frame(params: MemorySweepParams, found: Scene) -> pl.DataFrame:
     from dflash_lab.memory.training_account import training_account
 
     setup = replace(found.extraction, batch=max(params.batches), length=max(params.lengths))
-    accounts = {
+    plain = replace(found.training, compiled=False)
+    steps = [found.training, *([plain] if found.training.compiled else [])]
+    accounts: dict[str, tuple[Account, ...]] = {
         "extraction": (
             extraction_account(found.shape, setup, cuda=found.cuda),
             fake_extraction(found.config, setup),
         ),
         "training": (
-            training_account(found.shape, found.drafter, found.training, cuda=found.cuda),
-            fake_training(found.config, found.drafter, found.training),
+            *(training_account(found.shape, found.drafter, step, cuda=found.cuda) for step in steps),
+            fake_training(found.config, found.drafter, plain),
         ),
     }
     rows = [
@@ -57,8 +59,8 @@ def term_frame(params: MemorySweepParams, found: Scene) -> pl.DataFrame:
             "gib": size / GIB,
             "formula": account.formulas.get(term, ""),
         }
-        for what, pair in accounts.items()
-        for account in pair
+        for what, several in accounts.items()
+        for account in several
         for term, size in account.terms.items()
     ]
     return pl.DataFrame(rows)
