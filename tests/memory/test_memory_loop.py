@@ -1,0 +1,107 @@
+"""What the training loop holds beside a step: a live target, rows ahead, gradients that stay, shards."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dflash_lab.drafter.config import DrafterConfig
+from dflash_lab.memory.extraction_account import predict_extraction
+from dflash_lab.memory.loop_account import resident_target_bytes
+from dflash_lab.memory.setups import TrainingSetup
+from dflash_lab.memory.shapes import GIB, target_shape
+from dflash_lab.memory.training_account import drafter_parameters, training_account
+from dflash_lab.target.shapes import shape_config
+
+PIPELINE = Path(__file__).parents[2] / "benchmarks/results/h200-x2/pipeline.json"
+CONFIG = shape_config("qwen3-8b")
+SHAPE = target_shape(CONFIG)
+DRAFTER = DrafterConfig.from_target(CONFIG, mask_token_id=0, num_layers=5, block_size=16)
+PARAMETERS, _ = drafter_parameters(DRAFTER)
+STEP = TrainingSetup(anchors=512, context=8192, block_size=16, compiled=True)
+
+
+def account(**changes):
+    """The account of the step with some fields changed."""
+    return training_account(SHAPE, DRAFTER, replace(STEP, **changes))
+
+
+def tensors(found):
+    """What an allocator would count of it."""
+    return found.live - found.terms["outside torch"]
+
+
+def test_a_live_target_beside_compiled_training_takes_what_an_h200_measured():
+    """The pipeline's benchmark on one device: at its worst the whole target lies beside a step on states that
+    stay, with ends of its own beside the loss's.
+    """
+    measured = json.loads(PIPELINE.read_text())
+    work, alone = measured["work"], measured["one_device"]
+    assert (work["shape"], alone["whole_layers"]) == ("qwen3-8b", SHAPE.layers)
+    assert (work["anchors"], work["context_tokens"], work["draft_layers"]) == (512, 8192, 5)
+    ends = 2 * (SHAPE.vocab * SHAPE.hidden + SHAPE.hidden + SHAPE.head_parameters())
+    predicted = tensors(account(placement="same device", recorded=True)) + ends
+    assert predicted / GIB == pytest.approx(alone["peak_gib"], rel=0.01)
+
+
+def test_a_live_target_brings_its_layers_and_a_forward_of_the_row():
+    stored, live = account(), account(placement="same device")
+    assert tensors(live) - tensors(stored) == resident_target_bytes(
+        SHAPE, replace(STEP, placement="same device")
+    )
+    assert (
+        resident_target_bytes(SHAPE, replace(STEP, placement="same device", target_dtype="float32"))
+        > 2 * (live.terms["target weights"])
+    )
+    few = account(placement="same device", anchors=8, context=65536, optimizer="adamw8bit")
+    assert few.moment == "the target's forward of a row"
+    forward = predict_extraction(
+        CONFIG, batch=1, length=65536, tap_ids=DRAFTER.tap_ids, store_final=True, cuda=False
+    )
+    assert few.terms["target's forward of a row"] == forward.live - forward.terms["target weights"]
+
+
+def test_the_pool_of_a_recorded_forward_is_reserved_and_not_live():
+    plain, recorded = (account(placement="same device", recorded=way) for way in (False, True))
+    outputs = 8192 * 6 * 4096 * 2
+    assert recorded.live - plain.live == outputs == recorded.terms["recorded forward's states"]
+    assert recorded.peak - plain.peak > recorded.terms["recorded forward's pool"]
+    assert recorded.terms["recorded forward's pool"] == pytest.approx(1.13 * GIB, rel=0.01)
+
+
+def test_rows_on_their_way_lie_on_the_device_too():
+    row = 8192 * 6 * 4096 * 2  # five taps and the final states
+    assert account(rows_ahead=3).live - account().live == 3 * row
+    assert account(noise=True).live - account().live == 8192 * 5 * 4096 * 2
+    hard = account(soft_targets=False, rows_ahead=1).live - account(soft_targets=False).live
+    assert hard == 8192 * 5 * 4096 * 2
+
+
+def test_gradients_that_stay_are_there_at_every_moment():
+    assert account(gradients_kept=True).live - account().live == 2 * PARAMETERS
+    small = dict(anchors=8, context=64)
+    assert account(**small).moment == "the update"
+    kept = account(gradients_kept=True, **small)
+    assert kept.moment == "the loss" and kept.terms["gradients"] == 2 * PARAMETERS
+
+
+def test_a_sharded_drafter_holds_its_share_and_what_it_gathers():
+    whole, share = account(), account(shards=4)
+    for term in ("drafter weights", "fp32 masters", "optimizer moments"):
+        assert share.terms[term] == -(-whole.terms[term] // 4)
+    fc = 5 * 4096**2
+    layer = (PARAMETERS - fc) // 5
+    backward = account(shards=4, anchors=4096)
+    assert backward.moment == "the backward of the last layer"
+    assert backward.terms["gathered weights"] == 2 * (fc + 2 * layer)
+    assert backward.terms["gathered gradients"] == 4 * layer
+    small = account(shards=4, anchors=8)
+    assert small.moment == "a checkpoint"  # every tensor whole, on each process
+    assert small.terms["whole tensors of a checkpoint"] == 14 * PARAMETERS
+
+
+def test_a_head_on_another_device_takes_the_loss_with_it():
+    here, there = account(), account(head_elsewhere=True)
+    assert "head and embedding" not in there.terms and "logits of one chunk" not in there.terms
+    assert here.live - there.live >= here.terms["head and embedding"]
