@@ -116,6 +116,7 @@ def _attach() -> None:
 
     if not torch.cuda.is_available():
         raise InputError("Snapshots are taken by the CUDA allocator; there is no CUDA device here.")
+    torch.cuda.init()  # the observer is handed to each device's allocator, which must be there
     attach = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]
     attach(observe)
     _attached = True
