@@ -8,12 +8,16 @@ fixed ones (paper: tau 5.64 / 4.94).
 
 Slot k >= 1 counts while every slot up to it stands on a response token of the same document: what lies behind
 a gap could never be accepted in one round.
+
+A whole row is worked on at once, in numpy: a thread packs rows beside the one that starts the device's
+kernels, and each of thousands of small operations would stop it on its way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -32,46 +36,55 @@ def seeded(*parts: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(stream_seed(*parts))
 
 
-def valid_anchors(loss_mask: Tensor) -> Tensor:
-    """Sorted positions [n] where a block may start, for a document's loss_mask [L]."""
-    on = loss_mask.bool()
-    valid = on[:-1] & on[1:]
-    valid[:1] = False
-    return valid.nonzero()[:, 0]
+def valid_anchors(loss_mask: Tensor, starts: np.ndarray | Sequence[int] = (0,)) -> np.ndarray:
+    """Sorted indices [n] where a block may start, for the loss_mask [S] of a row whose documents begin at
+    `starts`.
+    """
+    on = loss_mask.numpy() != 0
+    first = np.zeros(len(on) + 1, dtype=bool)
+    first[np.asarray(starts)] = True
+    return np.flatnonzero(on[:-1] & on[1:] & ~first[: max(len(on) - 1, 0)] & ~first[1 : len(on)])
 
 
-def draw_anchors(valid: Sequence[Tensor], total: int, generator: torch.Generator) -> list[Tensor]:
-    """Draw `total` anchors from the documents' valid positions, or all of them if there are fewer; each
-    sorted.
+def draw_anchors(counts: np.ndarray, total: int, generator: torch.Generator) -> np.ndarray:
+    """Draw `total` of the valid positions of documents that have `counts` of them, or all if there are fewer:
+    sorted places among all of them, [n].
 
     Shares are proportional, rounded at random without bias (systematic sampling), so short documents get
     their turn.
     """
-    counts = torch.tensor([len(positions) for positions in valid], dtype=torch.float64)
     available = int(counts.sum())
     if available <= total:
-        return [positions.clone() for positions in valid]
-    ends = counts.cumsum(0) * total / available + torch.rand(1, generator=generator, dtype=torch.float64)
+        return np.arange(available)
+    ends = counts.cumsum() * float(total) / available
+    ends += torch.rand(1, generator=generator, dtype=torch.float64).numpy()
     ends[-1] = total + ends[-1] % 1  # exact, whatever the sum rounded to
-    shares = ends.floor().diff(prepend=torch.zeros(1, dtype=torch.float64)).long().tolist()
-    drawn = []
-    for positions, share in zip(valid, shares, strict=True):
-        order = torch.randperm(len(positions), generator=generator)[:share]
-        drawn.append(positions[order].sort().values)
-    return drawn
+    shares = np.diff(np.floor(ends), prepend=0.0).astype(np.int64).tolist()
+    drawn, before = [], 0
+    for count, share in zip(counts.tolist(), shares, strict=True):
+        drawn.append(torch.randperm(count, generator=generator).numpy()[:share] + before)
+        before += count
+    return np.sort(np.concatenate(drawn))
 
 
 def slot_labels(
-    input_ids: Tensor, loss_mask: Tensor, anchors: Tensor, block_size: int
-) -> tuple[Tensor, Tensor]:
-    """labels [n, B] = input_ids[a + k] (0 past the end) and valid [n, B] bool; slot 0 is never valid."""
-    length = input_ids.shape[0]
-    where = anchors[:, None] + torch.arange(block_size)
-    inside = where < length
-    where = where.clamp(max=length - 1)
-    labels = torch.where(inside, input_ids[where].long(), 0)
-    counts = (inside & loss_mask.bool()[where])[:, 1:].long().cumprod(dim=1).bool()
-    return labels, torch.cat([torch.zeros_like(counts[:, :1]), counts], dim=1)
+    input_ids: Tensor, loss_mask: Tensor, anchors: np.ndarray, ends: np.ndarray, block_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """labels [n, B] = input_ids[a + k] (0 past the end) and valid [n, B] bool; slot 0 is never valid.
+
+    `anchors` [n] are indices of a row [S] of documents, `ends` [n] lie one past the last token of each
+    anchor's document.
+    """
+    length = len(input_ids)
+    off = np.append(np.where(loss_mask.numpy() != 0, length, np.arange(length)), length)
+    next_off = np.minimum.accumulate(off[::-1])[::-1]  # [S + 1] first index from here on that does not count
+    slots = np.arange(block_size)
+    where = anchors[:, None] + slots
+    labels = input_ids.numpy().astype(np.int64, copy=False).take(where, mode="clip")
+    labels[where >= ends[:, None]] = 0
+    valid = where < np.minimum(next_off[anchors + 1], ends)[:, None]
+    valid[:, :1] = False
+    return labels, valid
 
 
 def decay_weights(block_size: int, gamma: float) -> Tensor:

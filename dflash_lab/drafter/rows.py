@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dflash_lab.data.items import FeatureItem
 from dflash_lab.drafter.anchors import draw_anchors, seeded, slot_labels, valid_anchors
-from dflash_lab.drafter.attention import BlockLayout, Segment, row_layout
+from dflash_lab.drafter.attention import BlockLayout, Segment
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.errors import InputError
 
@@ -208,17 +208,28 @@ def pack(
     `room` into that many tokens, zeros at the end, in pinned memory where there is a GPU.
     """
     cut = [min(len(item), context_tokens) for item in items]
-    ids = [item.input_ids[:n].long() for item, n in zip(items, cut, strict=True)]
-    masks = [item.loss_mask[:n] for item, n in zip(items, cut, strict=True)]
-    drawn = draw_anchors([valid_anchors(mask) for mask in masks], anchors, generator)
+    tokens = torch.cat([item.input_ids[:n] for item, n in zip(items, cut, strict=True)]).long()
+    mask = torch.cat([item.loss_mask[:n] for item, n in zip(items, cut, strict=True)])
+    stops = np.cumsum(cut)
+    starts = stops - cut
+    valid = valid_anchors(mask, starts)
+    counts = np.diff(np.searchsorted(valid, stops), prepend=0)
+    drawn = valid[draw_anchors(counts, anchors, generator)]
     size = config.block_size
-    labels, counted = zip(
-        *(slot_labels(i, m, a, size) for i, m, a in zip(ids, masks, drawn, strict=True)), strict=True
+    document = np.searchsorted(stops, drawn, side="right")  # of each anchor
+    labels, counted = slot_labels(tokens, mask, drawn, stops[document], size)
+    ends = np.searchsorted(drawn, stops).tolist()  # one past the last block of each document
+    bounds = zip(starts.tolist(), stops.tolist(), [0, *ends[:-1]], ends, strict=True)
+    layout = BlockLayout(
+        anchors=torch.from_numpy(drawn),
+        starts=torch.from_numpy(starts[document]),
+        positions=torch.from_numpy(np.arange(len(tokens)) - np.repeat(starts, cut)),
+        segments=tuple(Segment(*each) for each in bounds),
+        block_size=size,
     )
-    layout = row_layout([a.tolist() for a in drawn], cut, size)
-    tokens = torch.cat(ids)
-    block_ids = torch.full((layout.anchors.shape[0], size), config.mask_token_id)
+    block_ids = torch.full((len(drawn), size), config.mask_token_id)
     block_ids[:, 0] = tokens[layout.anchors]
+    before = (drawn[:, None] + np.arange(-1, size - 1)).clip(0, len(tokens) - 1)
     finals = [item.final[:n] for item, n in zip(items, cut, strict=True) if item.final is not None]
     return Row(
         input_ids=tokens,
@@ -226,9 +237,9 @@ def pack(
         final=_side_by_side(finals, room) if len(finals) == len(items) else None,
         layout=layout,
         block_ids=block_ids,
-        labels=torch.cat(labels),
-        slot_mask=torch.cat(counted),
-        target_rows=(layout.anchors[:, None] + torch.arange(size) - 1).clamp(0, len(tokens) - 1),
+        labels=torch.from_numpy(labels),
+        slot_mask=torch.from_numpy(counted),
+        target_rows=torch.from_numpy(before),
         hashes=tuple(item.hash for item in items),
         tokens=len(tokens),
         blocks=len(block_ids),
@@ -240,10 +251,8 @@ def _side_by_side(parts: list[Tensor], room: int) -> Tensor:
         return torch.cat(parts)
     shape = room, parts[0].shape[1]
     whole = torch.empty(shape, dtype=parts[0].dtype, pin_memory=torch.cuda.is_available())
-    end = 0
-    for part in parts:
-        whole[end : end + len(part)] = part
-        end += len(part)
+    end = sum(map(len, parts))
+    torch.cat(parts, out=whole[:end])
     whole[end:] = 0
     return whole
 

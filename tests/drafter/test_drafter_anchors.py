@@ -4,6 +4,7 @@ place alone.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,26 +28,44 @@ def test_an_anchor_is_a_response_token_before_a_response_token(mask):
     assert valid_anchors(torch.tensor(mask, dtype=torch.uint8)).tolist() == wanted
 
 
+@given(st.lists(st.lists(st.integers(0, 1), max_size=9), min_size=1, max_size=6))
+def test_no_anchor_looks_across_documents(documents):
+    """Empty documents and those of one token included."""
+    starts = np.cumsum([0, *map(len, documents)])[:-1]
+    row = torch.tensor([on for mask in documents for on in mask], dtype=torch.uint8)
+    wanted = [
+        int(start) + a
+        for start, mask in zip(starts, documents, strict=True)
+        for a in range(1, len(mask) - 1)
+        if mask[a] and mask[a + 1]
+    ]
+    assert valid_anchors(row, starts).tolist() == wanted
+
+
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.integers(1, 60), st.integers(0, 1000))
 def test_shares_are_proportional_distinct_sorted_and_complete(counts, total, seed):
-    valid = [torch.arange(n) * 2 + 1 for n in counts]
-    drawn = draw_anchors(valid, total, torch.Generator().manual_seed(seed))
+    drawn = shared_out(counts, total, seed)
     available = sum(counts)
     assert sum(map(len, drawn)) == min(total, available)
-    for positions, found, count in zip(valid, drawn, counts, strict=True):
-        assert found.tolist() == sorted(set(found.tolist()))
-        assert set(found.tolist()) <= set(positions.tolist())
+    for found, count in zip(drawn, counts, strict=True):
+        assert found == sorted(set(found)) and set(found) <= set(range(count))
         if total < available:
             assert abs(len(found) - total * count / available) <= 1
 
 
+def shared_out(counts, total, seed):
+    """Places drawn in each document, counted from its own first valid position."""
+    places = draw_anchors(np.array(counts), total, torch.Generator().manual_seed(seed))
+    ends = np.cumsum(counts)
+    return [[int(p) - end + n for p in places if end - n <= p < end] for n, end in zip(counts, ends.tolist())]
+
+
 def test_short_documents_get_their_turn_and_every_position_its_chance():
-    valid = [torch.arange(100), torch.arange(1), torch.arange(99)]
     counts = torch.zeros(100)
     short = 0
     for seed in range(400):
-        drawn = draw_anchors(valid, 20, torch.Generator().manual_seed(seed))
+        drawn = shared_out([100, 1, 99], 20, seed)
         counts[drawn[0]] += 1
         short += len(drawn[1])
     assert short == pytest.approx(400 * 20 / 200, abs=20)  # 40 expected
@@ -56,15 +75,15 @@ def test_short_documents_get_their_turn_and_every_position_its_chance():
 @given(masks.filter(lambda mask: len(mask) > 2), st.integers(2, 6), st.data())
 def test_labels_are_the_data_and_slots_count_up_to_the_first_gap(mask, size, data):
     length = len(mask)
-    anchors = torch.tensor(sorted(data.draw(st.sets(st.integers(0, length - 1), min_size=1, max_size=4))))
+    anchors = np.array(sorted(data.draw(st.sets(st.integers(0, length - 1), min_size=1, max_size=4))))
     ids = torch.arange(length) + 100
-    labels, valid = slot_labels(ids, torch.tensor(mask, dtype=torch.uint8), anchors, size)
+    ends = np.full(len(anchors), length)
+    labels, valid = slot_labels(ids, torch.tensor(mask, dtype=torch.uint8), anchors, ends, size)
     for i, a in enumerate(anchors.tolist()):
         assert not valid[i, 0]
         alive = True
         for k in range(size):
-            if a + k < length:
-                assert int(labels[i, k]) == 100 + a + k
+            assert int(labels[i, k]) == (100 + a + k if a + k < length else 0)
             if k:
                 alive = alive and a + k < length and bool(mask[a + k])
                 assert bool(valid[i, k]) == alive

@@ -4,6 +4,7 @@ ends.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 
@@ -13,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny_drafters import relative_error, tiny_config, tiny_drafter, tiny_head, tiny_items
 
+from dflash_lab.data.items import FeatureItem
+from dflash_lab.drafter.attention import row_layout
 from dflash_lab.drafter.feed import prefetch
 from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.objective import Objective, add_noise
-from dflash_lab.drafter.rows import PackedRows, plan_rows
+from dflash_lab.drafter.rows import PackedRows, pack, plan_rows
 from dflash_lab.drafter.settings import TrainSettings
 from dflash_lab.errors import InputError
 
@@ -83,6 +86,63 @@ def test_a_row_is_its_documents_side_by_side():
                     assert int(row.target_rows[block, k]) == start + a + k - 1
         start += len(item)
     assert row.tokens == start and row.blocks == len(row.block_ids) == 10
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=9),
+    st.integers(1, 40),
+    st.integers(2, 6),
+)
+def test_a_row_packed_at_once_is_one_packed_by_its_documents(documents, anchors, size):
+    """The same draws, labels and layout as when each document is worked on by itself."""
+    config = dataclasses.replace(tiny_config(), block_size=size)
+    items = [
+        FeatureItem(f"{i:032x}", torch.arange(len(d)).int() + 7 * i, (torch.tensor(d) > 0).byte(),
+                    torch.zeros(len(d), 0), None, False)
+        for i, d in enumerate(documents)
+    ]  # fmt: skip
+    row = pack(items, config, 25, anchors, torch.Generator().manual_seed(len(documents)))
+    wanted = packed_by_documents(items, size, 25, anchors, torch.Generator().manual_seed(len(documents)))
+    layout, labels, counted = wanted
+    for name in ("anchors", "starts", "positions"):
+        assert torch.equal(getattr(row.layout, name), getattr(layout, name))
+    assert row.layout.segments == layout.segments and row.layout.block_size == size
+    assert torch.equal(row.labels, labels) and torch.equal(row.slot_mask, counted)
+    before = (layout.anchors[:, None] + torch.arange(size) - 1).clamp(0, row.tokens - 1)
+    assert torch.equal(row.target_rows, before)
+    assert torch.equal(row.block_ids[:, 0], row.input_ids[layout.anchors])
+
+
+def packed_by_documents(items, size, context, total, generator):
+    """Layout, labels and counted slots, by small torch operations on each document."""
+    valid, drawn, labels, counted = [], [], [], []
+    for item in items:
+        on = item.loss_mask[:context].bool()
+        places = on[:-1] & on[1:]
+        places[:1] = False
+        valid.append(places.nonzero()[:, 0])
+    counts = torch.tensor([len(places) for places in valid], dtype=torch.float64)
+    available = int(counts.sum())
+    if available > total:
+        ends = counts.cumsum(0) * total / available + torch.rand(1, generator=generator, dtype=torch.float64)
+        ends[-1] = total + ends[-1] % 1
+        for places, share in zip(valid, ends.floor().diff(prepend=torch.zeros(1)).long().tolist()):
+            order = torch.randperm(len(places), generator=generator)[:share]
+            drawn.append(places[order].sort().values)
+    else:
+        drawn = valid
+    for item, anchors in zip(items, drawn, strict=True):
+        ids, on = item.input_ids[:context].long(), item.loss_mask[:context].bool()
+        where = anchors[:, None] + torch.arange(size)
+        inside = where < len(ids)
+        where = where.clamp(max=len(ids) - 1)
+        labels.append(torch.where(inside, ids[where], 0))
+        runs = (inside & on[where])[:, 1:].long().cumprod(dim=1).bool()
+        counted.append(torch.cat([torch.zeros_like(runs[:, :1]), runs], dim=1))
+    lengths = [min(len(item), context) for item in items]
+    layout = row_layout([anchors.tolist() for anchors in drawn], lengths, size)
+    return layout, torch.cat(labels), torch.cat(counted)
 
 
 def test_padding_changes_no_loss_and_no_gradient():
