@@ -29,6 +29,7 @@ from dflash_lab.memory.loop_account import (
 from dflash_lab.memory.loss_account import loss_terms
 from dflash_lab.memory.optimizer_account import moments as moments_of_optimizer
 from dflash_lab.memory.optimizer_account import update_temporaries
+from dflash_lab.memory.second_account import convolution_bytes, selector
 from dflash_lab.memory.setups import TrainingSetup
 from dflash_lab.memory.shapes import TargetShape, dtype_bytes, target_shape
 
@@ -78,21 +79,22 @@ def training_account(shape: TargetShape, drafter: Any, setup: TrainingSetup, *, 
             "block states": (3 * stream, "3 N H s: hidden states, their gradient, the norm's input")
         }
         hidden = {"block states": (stream, "N H s: the gradient that comes in")}
-    saved = compiled_saved if setup.compiled else _saved
     loss = {} if setup.head_elsewhere else loss_terms(shape.vocab, hidden_size, setup)
+    loss |= selector(drafter, setup, loss=True)
     before = gathered(drafter, setup, parameters, backward=False)
     inside = {**_backward(drafter, setup, shape.vocab), **gathered(drafter, setup, parameters, backward=True)}
+    inside |= selector(drafter, setup, loss=False)
     moments = [
-        Moment("the loss", {**inputs, **saved(drafter, setup), **loss_hidden, **loss, **before}),
+        Moment("the loss", {**inputs, **_kept(drafter, setup), **loss_hidden, **loss, **before}),
         Moment(
             "the backward of the last layer",
-            {**inputs, **saved(drafter, setup, remade=True), **hidden, **inside},
+            {**inputs, **_kept(drafter, setup, remade=True), **hidden, **inside},
         ),
     ]
     inside.pop("logits", None)
     layers = parameters - len(drafter.tap_ids) * hidden_size**2
     behind = layers * (drafter.num_layers - 1) // drafter.num_layers
-    alone = saved(drafter, setup, remade=True, layers=1)
+    alone = _kept(drafter, setup, remade=True, layers=1)
     first = _gradients(setup, behind, "s x parameters of the layers behind")
     moments.append(
         Moment("the backward of the first layer", {**inputs, **alone, **hidden, **inside, **first})
@@ -218,6 +220,17 @@ def _inputs(drafter: Any, setup: TrainingSetup) -> Live:
         "captured states": (taps, "S K H s: the fc inputs"),
         "target final states": (final, "S H s"),
     }
+
+
+def _kept(drafter: Any, setup: TrainingSetup, *, remade: bool = False, layers: int = 0) -> Live:
+    """Return what the forward of `layers` layers (0: all) keeps, plain or compiled, DFlash or DFlash 2."""
+    how = compiled_saved if setup.compiled else _saved
+    each, formula = convolution_bytes(drafter, setup)
+    count = layers or drafter.num_layers
+    if setup.checkpointing == "layers":
+        count = 1 if remade else 0
+    kept = how(drafter, setup, remade=remade, layers=layers)
+    return {**kept, "draft layers: convolutions": (count * each, formula)}
 
 
 def _saved(drafter: Any, setup: TrainingSetup, *, remade: bool = False, layers: int = 0) -> Live:

@@ -4,19 +4,23 @@ of compiled training measured on an H200.
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from dflash_lab.drafter import selector_loss
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.model import ContextStates, Layer, rope
 from dflash_lab.errors import InputError
 from dflash_lab.memory.compiled_account import compiled_saved
 from dflash_lab.memory.fake_training import count_training
+from dflash_lab.memory.second_account import SELECTOR_ELEMENTS, convolution_bytes
 from dflash_lab.memory.setups import TrainingSetup
 from dflash_lab.memory.shapes import FULL, GIB, TargetShape
+from dflash_lab.memory.tracker import LiveTensors
 from dflash_lab.memory.training_account import training_account
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/h200/training.json"
@@ -117,6 +121,62 @@ def test_the_formulas_are_the_cut_that_torch_makes_of_a_layer():
     kept = compiled_saved(config, setup)
     layer = sum(size for name, (size, _) in kept.items() if name.startswith("draft layers"))
     assert layer == kept_by_the_cut(config, 10, 56)
+
+
+def second(taps, group):
+    """A small DFlash 2 drafter of one layer."""
+    return DrafterConfig(
+        vocab_size=1000, hidden_size=64, intermediate_size=200, num_layers=1, num_heads=6, num_kv_heads=2,
+        head_dim=16, block_size=4, mask_token_id=9, tap_ids=(1, 2), num_target_layers=4, rope_theta=1e5,
+        conv_kernel_size=taps, conv_group_size=group, selector_rank=8, selector_top_k=4, is_causal=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("taps", "group"), [(2, 16), (2, 8), (3, 16)])
+def test_the_convolutions_of_dflash_2_are_in_the_cut(taps, group):
+    config = second(taps, group)
+    setup = TrainingSetup(anchors=10, context=56, block_size=4, compiled=True)
+    plain = compiled_saved(config, setup)
+    layer = sum(size for name, (size, _) in plain.items() if name.startswith("draft layers"))
+    assert layer + convolution_bytes(config, setup)[0] == kept_by_the_cut(config, 10, 56)
+
+
+@pytest.mark.parametrize("taps", [2, 3])
+def test_plain_convolutions_keep_kernels_and_shifted_inputs(taps):
+    """The real layer's forward with and without them, every live tensor counted."""
+    config, anchors = second(taps, 16), 300
+    live = {}
+    for name, chosen in {
+        "with": config,
+        "without": replace(
+            config, conv_kernel_size=0, conv_group_size=0, selector_rank=0, selector_top_k=0, is_causal=False
+        ),
+    }.items():
+        layer = Layer(chosen, 0)
+        h = torch.zeros(anchors, 4, 64, requires_grad=True)
+        ctx = torch.zeros(56, 64, requires_grad=True)
+        slots = torch.arange(anchors * 4).view(anchors, 4)
+        angles = [rope(p, 16, 1e5, torch.float32) for p in (slots, torch.arange(56))]
+        with LiveTensors() as counted:
+            out = layer(h, angles[0], ContextStates(ctx, angles[1]), lambda q, *_: q * 1.0)
+            live[name] = counted.current
+        del out
+    setup = TrainingSetup(anchors=anchors, context=56, block_size=4, dtype="float32")
+    assert live["with"] - live["without"] == pytest.approx(convolution_bytes(config, setup)[0], rel=0.01)
+
+
+def test_a_second_drafter_asks_for_more():
+    sizes = dict(
+        conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16, is_causal=False
+    )
+    drafter = replace(LARGE, **sizes)
+    for compiled in (True, False):
+        setup = TrainingSetup(anchors=1024, context=8192, block_size=24, compiled=compiled)
+        first, other = (training_account(shape_of(d), d, setup) for d in (LARGE, drafter))
+        convolutions = 5 * convolution_bytes(drafter, setup)[0]
+        assert other.terms["draft layers: convolutions"] == convolutions > 10 * GIB
+        assert SELECTOR_ELEMENTS == selector_loss.ELEMENTS
+        assert other.live - first.live >= convolutions + other.terms["selector gradients"]
 
 
 @pytest.mark.parametrize(
