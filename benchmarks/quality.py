@@ -33,7 +33,7 @@ import yaml
 from quality_data import MEASURED_TOKENS, write_data
 from quality_merge import merge_data
 from quality_recipes import ROWS, recipe
-from quality_study import study
+from quality_study import CURVE, TRAINING, study
 from quality_warm import warm_drafter
 
 from dflash_lab import files, provenance
@@ -50,7 +50,6 @@ from dflash_lab.workbench.stages.train_setup import drafter_config, open_bare
 
 log = logging.getLogger("quality")
 SETS = ("heldout", "humaneval")
-CURVE = ("kind", "step", "streak", "accuracy", "loss", "ce", "kl", "context_tokens", "blocks_seen", "seconds")
 
 
 def described(tau: Tau) -> dict[str, Any]:
@@ -124,24 +123,27 @@ def train_row(args: argparse.Namespace, row: str, out: Path) -> dict[str, Any]:
         gc.collect()  # of the row before
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    started = time.perf_counter()
-    result = run_train_drafter(params)
-    trained = time.perf_counter()
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
-    last = result.metrics.filter(result.metrics["kind"] == "train").tail(1).to_dicts()[0]
     words = ["python benchmarks/quality.py train", row, f"--data {args.data} --out {out}"]
     words += [f"--{name} {getattr(args, name):g}" for name in ("seconds", "steps") if getattr(args, name)]
     record = {
         "row": row,
         "parameters": {**values, **({"start_layers": start_layers} if start_layers else {})},
         "command": " ".join([*words, *(f"-p {name} {value}" for name, value in args.p)]),
-        "figures": result.figures,
-        "training": {name: last.get(name) for name in ("streak", "accuracy", "loss", "ce", "kl", "epoch")},
-        "curve": result.metrics.select(n for n in CURVE if n in result.metrics.columns).to_dicts(),
-        "wall_seconds": round(trained - started, 1),
-        "peak_gib": peak,
         "data": read_provenance(values["samples"]),
         "tau": {},
+    }
+    # Before the first step: with the diary it is what a run that is cut leaves to the report.
+    files.write_json(out / "row.json", record | provenance.provenance())
+    started = time.perf_counter()
+    result = run_train_drafter(params)
+    trained = time.perf_counter()
+    last = result.metrics.filter(result.metrics["kind"] == "train").tail(1).to_dicts()[0]
+    record |= {
+        "figures": result.figures,
+        "training": {name: last.get(name) for name in TRAINING},
+        "curve": result.metrics.select(n for n in CURVE if n in result.metrics.columns).to_dicts(),
+        "wall_seconds": round(trained - started, 1),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
     }
     files.write_json(out / "row.json", record | provenance.provenance())
     record["tau"] = offline_taus(args.data, out / "drafter", args.target, device, args.answers)

@@ -20,6 +20,7 @@ HALF = dict(hard_weight=0.5, soft_weight=0.5)
 SOFT = dict(hard_weight=0.0, soft_weight=1.0)
 MORE = dict(samples="augmented.parquet")
 WIDE = dict(intermediate_size=4096)
+HEADS = dict(num_kv_heads=9)
 
 ROWS: dict[str, dict[str, Any]] = {
     "base": {},
@@ -27,8 +28,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "half-kl": HALF,
     "wide": WIDE,
     "augment-half-kl": {**MORE, **HALF},
-    "heads": dict(num_kv_heads=9),
-    "dpace": dict(weighting="dpace"),
+    "heads": HEADS,
+    "decay": dict(weighting="decay"),
     "block-16": dict(block_size=16, gamma=7.0),
     "ce": HARD,
     "gamma-7": dict(gamma=7.0),
@@ -36,8 +37,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "taps-9": dict(tap_ids=[1, 4, 8, 11, 14, 17, 20, 24, 27]),
     "noise-0.5": dict(noise_std=0.5),
     "prompts-too": dict(samples="whole.parquet"),
-    "ce-length": dict(hard_weight=0.5, soft_weight=0.15, length_weight=0.5),
+    "ce-length": dict(hard_weight=0.5, soft_weight=0.15, length_weight=0.5, weighting="decay"),
     "adamw": dict(optimizer="adamw"),
+    "adamw-fast": dict(optimizer="adamw", lr=5e-3),
     "muon-fast": dict(muon_lr=1e-2),
     "augment-kl": {**MORE, **SOFT},
     "augment-wide": {**MORE, **WIDE},
@@ -46,21 +48,25 @@ ROWS: dict[str, dict[str, Any]] = {
     "gamma-10": dict(gamma=10.0),
     "cap": dict(cap_weight=0.1),
     "layers-2": dict(num_layers=2),
-    "length": dict(hard_weight=0.0, soft_weight=0.15, length_weight=1.0, gamma=0.0),
+    "length": dict(hard_weight=0.0, soft_weight=0.15, length_weight=1.0, gamma=0.0, weighting="decay"),
     "noise": dict(noise_std=0.05),
     "muon-slow": dict(muon_lr=2e-3),
     "dflash2": dict(second=True),
     "warm": dict(start_layers=[2, 8, 15, 22, 28]),
-    # The two recorded runs: little data many times over, and much data a few times.
-    "short": dict(HALF, noise_std=0.5, muon_lr=4e-3),
+    # The two runs by the clock: little data many times over, and much data a few times.
+    "short": dict(HALF, **WIDE, **HEADS, muon_lr=4e-3),
     "long": dict(
+        WIDE,
+        **HEADS,
         block_size=16,
         gamma=7.0,
+        context_tokens=16384,
+        slots=16 * 3072,
         hard_weight=0.7,
         soft_weight=0.3,
         muon_lr=4e-3,
         eval_every=1000,
-        checkpoint_every=3000,
+        checkpoint_every=1000,  # a minute and a half of work
     ),
 }
 STUDY = tuple(row for row in ROWS if row not in ("short", "long"))

@@ -2,16 +2,15 @@
 
     python benchmarks/quality_report.py benchmarks/results/h200/quality.json docs/results
     python benchmarks/quality_report.py FILE docs/results --page docs/quality.md
-    python benchmarks/quality_report.py FILE docs/results --study RUNS --run NAME=FOLDER --client NAME=JSON
+    python benchmarks/quality_report.py FILE docs/results --study NAME=RUNS --run NAME=DIR --client NAME=JSON
 
-The file holds `rows` (what `quality.py study` left: same steps, same slots a step) and `runs` (what
-`quality.py train` left of the recorded runs, each with `clients`: what `quality.py client` left, by block
-size). `--study` (a folder of rows), `--run` (a folder with row.json) and `--client` (of a run) first put
-what they name into the file. Written: quality.md (tables and commands), quality-runs.html and
-quality-runs.png (streak of the runs against tokens seen) and, if there are rows, quality.html and quality.png
-(each row's difference to the base, with its interval over the same answers) and quality-tokens.html and
-quality-tokens.png (held-out streak against tokens seen). `--page` puts the tables between the page's
-`<!-- begin: runs -->` and `<!-- end: runs -->`, and the same with `rows`.
+The file holds `studies` (each with `rows`: same data, same slots a step, compared at the last step that all
+of them reached) and `runs` (what `quality.py train` left of the recorded runs, each with `clients`: what
+`quality.py client` left, by block size). `--study` (a folder of rows), `--run` (a folder with row.json) and
+`--client` (of a run) first put what they name into the file; a row or run that was cut counts as far as its
+diary goes. Written: quality.md (tables and commands), quality-runs (streak of the runs against tokens seen)
+and quality-study (what each row gains on the base), each as HTML, JSON and PNG. `--page` puts the tables
+between the page's `<!-- begin: runs -->` and `<!-- end: runs -->`, and the same with `rows`.
 """
 
 from __future__ import annotations
@@ -21,19 +20,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
+from quality_figures import against, common_step, gains, has_tau, point_at, runs_figure, study_figure
+from quality_study import left_by
 from result_figure import save_figure
 
-from dflash_lab.acceptance.tau import Paired, compare
 from dflash_lab.errors import InputError
 from dflash_lab.files import read_json, write_bytes, write_json
 
-PALETTE = (
-    "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#e377c2", "#7f7f7f",
-)  # fmt: skip
-SHOWN = ("base", "augment", "half-kl", "wide", "augment-half-kl", "block-16")  # the rest after a click
-SETS = {"heldout": ("held-out", "#1f77b4"), "humaneval": ("HumanEval", "#d62728")}
+SETS = ("heldout", "humaneval")
 LENGTH = ("max_steps", "time_limit_s", "samples", "anchors")  # anchors: as many slots a step in every row
 SAMPLES = {
     "whole.parquet": "blocks in user turns too",
@@ -55,142 +49,93 @@ def spelled(tau: Record) -> str:
     return f"{tau['tau']:.2f} ({tau['low']:.2f} to {tau['high']:.2f})"
 
 
-def against(row: Record, base: Record, key: str) -> Paired:
-    """The row's tau minus the base's on the same stored answers."""
-    return compare(*(record["tau"][key]["per_answer"] for record in (base, row)))
+def number(value: float | None, form: str) -> str:
+    """A cell; empty where nothing was measured."""
+    return "" if value is None else format(value, form)
 
 
-def study_table(rows: dict[str, Record]) -> str:
-    """Rows of the study, best held-out tau first; `difference`: to the base, with its paired interval."""
-    lines = [
-        "| row | changes | tau held-out | difference | tau HumanEval | difference | streak: training | "
-        "held-out | anchors/s |",
-        "|" + "---|" * 9,
-    ]
-    for name, row in sorted(rows.items(), key=lambda pair: -pair[1]["tau"]["heldout"]["tau"]):
-        cells = [name, changed(row, rows["base"])]
-        for key in SETS:
-            change = against(row, rows["base"], key)
-            low, high = change.interval.low, change.interval.high
-            cells += [f"{row['tau'][key]['tau']:.3f}"]
-            cells += [f"{change.difference:+.3f} ({low:+.3f} to {high:+.3f})" if name != "base" else ""]
-        kept = row["figures"]["streak_last"]
-        cells += [f"{row['training']['streak']:.2f}", "" if kept is None else f"{kept:.2f}"]
-        lines.append("| " + " | ".join([*cells, f"{row['figures']['anchors_per_s']:,.0f}"]) + " |")
-    return "\n".join(lines) + "\n"
+def table(heads: list[str], lines: list[list[str]]) -> str:
+    """A Markdown table."""
+    rows = ["| " + " | ".join(cells) + " |\n" for cells in (heads, *lines)]
+    return "".join([rows[0], "|" + "---|" * len(heads) + "\n", *rows[1:]])
+
+
+def study_table(study: Record) -> str:
+    """Rows of a study by held-out streak; `gain`: on the base. Tau's columns only if all rows have one."""
+    rows = study["rows"]
+    step, trained = (common_step(rows, kind) for kind in ("heldout", "train"))
+    heads = ["row", "changes", f"held-out streak, step {step:,}", "gain", "cross-entropy", "KL"]
+    heads += [f"training streak, step {trained:,}"] if trained else []
+    tau = has_tau(rows)
+    heads += [word for key in SETS for word in (f"tau {key}", "gain (95 %)")] if tau else []
+    lines = []
+    for name, gain in gains(rows).items():
+        kept = point_at(rows[name], "heldout", step)
+        cells = [name, changed(rows[name], rows["base"]), f"{kept['streak']:.3f}"]
+        cells += ["" if name == "base" else f"{gain:+.3f}"]
+        cells += [number(kept.get(key), ".2f") for key in ("ce", "kl")]
+        cells += [number(point_at(rows[name], "train", trained).get("streak"), ".2f")] if trained else []
+        for key in SETS if tau else ():
+            found = against(rows[name], rows["base"], key)
+            low, high = found.interval.low, found.interval.high
+            cells += [f"{rows[name]['tau'][key]['tau']:.3f}"]
+            cells += ["" if name == "base" else f"{found.difference:+.3f} ({low:+.3f} to {high:+.3f})"]
+        lines.append(cells)
+    return table(heads, lines)
+
+
+def studies_text(studies: dict[str, Record]) -> str:
+    """Every study: its size in a sentence, then its rows."""
+    parts = []
+    for study in studies.values():
+        tokens, step = study["data"]["tokens"] / 1e6, common_step(study["rows"], "heldout")
+        words = f"{len(study['rows'])} rows on {tokens:.1f} M tokens, step {step:,} of {study['steps']:,}"
+        parts.append(f"{words}; from {study['record']}.\n\n{study_table(study)}")
+    return "\n".join(parts)
 
 
 def runs_table(runs: dict[str, Record]) -> str:
     """The recorded runs: the public client's tau at each block size it decoded with, then tau from stored
-    answers.
+    answers; last what a run that was not measured left.
     """
-    lines = [
-        "| run | tokens | seconds | steps | anchors/s | epochs | streak: training | held-out | peak GiB |",
-        "|" + "---|" * 9,
-    ]
+    heads = "run, tokens, block, seconds, steps, anchors/s, epoch, streak: training, held-out, peak GiB"
+    lines = []
     for name, run in runs.items():
-        figures, peak = run["figures"], run["peak_gib"]
-        cells = [name, f"{run['data']['tokens'] / 1e6:.1f} M", f"{figures['train_seconds']:.0f}"]
-        cells += [f"{figures['steps']:,}", f"{figures['anchors_per_s']:,.0f}"]
-        cells += [f"{run['training']['epoch'] + 1:.0f}", f"{run['training']['streak']:.2f}"]
-        cells += [f"{figures['streak_last']:.2f}", "" if peak is None else f"{peak:.1f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "| run | how | tau held-out | answers | tau HumanEval | answers |", "|" + "---|" * 6]
+        figures, training = run["figures"], run["training"]
+        epoch = training.get("epoch")
+        cells = [name, f"{run['data']['tokens'] / 1e6:.1f} M", str(run["parameters"]["block_size"])]
+        cells += [number(figures["train_seconds"], ".0f"), f"{figures['steps']:,}"]
+        cells += [number(figures["anchors_per_s"], ",.0f"), number(epoch and epoch + 1, ".0f")]
+        cells += [number(training["streak"], ".2f"), number(figures["streak_last"], ".3f")]
+        lines.append([*cells, number(run["peak_gib"], ".1f")])
+    text = table(heads.split(", "), lines)
+    lines = []
     for name, run in runs.items():
         measured = {f"client, {how}": found["tau"] for how, found in run["clients"].items()}
-        for how, taus in (measured | {"stored answers": run["tau"]}).items():
-            cells = [name, how]
-            for key in SETS:
-                cells += (
-                    [spelled(taus[key]), str(taus[key]["answers"])] if key in taus else ["not measured", ""]
-                )
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        measured |= {"stored answers": run["tau"]} if run["tau"] else {}
+        for how, taus in measured.items():
+            lines.append([name, how, *(w for k in SETS for w in (spelled(taus[k]), str(taus[k]["answers"])))])
+        if not measured:
+            lines.append([name, "not measured", "", "", "", ""])
+    return text + "\n" + table(["run", "how", "tau held-out", "answers", "tau HumanEval", "answers"], lines)
 
 
-def commands(records: dict[str, Record]) -> str:
-    """The command of each record."""
-    return "".join(f"- {name}: `{record['command']}`\n" for name, record in records.items())
-
-
-def rows_figure(rows: dict[str, Record], title: str) -> go.Figure:
-    """Every row's tau minus the base's on both sets, with paired intervals over answers."""
-    order = sorted(rows, key=lambda name: rows[name]["tau"]["heldout"]["tau"])
-    titles = [f"{label}: base {rows['base']['tau'][key]['tau']:.2f}" for key, (label, _) in SETS.items()]
-    fig = make_subplots(rows=1, cols=2, shared_yaxes=True, subplot_titles=titles)
-    for column, (key, (label, color)) in enumerate(SETS.items(), start=1):
-        changes = [against(rows[name], rows["base"], key) for name in order]
-        above = [change.interval.high - change.difference for change in changes]
-        below = [change.difference - change.interval.low for change in changes]
-        fig.add_scatter(
-            x=[change.difference for change in changes], y=order, mode="markers", name=label,
-            marker={"size": 9, "color": color}, error_x={"array": above, "arrayminus": below},
-            row=1, col=column,
-        )  # fmt: skip
-        fig.add_vline(x=0, line={"dash": "dot", "color": "grey"}, row=1, col=column)
-        fig.update_xaxes(title="tau minus the base's, same answers, 95 %", row=1, col=column)
-    fig.update_layout(title=title, template="plotly_white", showlegend=False)
-    return fig.update_layout(width=1000, height=200 + 30 * len(order))
-
-
-def tokens_figure(rows: dict[str, Record]) -> go.Figure:
-    """Training streak (dotted) and held-out streak of every row against context tokens seen."""
-    fig = go.Figure()
-    for number, (name, row) in enumerate(rows.items()):
-        color = PALETTE[number % len(PALETTE)]
-        for kind, points, dash in curves(row):
-            fig.add_scatter(
-                x=[x for x, _ in points], y=[y for _, y in points], mode="lines", legendgroup=name,
-                line={"color": color, "dash": dash}, name=name, showlegend=kind == "held-out",
-                visible=True if name in SHOWN else "legendonly",
-            )  # fmt: skip
-    return fig.update_layout(
-        title="Streak against tokens seen: training rows dotted, held-out rows solid (a click shows a row)",
-        template="plotly_white", xaxis={"title": "context tokens seen (millions)"}, yaxis={"title": "streak"},
-        width=1000, height=560,
-    )  # fmt: skip
-
-
-def curves(record: Record) -> list[tuple[str, list[tuple[float, float]], str]]:
-    """Kind, points (millions of tokens seen, streak) and dash of a record's two curves."""
-    trained = [point for point in record["curve"] if point["kind"] == "train"]
-    seen = {point["step"]: point["context_tokens"] / 1e6 for point in trained}
-    kept = [point for point in record["curve"] if point["kind"] == "heldout" and point["step"] in seen]
-    return [
-        (kind, [(seen[point["step"]], point["streak"]) for point in points], dash)
-        for kind, points, dash in (("training", trained, "dot"), ("held-out", kept, "solid"))
-    ]
-
-
-def runs_figure(runs: dict[str, Record]) -> go.Figure:
-    """Streak on training and held-out rows against tokens seen, a colour a run."""
-    fig = go.Figure()
-    for color, (name, run) in zip(PALETTE, runs.items(), strict=False):
-        for kind, points, dash in curves(run):
-            fig.add_scatter(
-                x=[x for x, _ in points], y=[y for _, y in points], mode="lines",
-                line={"color": color, "dash": dash}, name=f"{name}, {kind} rows",
-            )  # fmt: skip
-    return fig.update_layout(
-        title="Streak (accepted drafts + 1, uniform anchors) against tokens seen", template="plotly_white",
-        xaxis={"title": "context tokens seen (millions)", "type": "log"}, yaxis={"title": "streak"},
-        width=1000, height=520,
-    )  # fmt: skip
+def commands(found: Record) -> str:
+    """The command of each study and run, with its commit."""
+    lines = []
+    for name, record in {**found["studies"], **found["runs"]}.items():
+        commit = record.get("commit", found.get("commit", "unknown"))[:12]
+        lines.append(f"- {name} (commit {commit}): `{record['command']}`\n")
+    return "".join(lines)
 
 
 def save(found: Record, folder: Path, page: Path | None = None) -> None:
     """Write tables and figures into `folder`, and the tables into `page`."""
-    rows, runs, device = found["rows"], found["runs"], found["device"]
-    text = runs_table(runs) + "\n" + commands(runs)
-    pictures = {"quality-runs": runs_figure(runs)}
-    tables = {"runs": runs_table(runs)}
-    if rows:
-        base = rows["base"]
-        title = f"{base['figures']['steps']:,} steps on {base['data']['tokens'] / 1e6:.1f} M tokens, {device}"
-        tables["rows"] = study_table(rows)
-        text += "\n" + tables["rows"] + "\n" + commands(rows)
-        pictures |= {"quality": rows_figure(rows, title), "quality-tokens": tokens_figure(rows)}
-    write_bytes(folder / "quality.md", text.encode())
+    tables, pictures = {"runs": runs_table(found["runs"])}, {"quality-runs": runs_figure(found["runs"])}
+    if found["studies"]:
+        tables["rows"] = studies_text(found["studies"])
+        pictures["quality-study"] = study_figure(found["studies"])
+    write_bytes(folder / "quality.md", "\n".join([*tables.values(), commands(found)]).encode())
     for name, fig in pictures.items():
         save_figure(fig, folder, name)
     if page is not None:
@@ -199,23 +144,43 @@ def save(found: Record, folder: Path, page: Path | None = None) -> None:
 
 def filled(text: str, tables: dict[str, str]) -> str:
     """A page with its tables between their marks."""
-    for name, table in tables.items():
+    for name, words in tables.items():
         mark = re.compile(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
         if not mark.search(text):
             raise InputError(
                 f"the page has no place for its {name}: <!-- begin: {name} --> to <!-- end: {name} -->"
             )
-        text = mark.sub(lambda found, table=table: f"{found[1]}{table}{found[2]}", text)
+        text = mark.sub(lambda found, words=words: f"{found[1]}{words}{found[2]}", text)
     return text
 
 
-def gathered(found: Record, study: Path | None, runs: dict[str, str], clients: list[list[str]]) -> Record:
-    """`found` with the study's finished rows, recorded runs and the clients' measures put in."""
-    if study is not None:
-        records = (read_json(path) for path in sorted(study.glob("*/row.json")))
-        found["rows"] = {record["row"]: record for record in records if record["tau"]}
+def gathered_study(folder: Path) -> Record:
+    """A study's rows, those that were cut too, as far as they were measured on held-out rows."""
+    records = [left_by(path.parent) for path in sorted(folder.glob("*/row.json"))]
+    records = [one for one in records if any(point["kind"] == "heldout" for point in one["curve"])]
+    rows = {record["row"]: record for record in records}
+    if "base" not in rows:
+        raise InputError(f"{folder}: no row `base` with a held-out measure; found {sorted(rows) or 'none'}")
+    cut = sorted(name for name, row in rows.items() if not row["tau"])
+    base = rows["base"]
+    return {
+        "record": f"the rows' diaries where they did not end: {', '.join(cut)}" if cut else "finished rows",
+        "command": base["command"],
+        "steps": base["parameters"]["max_steps"],
+        "data": base["data"],
+        "commit": base["commit"],
+        "rows": rows,
+    }
+
+
+def gathered(
+    found: Record, studies: dict[str, str], runs: dict[str, str], clients: list[list[str]]
+) -> Record:
+    """`found` with studies, recorded runs and the clients' measures put in."""
+    for name, folder in studies.items():
+        found["studies"][name] = gathered_study(Path(folder))
     for name, folder in runs.items():
-        found["runs"][name] = {**read_json(Path(folder) / "row.json"), "clients": {}}
+        found["runs"][name] = {**left_by(Path(folder)), "clients": {}}
     for name, path in clients:
         measured = read_json(Path(path))
         how = f"block {measured['block_size']}" if measured["block_size"] else "its own block"
@@ -230,14 +195,16 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--page", type=Path)
-    parser.add_argument("--study", type=Path, help="folder of the study's rows: they replace the file's")
+    parser.add_argument("--study", nargs="*", default=[], metavar="NAME=RUNS")
     parser.add_argument("--run", nargs="*", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--client", nargs="*", default=[], metavar="NAME=JSON")
     args = parser.parse_args()
-    found = read_json(args.file) if args.file.exists() else {"rows": {}, "runs": {}, "device": "H200"}
+    found = read_json(args.file) if args.file.exists() else {"studies": {}, "runs": {}}
     if args.study or args.run or args.client:
-        pairs = [pair.split("=", 1) for pair in args.client]
-        found = gathered(found, args.study, dict(pair.split("=", 1) for pair in args.run), pairs)
+        study, run, client = (
+            [p.split("=", 1) for p in pairs] for pairs in (args.study, args.run, args.client)
+        )
+        found = gathered(found, dict(study), dict(run), client)
         write_json(args.file, found)
     save(found, args.folder, args.page)
 

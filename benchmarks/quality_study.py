@@ -1,7 +1,7 @@
 """Rows of the quality study side by side: each in a process of its own, the next row when one has ended.
 
 Rows start in their order, so a study that runs out of time has measured the first ones. A row that fails
-takes nothing else with it; what it said is in <row>.log.
+takes nothing else with it; what it said is in <row>.log. Of a row that was cut the diary tells.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from typing import Any
 
 from quality_recipes import STUDY
 
+from dflash_lab.drafter.journal import read_journal
+
 log = logging.getLogger("quality")
 POLL_S = 0.5
+CURVE = ("kind", "step", "streak", "accuracy", "loss", "ce", "kl", "context_tokens", "blocks_seen", "seconds")
+TRAINING = ("streak", "accuracy", "loss", "ce", "kl", "epoch")
 
 
 def study(args: argparse.Namespace) -> dict[str, Any]:
@@ -61,6 +65,33 @@ def started(args: argparse.Namespace, row: str) -> subprocess.Popen[bytes]:
     command += [word for pair in args.p for word in ("-p", *pair)]
     with open(args.out / f"{row}.log", "w") as file:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+
+
+def left_by(folder: Path) -> dict[str, Any]:
+    """The record of a row or run; where it was cut, what its diary tells of it."""
+    record = json.loads((folder / "row.json").read_text())
+    if "figures" in record:
+        return record
+    diary = read_journal(folder / "train_drafter" / "run")
+    measured = [line for line in diary if line["kind"] in ("train", "heldout")]
+    train, kept = (
+        next((line for line in reversed(measured) if line["kind"] == kind), {})
+        for kind in ("train", "heldout")
+    )
+    seconds, blocks = train.get("seconds"), train.get("blocks_seen")
+    return {
+        **record,
+        "record": "made of the diary: the run did not end, or nothing came back but that",
+        "figures": {
+            "steps": diary[-1]["step"] if diary else 0,
+            "train_seconds": seconds,
+            "anchors_per_s": blocks / seconds if seconds else None,
+            "streak_last": kept.get("streak"),
+        },
+        "training": {name: train.get(name) for name in TRAINING},
+        "curve": [{name: line.get(name) for name in CURVE} for line in measured],
+        "peak_gib": None,
+    }
 
 
 def last_words(out: Path, row: str, code: int) -> str:
