@@ -338,7 +338,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     work = Work(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Work)})
     splits = [read_split(text) for text in options.splits]
-    command = " ".join(["python benchmarks/pipeline.py", *sys.argv[1:]])
+    asked = [str(options.json), str(options.scratch)]  # folders of this machine say nothing elsewhere
+    words = [Path(word).name if word in asked else word for word in sys.argv[1:]]
+    command = " ".join(["python benchmarks/pipeline.py", *words])
     began = time.perf_counter()
 
     def keep(found: dict[str, Any]) -> None:
