@@ -134,23 +134,30 @@ class Optimizer:
         return torch.stack([_scalar(value, self.device) for value in values])
 
     def _muon(self, names: list[str], factor: float, scalars: Tensor) -> None:
-        """Move matrices of one shape, some of them transposed."""
+        """Move matrices of one shape, some of them transposed: one kernel a step of the rule for all."""
         config, states = self.config, [self._fetch(name) for name in names]
         go, scale = scalars[0], scalars[1]
-        ahead = []
-        for name, state in zip(names, states, strict=True):
-            grad = torch.where(go > 0, _local(self.parameters[name].grad).float() * scale, 0)
-            momentum = _local(state["momentum"])
-            momentum.lerp_(grad, (1 - config.muon_momentum) * go)
-            ahead.append(_like(grad.lerp(momentum, config.muon_momentum), state["momentum"]))
+        parameters = [_local(self.parameters[name].data) for name in names]
+        momenta = [_local(state["momentum"]) for state in states]
+        sizes = [momentum.numel() for momentum in momenta]
+        flat = momenta[0].new_empty(sum(sizes))
+        grads = [part.view_as(m) for part, m in zip(flat.split(sizes), momenta, strict=True)]
+        torch._foreach_copy_(grads, [_local(self.parameters[name].grad) for name in names])
+        flat.mul_(scale).masked_fill_(go <= 0, 0)
+        pull = ((1 - config.muon_momentum) * go).expand(max(sizes)).contiguous()  # a tensor as `go` is one
+        torch._foreach_lerp_(momenta, grads, [pull[: m.numel()].view_as(m) for m in momenta])
+        torch._foreach_lerp_(grads, momenta, config.muon_momentum)
+        ahead = [_like(grad, state["momentum"]) for grad, state in zip(grads, states, strict=True)]
+        updates = [_local(update) for update in muon_updates(ahead)]
         rate = factor * config.muon_lr
-        for name, state, update in zip(names, states, muon_updates(ahead), strict=True):
-            parameter = self.parameters[name]
-            master = _local(state.get("master", parameter.data))
-            master.mul_(1 - go * (rate * config.muon_weight_decay))
-            master.sub_(_local(update) * (go * rate))
-            if "master" in state:
-                _local(parameter.data).copy_(master)
+        masters = [_local(state["master"]) for state in states if "master" in state]
+        moved = masters or parameters
+        torch._foreach_mul_(moved, 1 - go * (rate * config.muon_weight_decay))
+        torch._foreach_mul_(updates, go * rate)
+        torch._foreach_sub_(moved, updates)
+        if masters:
+            torch._foreach_copy_(parameters, masters)
+        for name, state in zip(names, states, strict=True):
             self._keep(name, state)
 
     def _fetch(self, name: str) -> dict[str, Tensor]:
@@ -261,15 +268,18 @@ def muon_updates(matrices: list[Tensor]) -> list[Tensor]:
     times 0.2 sqrt(max(m, n)).
     """
     whole = [m.full_tensor() if isinstance(m, DTensor) else m for m in matrices]  # a shard has no own answer
-    wide = torch.stack([m.T if m.shape[0] > m.shape[1] else m for m in whole])
-    scale = 0.2 * math.sqrt(wide.shape[-1])
-    updates = []
-    for matrix, like, update in zip(matrices, whole, orthogonalized(wide) * scale, strict=True):
-        update = update.T if like.shape[0] > like.shape[1] else update
-        if isinstance(matrix, DTensor):
-            update = distribute_tensor(update.contiguous(), matrix.device_mesh, matrix.placements)
-        updates.append(update)
-    return updates
+    tall = [m.shape[0] > m.shape[1] for m in whole]
+    order = sorted(range(len(whole)), key=tall.__getitem__)
+    wide = torch.stack([whole[i].T if tall[i] else whole[i] for i in order])
+    found = orthogonalized(wide) * (0.2 * math.sqrt(wide.shape[-1]))
+    split = len(tall) - sum(tall)
+    # turned back all at once, and into the layout of their matrices, or each would take kernels of its own
+    parts = [*found[:split].unbind(), *found[split:].mT.contiguous().unbind()]
+    updates = [part for _, part in sorted(zip(order, parts, strict=True), key=lambda pair: pair[0])]
+    return [
+        distribute_tensor(update, like.device_mesh, like.placements) if isinstance(like, DTensor) else update
+        for update, like in zip(updates, matrices, strict=True)
+    ]
 
 
 def orthogonalized(matrices: Tensor, iterations: int = 5) -> Tensor:

@@ -13,7 +13,13 @@ from support.tiny_drafters import relative_error
 from torch import nn
 
 from dflash_lab.drafter.moments import decode, encode
-from dflash_lab.drafter.optimizer import Optimizer, OptimizerConfig, adam_update, muon_updates
+from dflash_lab.drafter.optimizer import (
+    Optimizer,
+    OptimizerConfig,
+    adam_update,
+    muon_updates,
+    orthogonalized,
+)
 from dflash_lab.drafter.schedule import learning_rate_factor
 from dflash_lab.errors import InputError
 
@@ -167,6 +173,87 @@ def test_newton_schulz_flattens_singular_values(shape):
     assert values.min() > 0.5 and values.max() < 1.3
     cosine = (found * (u @ vt)).sum() / (found.norm() * (u @ vt).norm())
     assert cosine > 0.95
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_muon_on_many_matrices_at_once_is_muon_on_each(dtype):
+    """Bit for bit, with steps called off in between, for wide, tall and square matrices of one group."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(9, 14), (14, 9), (9, 14), (9, 9), (14, 9), (9, 9)]
+    named = {
+        f"layers.{i}.w.weight": nn.Parameter(torch.randn(s, generator=generator).to(dtype))
+        for i, s in enumerate(shapes)
+    }
+    config, one = OptimizerConfig(kind="muon", muon_lr=3e-2), torch.tensor(1.0)
+    optimizer = Optimizer(named.items(), config)
+    masters = {n: p.detach().float().clone() for n, p in named.items()}
+    momenta = {n: torch.zeros_like(m) for n, m in masters.items()}
+    for step in range(5):
+        go = torch.tensor(step != 2)
+        for parameter in named.values():
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+            parameter.grad[0] = parameter.grad[0] if go else torch.nan
+        optimizer.step(0.7, torch.tensor(0.3), go)
+        ahead = {}
+        for name, parameter in named.items() if go else ():
+            grad = parameter.grad.float() * torch.tensor(0.3)
+            momenta[name].lerp_(grad, (1 - config.muon_momentum) * one)
+            ahead[name] = grad.lerp(momenta[name], config.muon_momentum)
+        for size in (14, 9):
+            alike = [n for n in ahead if max(ahead[n].shape) == size]
+            alike.sort(key=lambda n: ahead[n].shape[0] == 14)  # CPUs round by a matrix's place in its batch
+            wide = [ahead[n].T if ahead[n].shape[0] == 14 else ahead[n] for n in alike]
+            for name, update in zip(alike, orthogonalized(torch.stack(wide)) if wide else (), strict=True):
+                update = update * (0.2 * math.sqrt(update.shape[1]))
+                update = update.T if ahead[name].shape[0] == 14 else update
+                rate = 0.7 * config.muon_lr
+                masters[name].mul_(1 - one * (rate * config.muon_weight_decay))
+                masters[name].sub_(update * (one * rate))
+        for name, parameter in named.items():
+            assert torch.equal(parameter, masters[name].to(dtype))
+            assert torch.equal(optimizer.state[name]["momentum"], momenta[name])
+
+
+def test_muon_under_a_flag_that_is_down_changes_nothing():
+    """As on CUDA, where the host does not know that the step is called off."""
+    parameters = named(torch.bfloat16)
+    optimizer = Optimizer(parameters.items(), OptimizerConfig(kind="muon"))
+    name = "layers.0.mlp.up_proj.weight"
+    for scalars in ([1.0, 0.5, 0.1, 0.03], [0.0, float("nan"), 0.1, 0.03]):
+        parameters[name].grad = torch.full_like(parameters[name], scalars[1])
+        before = {n: t.clone() for n, t in [*optimizer.tensors().items(), (name, parameters[name])]}
+        optimizer._muon([name], 1.0, torch.tensor(scalars))
+        after = optimizer.tensors() | parameters
+        moved = {n for n in before if not torch.equal(before[n], after[n])}
+        assert moved == ({f"momentum.{name}", f"master.{name}", name} if scalars[0] else set())
+
+
+def test_muon_starts_few_kernels_however_many_matrices_there_are():
+    counts = []
+    for layers in (2, 12):
+        named = {f"layers.{i}.w.weight": nn.Parameter(torch.ones(6, 4 + 4 * (i % 2))) for i in range(layers)}
+        optimizer = Optimizer(named.items(), OptimizerConfig(kind="muon"))
+        for parameter in named.values():
+            parameter.grad = torch.ones_like(parameter)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            optimizer.step(1.0)
+        counts.append(sum(launches(event) for event in profiler.events() if event.cpu_parent is None))
+    assert counts[1] < counts[0] + 10
+
+
+VIEWS = (
+    *("view", "strided", "slice", "select", "split", "transpose", "permute", "unbind", "expand", "empty"),
+    *("reshape", "narrow", "unsqueeze", "resolve_conj", "numpy_T", "mT", "detach", "result_type", "lift"),
+)
+
+
+def launches(event):
+    """Kernels a call would start on a GPU: views and allocations none, a call on a list of tensors one."""
+    name = event.name.removeprefix("aten::")
+    if name.startswith("_foreach"):
+        return 1
+    below = sum(launches(child) for child in event.cpu_children)
+    return below or not (name == "to" or any(word in name for word in VIEWS))
 
 
 def test_muon_takes_matrices_of_layers_only_and_moves_them_like_adamw():
