@@ -51,11 +51,11 @@ class Single:
         return seconds
 
     def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Full copies of tensors that may be sharded."""
+        """Full tensors, of sharded ones copies in the first process's host memory and none elsewhere."""
         return tensors
 
     def replica(self, drafter: Drafter) -> Drafter:
-        """A drafter with whole weights, for measures that look inside it."""
+        """A drafter with whole weights in the first process, for measures that look inside it."""
         return drafter
 
     def load(self, drafter: Drafter, weights: dict[str, Tensor]) -> None:
@@ -130,13 +130,21 @@ class Sharded(Replicated):
         model.set_requires_gradient_sync(wanted)
 
     def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+        kept = {}
+        for name, tensor in tensors.items():
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if self.rank == 0:
+                kept[name] = full.cpu()
+            del full  # before the next one is gathered
+        return kept
 
     def replica(self, drafter: Drafter) -> Drafter:
         weights = self.whole(drafter.state_dict())
         with torch.device("meta"):
             copied = Drafter(drafter.config)
-        copied.load_state_dict(weights, assign=True)
+        if self.rank == 0:
+            copied.load_state_dict(weights, assign=True)
+            copied.to(drafter.fc.weight.device)
         return copied.eval()
 
     def load(self, drafter: Drafter, weights: dict[str, Tensor]) -> None:

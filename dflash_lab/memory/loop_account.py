@@ -72,7 +72,8 @@ def resident_target_bytes(shape: TargetShape, setup: TrainingSetup) -> int:
 def gathered(drafter: Any, setup: TrainingSetup, parameters: int, *, backward: bool) -> Live:
     """Return what FSDP gathers: the fc, which stays, and in the backward two layers with their gradients.
 
-    One layer is used while the next one comes; gradients are whole, and copied once to be scattered.
+    One layer is used while the next one comes; gradients are whole, and copied once to be scattered. (A
+    checkpoint gathers tensor by tensor, which is less.)
     """
     if setup.shards == 1:
         return {}
@@ -85,9 +86,3 @@ def gathered(drafter: Any, setup: TrainingSetup, parameters: int, *, backward: b
         "gathered weights": ((fc + 2 * layer) * size, "fc and 2 layers: one in use, one coming"),
         "gathered gradients": (2 * layer * size, "2 x a layer's: whole, and on their way to be summed"),
     }
-
-
-def whole_for_a_checkpoint(parameters: int, setup: TrainingSetup, state_bytes: int) -> Live:
-    """Return whole copies of sharded weights and optimizer state, as a checkpoint takes them."""
-    size = parameters * dtype_bytes(setup.dtype) + state_bytes
-    return {"whole tensors of a checkpoint": (size, "P s, masters and moments, gathered")}

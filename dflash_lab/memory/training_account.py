@@ -4,7 +4,7 @@ hold.
 Moments compete: the loss (all activations saved, and logits in some form), the backward of the last layer
 (activations, and the feed-forward's gradients) and of the first (all other layers' gradients), the backward
 of the context's norm (fp32 copies of S rows), the update (gradients, and what the optimizer needs of the
-largest matrix), a live target's forward of a row, and whole copies of a sharded drafter for a checkpoint.
+largest matrix), and a live target's forward of a row.
 N = anchors x block rows, S context tokens, H hidden, I feed-forward, V vocabulary, K taps, q = n_q d,
 kv = n_kv d, c chunk rows, s bytes an element, P parameters. Norms compute in fp32 and, where layers are not
 compiled, save that copy; the tests hold the sums to the count of the real modules on fake tensors.
@@ -24,7 +24,6 @@ from dflash_lab.memory.loop_account import (
     gathered,
     resident_target_bytes,
     target_forward,
-    whole_for_a_checkpoint,
 )
 from dflash_lab.memory.loss_account import loss_terms
 from dflash_lab.memory.optimizer_account import moments as moments_of_optimizer
@@ -117,10 +116,6 @@ def training_account(shape: TargetShape, drafter: Any, setup: TrainingSetup, *, 
         moments.append(
             Moment("the target's forward of a row", {**held, **_inputs(drafter, setup), **forward})
         )
-    if setup.shards > 1:
-        state = moments_of_optimizer(drafter, setup.optimizer, parameters)[0] + _masters(setup, parameters)
-        whole = whole_for_a_checkpoint(parameters, setup, state)
-        moments.append(Moment("a checkpoint", {**always, **whole}))
     title = f"training {setup.anchors} x {setup.block_size}, {setup.context} context tokens"
     title += ", compiled layers" if setup.compiled else ""
     account = account_of("analytic", title, moments, _notes(shape, setup))

@@ -96,9 +96,6 @@ def test_a_sharded_drafter_holds_its_share_and_what_it_gathers():
     assert backward.moment == "the backward of the last layer"
     assert backward.terms["gathered weights"] == 2 * (fc + 2 * layer)
     assert backward.terms["gathered gradients"] == 4 * layer
-    small = account(shards=4, anchors=8)
-    assert small.moment == "a checkpoint"  # every tensor whole, on each process
-    assert small.terms["whole tensors of a checkpoint"] == 14 * PARAMETERS
 
 
 def test_a_head_on_another_device_takes_the_loss_with_it():

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import json
 import sys
+import weakref
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 from support.tiny_drafters import head_on, tiny_config, tiny_items
+from torch.distributed.tensor import DTensor
 
 from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.optimizer import OptimizerConfig
-from dflash_lab.drafter.parallel import Single, join
+from dflash_lab.drafter.parallel import Sharded, Single, join
 from dflash_lab.drafter.settings import TrainSettings
 from dflash_lab.drafter.train import train
 from dflash_lab.drafter.trainer import TrainReport
@@ -39,6 +42,33 @@ def tiny_run(
     return train(tiny_items(), head_on(device), drafter.to(device), chosen, folder=folder, group=group)
 
 
+def check_whole(group: Sharded) -> None:
+    """The first process gets every tensor, the others none; of whole ones at most one is there at a time."""
+    drafter = Drafter(tiny_config(initializer_range=0.05)).initialize(torch.Generator().manual_seed(0))
+    wanted = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    group.wrap(drafter)
+    alive, most, full_tensor = 0, 0, DTensor.full_tensor
+
+    def counted(tensor: DTensor) -> torch.Tensor:
+        nonlocal alive, most
+        found = full_tensor(tensor)
+        alive, most = alive + 1, max(most, alive + 1)
+        weakref.finalize(found, dropped)
+        return found
+
+    def dropped() -> None:
+        nonlocal alive
+        alive -= 1
+
+    with mock.patch.object(DTensor, "full_tensor", counted):
+        found = group.whole(drafter.state_dict())
+    if group.rank == 0:
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    else:
+        assert not found and most == 1, (list(found), most)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for job in json.loads(sys.argv[1]):
@@ -48,4 +78,6 @@ if __name__ == "__main__":
             lost.rename(Path(job["folder"]) / "lost")
         joined.barrier()
         tiny_run(job.pop("folder"), job, joined, device)
+        if isinstance(joined, Sharded):
+            check_whole(joined)
     torch.distributed.destroy_process_group()
