@@ -101,9 +101,9 @@ def fused_draft_loss(
         None if scale is None else torch.as_tensor(scale, device=hidden.device).to(selection.weight.dtype)
     )
     job = Job(head, selection, target_hidden, target_head, config, load_backend(name), shard, factor)
-    holder: list[Terms] = []
+    holder: list[tuple[Terms, dict[str, Tensor]]] = []
     total = _Sweep.apply(hidden, job, torch.is_grad_enabled() and hidden.requires_grad, holder)
-    return _result(total, holder[0], job, hidden.shape[:2])
+    return _result(total, *holder[0], job, hidden.shape[:2])
 
 
 class FusedDraftLoss(nn.Module):
@@ -160,14 +160,17 @@ class _Sweep(torch.autograd.Function):
     """Runs the sweep in forward; backward only scales the finished gradient, out of place."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, job: Job, want: bool, holder: list[Terms]) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, job: Job, want: bool, holder: list[tuple[Terms, dict[str, Tensor]]]
+    ) -> Tensor:
         # Triton launches on the current device, which with a head on a GPU of its own is another one.
         with torch.autocast(hidden.device.type, enabled=False), torch.cuda.device_of(hidden):
             grad, terms = sweep(hidden, job, want_gradient=want)
-        holder.append(terms)
+        weighted = _weighted(terms, job.config)
+        holder.append((terms, {name: value for name, (_, value) in weighted.items()}))
         if grad is not None:
             ctx.save_for_backward(grad)
-        parts = [factor * value for factor, value in _weighted(terms, job.config).values() if factor]
+        parts = [factor * value for factor, value in weighted.values() if factor]
         total = torch.stack(parts).sum()
         return total if job.scale is None else total * job.scale
 
@@ -199,28 +202,15 @@ def _weighted(terms: Terms, config: LossConfig) -> dict[str, tuple[float, Tensor
     return found
 
 
-def _result(total: Tensor, terms: Terms, job: Job, shape: torch.Size) -> DraftLoss:
-    index = (job.selection.anchor, job.selection.slot)
+def _result(total: Tensor, terms: Terms, sums: dict[str, Tensor], job: Job, shape: torch.Size) -> DraftLoss:
+    def place(values: list[Tensor | None], fill: int) -> list[Any]:
+        return scatter(values, job.selection.position, shape, fill)
 
-    def place(value: Tensor | None, fill: int = 0) -> Tensor:
-        assert value is not None
-        return scatter(value, index, shape, fill)
-
-    sums = {name: value for name, (_, value) in _weighted(terms, job.config).items()}
     sums["correct"] = (terms.rank == 0).sum()
-    rows = RowStats(
-        live=place(torch.ones_like(terms.rank, dtype=torch.bool)),
-        weight=place(terms.weight),
-        label=place(terms.label, -1),
-        ce=place(terms.ce),
-        entropy=place(terms.entropy),
-        p_max=place(terms.p_max),
-        argmax=place(terms.argmax, -1),
-        rank=place(terms.rank, -1),
-        kl=None if terms.kl is None else place(terms.kl),
-        tv=None if terms.tv is None else place(terms.tv),
-        target_argmax=None if terms.target_argmax is None else place(terms.target_argmax, -1),
-    )
+    floats = place([terms.weight, terms.ce, terms.entropy, terms.p_max, terms.kl, terms.tv], 0)
+    indices = place([terms.label, terms.argmax, terms.rank, terms.target_argmax], -1)
+    (live,) = place([torch.ones_like(terms.rank, dtype=torch.bool)], 0)
+    rows = RowStats(live, *floats, *indices)
     count = torch.full((), job.selection.rows, device=total.device)  # a copied number would wait
     weight_sum = terms.weight.sum(dtype=torch.float64).to(terms.weight.dtype)
     return DraftLoss(total, weight_sum, count, sums, rows)

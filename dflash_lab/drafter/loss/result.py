@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +19,14 @@ class RowStats:
 
     live: Tensor  # bool: weight is not 0
     weight: Tensor  # the weight the loss used (D-PACE included)
-    label: Tensor  # int64: the label the loss used
     ce: Tensor  # cross-entropy with the label
     entropy: Tensor  # of the drafter's distribution, nats
     p_max: Tensor  # largest drafter probability
-    argmax: Tensor  # int64: drafter's first largest logit
-    rank: Tensor  # int64: tokens before the label in the drafter's order, ties by index; < k: in the top k
     kl: Tensor | None  # KL(target || drafter) at the soft term's temperature
     tv: Tensor | None  # total variation distance at temperature 1
+    label: Tensor  # int64: the label the loss used
+    argmax: Tensor  # int64: drafter's first largest logit
+    rank: Tensor  # int64: tokens before the label in the drafter's order, ties by index; < k: in the top k
     target_argmax: Tensor | None  # int64: target's first largest logit
 
     @property
@@ -67,8 +68,12 @@ class DraftLoss:
     rows: RowStats
 
 
-def scatter(values: Tensor, index: tuple[Tensor, Tensor], shape: torch.Size, fill: float | int = 0) -> Tensor:
-    """Place the values of live rows [n] into a new [A, B] tensor."""
-    out = torch.full(shape, fill, dtype=values.dtype, device=values.device)
-    out[index] = values
-    return out
+def scatter(
+    values: list[Tensor | None], position: Tensor, shape: torch.Size, fill: float | int = 0
+) -> list[Any]:
+    """Place values of the live rows [n] of one dtype into new [A, B] tensors, all in one go; None stays."""
+    found = torch.stack([value for value in values if value is not None])
+    out = found.new_full((len(found), shape.numel()), fill)
+    out[:, position] = found
+    placed = iter(out.unflatten(1, shape).unbind())
+    return [None if value is None else next(placed) for value in values]

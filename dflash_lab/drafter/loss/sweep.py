@@ -22,7 +22,14 @@ from dflash_lab.drafter.loss.selection import Chunk, Selection, upload
 from dflash_lab.drafter.loss.shard import VocabShard
 from dflash_lab.drafter.loss.teacher import Teacher
 from dflash_lab.drafter.loss.terms import Rows, TargetTerms, Terms, finish_drafter, finish_target
-from dflash_lab.drafter.loss.weighting import Coefficients, Length, coefficients, length, row_weights
+from dflash_lab.drafter.loss.weighting import (
+    Coefficients,
+    Length,
+    Places,
+    coefficients,
+    dpace_weights,
+    length,
+)
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,11 @@ class _Sweep:
         varies = self.config.lk_weight or self.config.length_weight
         fixed = self.config.weighting == "given" and not varies
         self.fixed = coefficients(terms, self.config, job.scale) if fixed else None
+        if self.config.weighting == "dpace" or self.config.length_weight:
+            block_of, chunks = job.selection.block_of, job.selection.chunks
+            within = torch.cat([block_of[c.start : c.end] - block_of[c.start] for c in chunks])
+            self.block_of = upload(within, device)  # counted from 0 in each chunk
+            self.back = hidden.shape[1] - 1 - job.selection.slot
 
     def run(self) -> None:
         for chunk in self.job.selection.chunks:
@@ -146,16 +158,12 @@ class _Sweep:
 
     def length(self, chunk: Chunk, out: Terms) -> Length:
         """The length term of a chunk whose other terms are there; fills `reached`."""
-        chosen, part = self.job.selection, slice(chunk.start, chunk.end)
         if self.config.overlaps:
             assert out.tv is not None
             acceptance = 1 - out.tv
         else:
             acceptance = torch.exp(-out.ce)
-        block_of = chosen.block_of[part]
-        found = length(
-            acceptance, out.weight, block_of - block_of[0], chosen.slot[part], self.hidden.shape[1]
-        )
+        found = length(acceptance, out.weight, self.places(chunk))
         assert out.reached is not None
         out.reached.copy_(found.reached)
         return found
@@ -197,15 +205,16 @@ class _Sweep:
         finish_drafter(sums, logit, rows.label, shard.total, temperature, out)
 
     def weigh(self, chunk: Chunk, out: Terms) -> None:
-        """Write the weights that depend on the chunk's terms; given weights are in place already."""
-        if self.config.weighting == "given":
-            return
-        chosen, part = self.job.selection, slice(chunk.start, chunk.end)
-        block_of = chosen.block_of[part]
-        block = self.hidden.shape[1]
-        out.weight.copy_(
-            row_weights(out.weight, out.ce, block_of - block_of[0], chosen.slot[part], block, self.config)
-        )
+        """Multiply in the weights that depend on the chunk's terms; given weights are in place already."""
+        if self.config.weighting == "dpace":
+            out.weight.mul_(dpace_weights(out.ce, self.places(chunk), self.config.dpace_alpha))
+
+    def places(self, chunk: Chunk) -> Places:
+        """Where a chunk's rows stand in its blocks."""
+        part, block_of = slice(chunk.start, chunk.end), self.job.selection.block_of
+        blocks = int(block_of[chunk.end - 1] - block_of[chunk.start]) + 1  # on the CPU
+        slot = self.job.selection.slot[part]
+        return Places(self.block_of[part], slot, self.back[part], blocks, self.hidden.shape[1])
 
     def hidden_gradient(
         self, chunk: Chunk, rows: Rows, g: Tensor, lost: Tensor, scale: Tensor | None, grad: Tensor

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from dflash_lab.drafter.loss.config import LossConfig
-from dflash_lab.drafter.loss.selection import upload
 from dflash_lab.drafter.loss.terms import Terms
 
 
@@ -38,36 +37,38 @@ class Coefficients:
         return Coefficients(*(None if value is None else value[start:end] for value in values))
 
 
-def row_weights(
-    weight: Tensor, ce: Tensor, block_of: Tensor, slot: Tensor, block: int, config: LossConfig
-) -> Tensor:
-    """The weights [n] that the loss uses for the live rows of whole blocks.
+@dataclass(frozen=True)
+class Places:
+    """Where live rows stand within whole blocks of `size` slots."""
 
-    Args:
-        weight: given weights [n].
-        ce: cross-entropies [n].
-        block_of, slot: place of each row, [n]; block_of counts blocks from 0 within these rows.
-        block: slots of a block.
-    """
-    if config.weighting == "given":
-        return weight
-    blocks = int(block_of[-1]) + 1  # block_of lives on the CPU
-    place = (upload(block_of, slot.device), slot)
-    return weight * dpace_weights(ce, place, blocks, block, config.dpace_alpha)
+    block: Tensor  # [n] int64, counted from 0 within these rows
+    slot: Tensor  # [n] int64
+    back: Tensor  # [n] int64: slots after it
+    blocks: int
+    size: int
+
+    def spread(self, value: Tensor, fill: float) -> Tensor:
+        """[blocks, size]: `value` [n] at its slots, `fill` where no row is live."""
+        out = value.new_full((self.blocks, self.size), fill)
+        out[self.block, self.slot] = value
+        return out
+
+    def hanging(self, value: Tensor) -> Tensor:
+        """[n]: sums of `value` [n] over a block's live rows from each on."""
+        out = value.new_zeros(self.blocks, self.size)
+        out[self.block, self.back] = value
+        return out.cumsum(1)[self.block, self.back]
 
 
-def dpace_weights(ce: Tensor, place: tuple[Tensor, Tensor], blocks: int, block: int, alpha: float) -> Tensor:
+def dpace_weights(ce: Tensor, places: Places, alpha: float) -> Tensor:
     """D-PACE: w_k = sum over live j >= k of P_j, P_j = prod over i <= j of s_i, s_i = (1 - alpha) e^-CE_i +
-    alpha.
+    alpha, for the live rows [n] of whole blocks.
 
     s_i = 1 where slot i is not live. w_k is d(sum_j P_j) / d(log s_k), the marginal gain of confidence in
     slot k.
     """
-    confidence = torch.ones(blocks, block, dtype=ce.dtype, device=ce.device)
-    confidence[place] = (1 - alpha) * torch.exp(-ce) + alpha
-    reached = torch.zeros_like(confidence)
-    reached[place] = confidence.cumprod(1)[place]
-    return reached.flip(1).cumsum(1).flip(1)[place]
+    confidence = places.spread((1 - alpha) * torch.exp(-ce) + alpha, 1.0)
+    return places.hanging(confidence.cumprod(1)[places.block, places.slot])
 
 
 @dataclass(frozen=True)
@@ -84,17 +85,11 @@ class Length:
 SMALLEST = 1e-30  # acceptance: what hangs on a slot is divided by it
 
 
-def length(acceptance: Tensor, weight: Tensor, block_of: Tensor, slot: Tensor, block: int) -> Length:
-    """The length term for the live rows of whole blocks; `block_of`, `slot`, `block` as in `row_weights`."""
-    blocks = int(block_of[-1]) + 1
-    place = (upload(block_of, slot.device), slot)
-    chain = torch.ones(blocks, block, dtype=acceptance.dtype, device=acceptance.device)
-    chain[place] = acceptance.clamp_min(SMALLEST)
-    chain = chain.cumprod(1)
-    hanging = torch.zeros_like(chain)
-    hanging[place] = chain[place] * weight
-    hanging = hanging.flip(1).cumsum(1).flip(1)
-    return Length(chain[place], hanging[place], acceptance.clamp_min(SMALLEST))
+def length(acceptance: Tensor, weight: Tensor, places: Places) -> Length:
+    """The length term for the live rows of whole blocks."""
+    acceptance = acceptance.clamp_min(SMALLEST)
+    reached = places.spread(acceptance, 1.0).cumprod(1)[places.block, places.slot]
+    return Length(reached, places.hanging(reached * weight), acceptance)
 
 
 def lk_mixture(tv: Tensor, config: LossConfig) -> Tensor:
