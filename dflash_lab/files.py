@@ -147,13 +147,18 @@ def _check(value: dict[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
+def digest(value: Any) -> str:
+    """Return the xxh3-128 of a JSON value as hex, whatever the order of its keys."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
+
+
 def checksum(path: Path | str) -> str:
     """Return the xxh3-128 of a file's bytes as hex."""
-    digest = xxhash.xxh3_128()
+    found = xxhash.xxh3_128()
     with naming(path), open(path, "rb") as file:
         while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+            found.update(block)
+    return found.hexdigest()
 
 
 def inside(folder: Path | str, name: str) -> Path:

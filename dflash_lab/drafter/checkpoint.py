@@ -24,7 +24,9 @@ from dflash_lab.errors import InputError, LabError, StoreError, near
 from dflash_lab.file_errors import reading
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-DIGEST = "xxh3_128"  # in the header of weights that we wrote: a flipped bit would load as another weight
+# In the header of weights that we wrote: a flipped bit, or another number in config.json, would load unseen.
+DIGEST, CONFIG_DIGEST = "xxh3_128", "config_xxh3_128"
+_REMEDY = "Remove it and run the stage that wrote it again (it keeps what it has), or copy it again."
 
 
 def save_checkpoint(
@@ -44,9 +46,10 @@ def write_checkpoint(folder: Path | str, tensors: dict[str, torch.Tensor], confi
     """
     folder = Path(folder)
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    header = {"format": "pt", DIGEST: _digest(tensors), CONFIG_DIGEST: files.digest(config)}
     files.make_folder(folder)
     with _configured(folder, config), files.atomic_path(folder / WEIGHTS) as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt", DIGEST: _digest(tensors)})
+        save_file(tensors, temporary, metadata=header)
 
 
 def copy_checkpoint(source: Path | str, folder: Path | str) -> None:
@@ -93,13 +96,14 @@ def load_checkpoint(
     folder: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | str = "auto"
 ) -> Drafter:
     """Load a drafter; `dtype` "auto" keeps the file's. `InputError` lists missing, surplus and misshapen
-    tensors.
+    tensors; `StoreError` says that weights or configuration are not those that were written.
     """
     folder = Path(folder)
     config = read_config(folder)
     path = folder / WEIGHTS
     if not path.is_file():
         raise InputError(f"no weights at {path}; a z-lab checkpoint has one {WEIGHTS}.")
+    _check_config(folder)
     with torch.device("meta"):
         drafter = Drafter(config)
     tensors = read_tensors(path, device)
@@ -115,13 +119,23 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, to
     """Read every tensor of a safetensors file; a damaged file is a `StoreError`. (Files of others carry no
     digest, so of those only damage that breaks the format is seen.)
     """
-    remedy = "Remove it and run the stage that wrote it again (it keeps what it has), or copy it again."
-    with reading(path, remedy), safe_open(path, framework="pt") as file:
+    with reading(path, _REMEDY), safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         written = (file.metadata() or {}).get(DIGEST)
     if written is not None and written != _digest(tensors):
-        raise StoreError(f"{path}: its values are not those that were written. {remedy}")
+        raise StoreError(f"{path}: its values are not those that were written. {_REMEDY}")
     return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def _check_config(folder: Path) -> None:
+    path = folder / WEIGHTS
+    with reading(path, _REMEDY), safe_open(path, framework="pt") as file:
+        written = (file.metadata() or {}).get(CONFIG_DIGEST)
+    if written is not None and written != files.digest(files.read_json(folder / CONFIG)):
+        raise StoreError(
+            f"{folder / CONFIG} is not the configuration that the weights beside it were written with: put "
+            "it back, or remove it and run the stage that wrote it again."
+        )
 
 
 def _digest(tensors: dict[str, torch.Tensor]) -> str:

@@ -8,7 +8,6 @@ streams depend on seed and place alone, so the place is all that a resumed run m
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from safetensors.torch import save_file
 
 from dflash_lab import files
@@ -52,7 +50,7 @@ def save_state(
             save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path)
         sums = {name: files.checksum(temporary / name) for name in (WEIGHTS, _TENSORS)}
         state = {**state, "checksums": sums}
-        files.write_json(temporary / _STATE, {**state, "digest": _digest(state)})
+        files.write_json(temporary / _STATE, {**state, "digest": files.digest(state)})
         with naming(final):
             os.replace(temporary, final)
             files.sync_folder(root)
@@ -90,13 +88,9 @@ def _record(folder: Path) -> dict[str, Any]:
     if not isinstance(record, dict) or not isinstance(record.get("setup"), dict):
         raise StoreError(f"{folder / _STATE}: no state of a training run.")
     digest = record.pop("digest", None)
-    if digest is not None and digest != _digest(record):
+    if digest is not None and digest != files.digest(record):
         raise StoreError(f"{folder / _STATE}: its values are not those that were written.")
     return record
-
-
-def _digest(state: dict[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(state, sort_keys=True).encode())
 
 
 @contextlib.contextmanager

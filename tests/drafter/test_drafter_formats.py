@@ -134,7 +134,7 @@ def test_files_that_are_not_right_are_named(tmp_path):
     with pytest.raises(InputError, match=r"norm\.weight is \(47,\)"):
         load_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
-    with pytest.raises(StoreError, match="whole safetensors"):
+    with pytest.raises(StoreError, match="cannot be read"):
         load_checkpoint(tmp_path)
 
 
@@ -232,6 +232,17 @@ def test_a_config_that_is_no_object_is_refused(tmp_path):
     save_checkpoint(tmp_path, tiny_drafter())
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(InputError, match="not a JSON object"):
+        load_checkpoint(tmp_path)
+
+
+def test_a_config_changed_by_hand_is_refused_however_it_is_laid_out(tmp_path):
+    save_checkpoint(tmp_path, tiny_drafter())
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(dict(reversed(values.items()))))
+    load_checkpoint(tmp_path)
+    path.write_text(json.dumps({**values, "rope_theta": 2 * values["rope_theta"]}))
+    with pytest.raises(StoreError, match=r"config\.json is not the configuration that the weights"):
         load_checkpoint(tmp_path)
 
 
