@@ -21,6 +21,7 @@ from torch import Tensor
 from dflash_lab.target.choice import choose
 from dflash_lab.target.model import Target
 from dflash_lab.target.slot_attention import NAME, SlotCache
+from dflash_lab.target.slot_norms import few_kernels
 
 STEPS_A_LOOK = 32  # steps between two looks of the host at the counter
 MOST_SLOTS = 4096
@@ -130,7 +131,7 @@ def generate_in_slots(
         logits = target.head.logits(out.last_hidden_state[:, -1])
         state.take(choose(logits, temperature, generator), stop)
 
-    with _attention(target):
+    with _attention(target), few_kernels(target.body):
         run = _recorded(step, generator) if target.device.type == "cuda" else step
         state.start()
         while (done := int(state.finished)) < len(prompts):

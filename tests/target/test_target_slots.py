@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
 import os
 
@@ -12,6 +14,7 @@ from support.draws import assert_follows
 
 from dflash_lab.target.generation import generate
 from dflash_lab.target.loading import load_target
+from dflash_lab.target.slot_norms import few_kernels
 from dflash_lab.target.slots import generate_in_slots, takes_slots
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
@@ -64,6 +67,75 @@ def test_draws_in_slots_are_seeded_and_follow_the_distribution(tiny_target):
     assert drawn == in_slots(target, asked, 1, 2000, temperature=1.5, seed=1)
     assert drawn != in_slots(target, asked, 1, 2000, temperature=1.5, seed=2)
     assert_follows(target, asked[0], [token for (token,) in drawn], 1.5)
+
+
+NORMS = {  # of each family, and whether its forward is Llama's
+    "llama.LlamaRMSNorm": True,
+    "qwen2.Qwen2RMSNorm": True,
+    "qwen3.Qwen3RMSNorm": True,
+    "mistral.MistralRMSNorm": True,
+    "olmo2.Olmo2RMSNorm": False,  # rounds after the weight
+    "gemma2.Gemma2RMSNorm": False,  # 1 + w
+    "qwen3_5.Qwen3_5RMSNorm": False,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_in_few_kernels_gives_the_family_s_own_numbers(name, dtype):
+    family, kind = name.split(".")
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    norm = getattr(module, kind)(96, eps=1e-5).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        norm.weight += torch.randn(96, generator=generator).to(dtype)
+    hidden = (3 * torch.randn(50, 1, 96, generator=generator)).to(dtype)
+    expected = norm(hidden)
+    with few_kernels(norm) as replaced:
+        found = norm(hidden)
+    assert replaced == (NORMS[name] and dtype == torch.bfloat16)
+    assert torch.equal(found, expected) and "forward" not in vars(norm)
+
+
+@pytest.mark.gpu
+def test_a_norm_on_a_gpu_is_two_kernels_that_differ_by_the_order_of_a_sum():
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    norm = LlamaRMSNorm(576).to("cuda", torch.bfloat16)
+    hidden = torch.randn(4096, 1, 576, generator=torch.Generator().manual_seed(0)).to(norm.weight)
+    with torch.no_grad():
+        expected = norm(hidden).float()
+        with few_kernels(norm), torch.profiler.profile() as profiler:
+            found = norm(hidden).float()
+            torch.cuda.synchronize()
+    kernels = [event.name for event in profiler.events() if event.name.startswith("void at::native")]
+    assert len(kernels) <= 3  # and the copy to float32
+    assert (found == expected).float().mean() > 0.99
+    assert (found - expected).norm() < 1e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_bf16_slots_start_fewer_kernels_for_the_same_tokens(tiny_target, kind, monkeypatch):
+    target = load_target(str(tiny_target(kind)), dtype="bfloat16")
+
+    def run(count=8):
+        """Tokens, and the roots that are drawn outside of a norm that is one kernel on a GPU."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            new = in_slots(target, prompts((5, 5)), count, 2)
+        roots = [event for event in profiler.events() if event.name == "aten::rsqrt"]
+        return new, sum(not inside(event, "aten::rms_norm") for event in roots)
+
+    new, roots = run()
+    monkeypatch.setattr("dflash_lab.target.slots.few_kernels", lambda body: contextlib.nullcontext())
+    plain, before = run()
+    assert new == plain
+    assert roots == 0 and before % 32 == 0 and before // 32 == (2 if kind == "llama" else 4) * 8 + 1
+
+
+def inside(event, name):
+    """Whether a profiler's event is part of a call of `name`."""
+    parent = event.cpu_parent
+    return parent is not None and (parent.name == name or inside(parent, name))
 
 
 def test_progress_ends_with_all_prompts(tiny_target):
