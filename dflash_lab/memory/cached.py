@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from dflash_lab.memory.account import Account
 from dflash_lab.memory.fit import as_plain
 from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
 from dflash_lab.target.smollm2 import cache_root
+
+logger = logging.getLogger(__name__)
 
 
 def fake_extraction(config: Any, setup: ExtractionSetup, *, folder: Path | None = None) -> Account:
@@ -69,10 +72,11 @@ def _read(path: Path) -> Account | None:
         return None
     try:
         values = files.read_json(path)
-    except StoreError:  # a torn or foreign file is counted again
+        return Account(**{**values, "notes": tuple(values["notes"])})
+    except (StoreError, KeyError, TypeError, AttributeError, ValueError) as error:
+        logger.warning("%s: counted again, for it holds no account (%s)", path, error)
         path.unlink()
         return None
-    return Account(**{**values, "notes": tuple(values["notes"])})
 
 
 def _write(path: Path, account: Account) -> Account:

@@ -118,11 +118,17 @@ class Calibration:
 
     @classmethod
     def load(cls, path: Path | str) -> Calibration:
-        """Read a calibration; `InputError` if it is of another schema."""
+        """Read a calibration; `InputError` if it is none, or of another schema."""
         values = files.read_json(path)
-        if not isinstance(values, dict) or values.pop("schema", None) != SCHEMA:
-            raise InputError(f"{path}: no calibration of this version; measure again with memory_sweep.")
-        return cls(**{**values, "heldout": tuple(values["heldout"])})
+        try:
+            if values.pop("schema") == SCHEMA:
+                known = {name: float(value) for name, value in values["coefficients"].items()}
+                heldout = tuple(float(value) for value in values["heldout"])
+                return cls(**{**values, "coefficients": known, "heldout": heldout})
+            fault = "of another version"
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            fault = f"damaged, {type(error).__name__}: {error}"
+        raise InputError(f"{path}: no calibration of this version ({fault}); measure again and fit.")
 
 
 def fit(points: Sequence[Point], *, every: int = 3, device: str = "", target: str = "") -> Calibration:

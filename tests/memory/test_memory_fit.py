@@ -80,9 +80,19 @@ def test_it_is_written_and_read(tmp_path):
     calibration = fit(points(noise=0.01))
     calibration.save(tmp_path / "c.json")
     assert Calibration.load(tmp_path / "c.json") == calibration
-    (tmp_path / "old.json").write_text(json.dumps({"schema": 0}))
-    with pytest.raises(InputError, match="measure again"):
-        Calibration.load(tmp_path / "old.json")
+    whole = json.loads((tmp_path / "c.json").read_text())
+    for wrong in (
+        {"schema": 0},
+        {"schema": 1},
+        {},
+        [],
+        1,
+        {**whole, "coefficients": [1]},
+        {**whole, "heldout": 1},
+    ):
+        (tmp_path / "old.json").write_text(json.dumps(wrong))
+        with pytest.raises(InputError, match=r"old\.json: no calibration .* measure again"):
+            Calibration.load(tmp_path / "old.json")
 
 
 def test_too_few_points_are_refused():
