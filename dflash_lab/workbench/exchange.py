@@ -6,6 +6,7 @@ None of them writes over what is there.
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,7 @@ def merge(options: argparse.Namespace, extra: list[str]) -> int:
     goal = Path(options.output)
     if goal.suffix != ".parquet":  # what made the samples lies beside them, as .json
         raise InputError(f"{goal}: samples files end in .parquet. Give such a name.")
-    for path in (goal, provenance_path(goal)):
-        if path.exists():
-            raise InputError(f"{path}: exists already. Give a new file, or move it away.")
+    _refuse_taken(goal, provenance_path(goal))
     made = {path: read_provenance(path) for path in options.inputs}
     fraction = options.heldout_fraction if options.heldout_fraction != -1 else _same_fraction(made)
     report = merge_samples(options.inputs, goal, heldout_fraction=fraction)
@@ -71,6 +70,16 @@ def _same_fraction(made: dict[str, dict[str, Any]]) -> float:
 def _new_folder(name: str) -> Path:
     """Return the path of a folder to write; `InputError` when something is there."""
     path = Path(name)
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise InputError(f"{path}: exists already. Give a new folder, or move it away.")
+    if not (path.is_dir() and not any(path.iterdir())):
+        _refuse_taken(path)
     return path
+
+
+def _refuse_taken(*paths: Path) -> None:
+    taken = [path for path in paths if path.exists()]
+    if taken:
+        moves = " && ".join(shlex.join(["mv", str(path), f"{path}.old"]) for path in taken)
+        raise InputError(
+            f"{taken[0]}: exists already, whole or left by a command that was killed. Give another name, or "
+            f"move it away: {moves}"
+        )

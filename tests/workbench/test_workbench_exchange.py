@@ -135,7 +135,9 @@ def test_merge_never_takes_the_place_of_what_lies_beside(tmp_path, capsys):
     assert "end in .parquet" in capsys.readouterr().err
     (tmp_path / "all.json").write_text("mine")
     assert cli.main(["merge", str(tmp_path / "all.parquet"), first]) == 1
-    assert "all.json: exists already" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "all.json: exists already" in told
+    assert told.endswith(f"mv {tmp_path}/all.json {tmp_path}/all.json.old\n")
     assert (tmp_path / "all.json").read_text() == "mine" and not (tmp_path / "all.parquet").exists()
     for share in ("nan", "-3", "1"):
         assert cli.main(["merge", str(tmp_path / "new.parquet"), first, "--heldout-fraction", share]) == 1
