@@ -36,6 +36,15 @@ WARM_UPS = 3  # forwards before a graph is recorded: kernels choose their tiles 
 Bounds = Sequence[tuple[int, int]]  # first row and the one behind the last of each document
 
 
+def unpackable(hybrid: bool, dtype: torch.dtype, cuda: bool) -> str:
+    """Why the packed path is not even tried with a target of `dtype`, or nothing."""
+    if hybrid:
+        return "recurrent layers run across documents"
+    if cuda and dtype not in (torch.bfloat16, torch.float16):
+        return f"FlashAttention takes no {dtype}"
+    return ""
+
+
 class RowForward:
     """Runs packed rows through `target` and hands over the states a drafter is trained on.
 
@@ -57,7 +66,7 @@ class RowForward:
         self._records = False
         self.path, self.compiled = "padded", False
         with torch.no_grad():
-            if why := self._unpackable() or self._adopt_packed():
+            if why := unpackable(target.is_hybrid, target.dtype, self._cuda) or self._adopt_packed():
                 logger.warning("live target: documents run padded, side by side, which is slower: %s", why)
             elif compile and self._cuda:
                 if why := self._compile():
@@ -83,14 +92,6 @@ class RowForward:
         for tensor in (taps, final):
             tensor[bounds[-1][1] :] = 0
         return taps, final
-
-    def _unpackable(self) -> str:
-        """Why the packed path is not even tried, or nothing."""
-        if self.target.is_hybrid:
-            return "recurrent layers run across documents"
-        if self._cuda and self.target.dtype not in (torch.bfloat16, torch.float16):
-            return f"FlashAttention takes no {self.target.dtype}"
-        return ""
 
     def _adopt_packed(self) -> str:
         """Take the packed path if it gives what the plain forward does; else say why not."""

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from dflash_lab.memory.extraction_account import Live
 from dflash_lab.memory.setups import TrainingSetup
 from dflash_lab.memory.shapes import dtype_bytes
-
-Live = dict[str, tuple[int, str]]
 
 
 def compiled_saved(drafter: Any, setup: TrainingSetup, *, remade: bool = False, layers: int = 0) -> Live:

@@ -8,6 +8,7 @@ or step. Afterwards `outcome` puts the prediction beside what the device says.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -206,12 +207,12 @@ def explained(
     """
     import torch
 
-    refused: list[Mapping[str, Any]] = []  # the last one alone
+    refused: deque[Mapping[str, Any]] = deque(maxlen=1)
     with contextlib.ExitStack() as watching:
         if snapshot is not None:
             snapshot.unlink(missing_ok=True)
         if torch.device(device).type == "cuda":
-            watching.enter_context(on_failure(lambda found: refused.__setitem__(slice(None), [found])))
+            watching.enter_context(on_failure(refused.append))
         try:
             yield
         except Exception as error:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from dflash_lab.memory.extraction_account import Live
 from dflash_lab.memory.setups import TrainingSetup
 from dflash_lab.memory.shapes import dtype_bytes
 
-Live = dict[str, tuple[int, str]]
 SELECTOR_ELEMENTS = 1 << 26  # logits the selector holds at once: `drafter.selector_loss.ELEMENTS`
 
 

@@ -135,11 +135,6 @@ def _gradients(setup: TrainingSetup, parameters: int, formula: str) -> Live:
     return {"gradients": (size, formula + (" / n" if setup.shards > 1 else ""))}
 
 
-def _masters(setup: TrainingSetup, parameters: int) -> int:
-    here = setup.masters and dtype_bytes(setup.dtype) < 4 and setup.optimizer != "cpu-offload"
-    return 4 * parameters if here else 0
-
-
 def with_chunk(setup: TrainingSetup, vocab: int, *, cuda: bool = True) -> TrainingSetup:
     """Return `setup` with the chunk that the loss would plan where it has none (given memory enough)."""
     if setup.chunk:
@@ -188,11 +183,12 @@ def _static(shape: TargetShape, drafter: Any, setup: TrainingSetup, cuda: bool) 
     parameters, _ = drafter_parameters(drafter)
     matrix = shape.vocab * shape.hidden * size
     ends = matrix // setup.vocabulary_shards + (0 if shape.tied else matrix)
+    masters = setup.masters and size < 4 and setup.optimizer != "cpu-offload"
     kept, formula = moments_of_optimizer(drafter, setup.optimizer, parameters)
     each = f" / {setup.shards} processes" if setup.shards > 1 else ""
     live: Live = {
         "drafter weights": (_share(parameters * size, setup), f"P s{each}, P = {parameters / 1e9:.3f}e9"),
-        "fp32 masters": (_share(_masters(setup, parameters), setup), f"4 P{each}"),
+        "fp32 masters": (_share(4 * parameters, setup) if masters else 0, f"4 P{each}"),
         "optimizer moments": (_share(kept, setup), formula + each),
         "head and embedding": (0 if setup.head_elsewhere else ends, "V H s each (once if tied)"),
         "target weights": (resident_target_bytes(shape, setup), "target layers on this device"),

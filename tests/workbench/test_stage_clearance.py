@@ -14,7 +14,7 @@ import torch
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.crew import WorkerFailed
-from dflash_lab.errors import InputError
+from dflash_lab.errors import InputError, StoreError
 from dflash_lab.extraction.fast import apply
 from dflash_lab.files import read_json
 from dflash_lab.memory import gate, planner, snapshot
@@ -212,6 +212,10 @@ def test_anchors_are_the_planners_where_none_are_given_and_stay_the_same(tiny_ta
     assert figures["anchors"] == 56  # of 63 that a row of 64 tokens has room for, in eights
     monkeypatch.setattr(planner, "device_budget_gib", lambda device: 0.0016)
     assert with_anchors(params).anchors == 56  # a run that goes on keeps its own
+    for text in ("[]", "{}", '{"anchors": "56"}'):
+        (params.folder / PLANNED).write_text(text)
+        with pytest.raises(StoreError, match=r"anchors\.json: no planned anchors"):
+            with_anchors(params)
     (params.folder / PLANNED).unlink()
     fewer = with_anchors(params).anchors
     assert 0 < fewer < 56 and fewer % 8 == 0

@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from dflash_lab import files
-from dflash_lab.errors import InputError, UnsupportedTarget
+from dflash_lab.errors import InputError, StoreError, UnsupportedTarget
 
 if TYPE_CHECKING:
     import torch
@@ -63,15 +63,14 @@ def setup_options(
         head_elsewhere=cuda and params.head not in (-1, device.index or 0),
     )
     if together:
+        from dflash_lab.drafter.live_forward import unpackable
         from dflash_lab.target.loading import choose_dtype
 
-        target_dtype = _name(choose_dtype(params.dtype, config))
-        shape = target_shape(config)
-        packs = shape.delta is None and (not cuda or target_dtype in ("bfloat16", "float16"))
-        packed = packs if not rows else rows == "packed"
+        target_dtype, shape = choose_dtype(params.dtype, config), target_shape(config)
+        packed = rows == "packed" if rows else not unpackable(shape.delta is not None, target_dtype, cuda)
         options |= dict(
             placement="same device",
-            target_dtype=target_dtype,
+            target_dtype=_name(target_dtype),
             recorded=cuda and packed and shape.experts is None,
         )
     return options
@@ -116,7 +115,9 @@ def with_anchors(params: TrainDrafterParams) -> TrainDrafterParams:
     path = params.folder / PLANNED
     if path.exists() and not params.force:
         planned = files.read_json(path)
-        if planned["asked"] == asked:
+        if not isinstance(planned, dict) or not isinstance(planned.get("anchors"), int):
+            raise StoreError(f"{path}: no planned anchors. Put the file back, or remove it to plan again.")
+        if planned.get("asked") == asked:
             return dataclasses.replace(params, anchors=planned["anchors"])
     sizes: dict[str, Any] = dict(context=params.context_tokens, cuda=device.type == "cuda", **options)
     budget_gib = _least_budget_gib(params, device)
