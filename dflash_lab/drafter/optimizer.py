@@ -23,15 +23,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from dflash_lab.drafter.anchors import stream_seed
 from dflash_lab.drafter.moments import decode, encode
+from dflash_lab.drafter.muon import muon_updates
 from dflash_lab.errors import InputError
 
 logger = logging.getLogger(__name__)
 
 MUON_ELEMENTS = 1 << 26  # of the matrices that are orthogonalised at once
+SMALL = 1 << 14  # elements of a parameter that does not deserve kernels of its own: norms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,26 +103,19 @@ class Optimizer:
         self._steps += go
         scalars = self._scalars(grad_scale, go)
         alike: dict[tuple[int, ...], list[str]] = {}
+        small: dict[torch.dtype, list[str]] = {}
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
             if self.takes_muon(name):
                 alike.setdefault(tuple(sorted(parameter.shape)), []).append(name)
                 continue
-            state = self._fetch(name)
-            rate = factor * config.lr
-            update = _adam_kernel() if parameter.is_cuda else None
-            (update or adam_update)(
-                _local(parameter.grad),
-                _local(parameter.data),
-                {kind: _local(tensor) for kind, tensor in state.items()},
-                scalars,
-                rate,
-                rate * config.weight_decay,
-                config.betas,
-                config.eps,
-            )
-            self._keep(name, state)
+            if parameter.numel() <= SMALL:
+                small.setdefault(parameter.dtype, []).append(name)
+                continue
+            self._adam([name], factor, scalars)
+        for names in small.values():
+            self._adam(names, factor, scalars)
         for shape, names in alike.items():
             most = max(1, MUON_ELEMENTS // math.prod(shape))
             for start in range(0, len(names), most):
@@ -132,6 +127,40 @@ class Optimizer:
         count = self._steps.clamp_min(1)  # a first step that is called off divides by nothing
         values = (go, grad_scale, 1 - beta1**count, (1 - beta2**count).sqrt())
         return torch.stack([_scalar(value, self.device) for value in values])
+
+    def _adam(self, names: list[str], factor: float, scalars: Tensor) -> None:
+        """Move parameters of one type by one kernel, laid side by side for it if they are several."""
+        config, states = self.config, [self._fetch(name) for name in names]
+        homes = [
+            {
+                kind: _local(tensor)
+                for kind, tensor in [("weight", self.parameters[name].data), *state.items()]
+            }
+            for name, state in zip(names, states, strict=True)
+        ]
+        grad, *others = (_local(self.parameters[name].grad) for name in names)
+        tensors = homes[0]
+        if others:
+            grad = torch.cat([grad.flatten(), *(other.flatten() for other in others)])
+            tensors = {kind: torch.cat([home[kind].flatten() for home in homes]) for kind in tensors}
+        rate = factor * config.lr
+        update = _adam_kernel() if grad.is_cuda else None
+        (update or adam_update)(
+            grad,
+            tensors["weight"],
+            tensors,
+            scalars,
+            rate,
+            rate * config.weight_decay,
+            config.betas,
+            config.eps,
+        )
+        for kind, moved in tensors.items() if others else ():
+            parts = moved.split([home[kind].numel() for home in homes])
+            back = [part.view_as(home[kind]) for part, home in zip(parts, homes, strict=True)]
+            torch._foreach_copy_([home[kind] for home in homes], back)
+        for name, state in zip(names, states, strict=True):
+            self._keep(name, state)
 
     def _muon(self, names: list[str], factor: float, scalars: Tensor) -> None:
         """Move matrices of one shape, some of them transposed: one kernel a step of the rule for all."""
@@ -261,35 +290,3 @@ def _like(local: Tensor, sharded: Tensor) -> Tensor:
     return DTensor.from_local(
         local, sharded.device_mesh, sharded.placements, shape=sharded.shape, stride=sharded.stride()
     )
-
-
-def muon_updates(matrices: list[Tensor]) -> list[Tensor]:
-    """Orthogonalised matrices (of one shape or its transpose), their rms about 0.2 as an AdamW step's is:
-    times 0.2 sqrt(max(m, n)).
-    """
-    whole = [m.full_tensor() if isinstance(m, DTensor) else m for m in matrices]  # a shard has no own answer
-    tall = [m.shape[0] > m.shape[1] for m in whole]
-    order = sorted(range(len(whole)), key=tall.__getitem__)
-    wide = torch.stack([whole[i].T if tall[i] else whole[i] for i in order])
-    found = orthogonalized(wide) * (0.2 * math.sqrt(wide.shape[-1]))
-    split = len(tall) - sum(tall)
-    # turned back all at once, and into the layout of their matrices, or each would take kernels of its own
-    parts = [*found[:split].unbind(), *found[split:].mT.contiguous().unbind()]
-    updates = [part for _, part in sorted(zip(order, parts, strict=True), key=lambda pair: pair[0])]
-    return [
-        distribute_tensor(update, like.device_mesh, like.placements) if isinstance(like, DTensor) else update
-        for update, like in zip(updates, matrices, strict=True)
-    ]
-
-
-def orthogonalized(matrices: Tensor, iterations: int = 5) -> Tensor:
-    """Approximate U V^T of each of `matrices` [n, rows, columns], rows <= columns, by quintic Newton-Schulz
-    steps (coefficients of K. Jordan's Muon).
-    """
-    a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrices.to(torch.bfloat16 if matrices.is_cuda else torch.float32)
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(iterations):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.to(matrices.dtype)

@@ -13,13 +13,8 @@ from support.tiny_drafters import relative_error
 from torch import nn
 
 from dflash_lab.drafter.moments import decode, encode
-from dflash_lab.drafter.optimizer import (
-    Optimizer,
-    OptimizerConfig,
-    adam_update,
-    muon_updates,
-    orthogonalized,
-)
+from dflash_lab.drafter.muon import muon_updates, orthogonalized
+from dflash_lab.drafter.optimizer import Optimizer, OptimizerConfig, adam_update
 from dflash_lab.drafter.schedule import learning_rate_factor
 from dflash_lab.errors import InputError
 
@@ -226,6 +221,29 @@ def test_muon_under_a_flag_that_is_down_changes_nothing():
         after = optimizer.tensors() | parameters
         moved = {n for n in before if not torch.equal(before[n], after[n])}
         assert moved == ({f"momentum.{name}", f"master.{name}", name} if scalars[0] else set())
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, dict(moments="int8"), dict(offload=True), dict(moments="int8", offload=True)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_parameters_side_by_side_move_as_each_alone(dtype, changes, monkeypatch):
+    results = []
+    for small in (1 << 14, 0):
+        monkeypatch.setattr("dflash_lab.drafter.optimizer.SMALL", small)
+        generator = torch.Generator().manual_seed(0)
+        parameters = {f"{n}.norm.weight": nn.Parameter(torch.ones(8 * n, dtype=dtype)) for n in range(1, 6)}
+        parameters["odd"] = nn.Parameter(torch.ones(3, 5))  # fp32 among bf16
+        parameters["fixed"] = nn.Parameter(torch.ones(4, dtype=dtype))  # without a gradient
+        optimizer = Optimizer(parameters.items(), OptimizerConfig(lr=1e-2, weight_decay=0.1, **changes))
+        for step in range(4):
+            for name, parameter in parameters.items():
+                if name != "fixed":
+                    parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            optimizer.step(1.0, 0.5, torch.tensor(step != 1))
+        results.append({**optimizer.tensors(), **parameters})
+    assert results[0].keys() == results[1].keys()
+    assert all(torch.equal(tensor, results[1][name]) for name, tensor in results[0].items())
 
 
 def test_muon_starts_few_kernels_however_many_matrices_there_are():
