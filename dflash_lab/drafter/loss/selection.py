@@ -80,33 +80,34 @@ def select_rows(
             slot.
     """
     weight = weights.detach().cpu()
-    _refuse(~torch.isfinite(weight) | (weight < 0), weight, "weights", "weights are finite and >= 0")
+    if weight.numel() and not (weight.min() >= 0 and weight.max() < torch.inf):  # false for NaN too
+        _refuse(~torch.isfinite(weight) | (weight < 0), weight, "weights", "weights are finite and >= 0")
     live = weight != 0
-    anchor, slot = live.nonzero(as_tuple=True)
+    position = live.flatten().nonzero()[:, 0]
+    anchor, slot = position // weights.shape[1], position % weights.shape[1]
+
+    def chosen(values: Tensor, size: int, name: str, rule: str) -> Tensor:
+        ids = values.cpu()
+        found = ids.flatten()[position].long()
+        if found.numel() and not (found.min() >= 0 and found.max() < size):
+            _refuse(live & ((ids < 0) | (ids >= size)), ids, name, rule)
+        return found
+
     label = row = None
     if labels is not None:
-        ids = labels.cpu()
-        _refuse(
-            live & ((ids < 0) | (ids >= vocab)),
-            ids,
-            "labels",
-            f"0 <= label < {vocab} wherever the weight is not 0",
-        )
-        label = ids[live].long()
+        label = chosen(labels, vocab, "labels", f"0 <= label < {vocab} wherever the weight is not 0")
     if target_rows is not None:
-        ids = target_rows.cpu()
         wanted = f"0 <= row < {target_size} (rows of target_hidden) wherever the weight is not 0"
-        _refuse(live & ((ids < 0) | (ids >= target_size)), ids, "target_rows", wanted)
-        row = ids[live].long()
+        row = chosen(target_rows, target_size, "target_rows", wanted)
     counts = live.sum(1)
     counts = counts[counts > 0]
-    whole = [anchor, slot, anchor * weights.shape[1] + slot] + ([] if label is None else [label])
+    whole = [anchor, slot, position] + ([] if label is None else [label])
     places = upload(torch.stack(whole), device).unbind(0)
     return Selection(
         anchor=places[0],
         slot=places[1],
         position=places[2],
-        weight=upload(weight[live].to(dtype), device),
+        weight=upload(weight.flatten()[position].to(dtype), device),
         label=None if label is None else places[3],
         target_row=row,
         block_of=torch.repeat_interleave(counts),
@@ -126,20 +127,18 @@ def upload(value: Tensor, device: torch.device) -> Tensor:
 
 def _chunks(counts: Tensor, chunk_rows: int) -> list[Chunk]:
     """Fill chunks with whole anchors in order; `counts` are the live rows of each anchor that has any."""
+    if counts.numel() and (most := int(counts.max())) > chunk_rows:
+        raise InputError(
+            f"a chunk of {chunk_rows} rows cannot hold a block of {most} live rows: "
+            "give a larger ChunkPlan.rows."
+        )
     chunks: list[Chunk] = []
-    start = end = 0
-    for count in counts.tolist():
-        if count > chunk_rows:
-            raise InputError(
-                f"a chunk of {chunk_rows} rows cannot hold a block of {count} live rows: "
-                "give a larger ChunkPlan.rows."
-            )
-        if end + count - start > chunk_rows:
-            chunks.append(Chunk(start, end))
-            start = end
-        end += count
-    if end > start:
+    ends = counts.cumsum(0).numpy()
+    start = 0
+    while ends.size and start < ends[-1]:
+        end = int(ends[ends.searchsorted(start + chunk_rows, side="right") - 1])
         chunks.append(Chunk(start, end))
+        start = end
     return chunks
 
 
