@@ -23,7 +23,7 @@ from dflash_lab.extraction.writer import Written
 from dflash_lab.target.model import Target
 from dflash_lab.target.taps import check_tap_ids
 
-BUFFERS = 3  # on the host; the device runs as many batches ahead of their copies
+BUFFERS = 3  # on the host, of one batch each; the device runs as many batches ahead of their copies
 
 
 def store_identity(target: Target, layout: Layout, samples_hash: str) -> dict[str, Any]:
@@ -55,7 +55,6 @@ def extract(
     storage: str = "bf16",
     window: int = 32768,
     part_gib: float = 4.0,
-    buffers: int = BUFFERS,
     seal_seconds: float = 300.0,
     recheck: bool = False,
     notes: dict[str, Any] | None = None,
@@ -63,9 +62,8 @@ def extract(
 ) -> ExtractionReport:
     """Store the tapped states of one shard of `samples`; return the account.
 
-    token_budget: padded tokens of a batch. part_gib: the most unsealed bytes a crash can lose. buffers: host
-    buffers of one batch each. recheck: read the checksum of every sealed part before trusting it. notes: goes
-    into the manifest's run line.
+    token_budget: padded tokens of a batch. part_gib: the most unsealed bytes a crash can lose. recheck: read
+    the checksum of every sealed part before trusting it. notes: goes into the manifest's run line.
 
     Raises `InputError` for parameters that fit neither target nor data and for a shard in use, `StoreError`
     naming the differences when the store was made by another setup, `SelfTestError`, and `DeviceLost` after
@@ -91,7 +89,7 @@ def extract(
         )
         tokens = _tokens(index, todo, target)
         run = Run(
-            target, layout, index, todo, plan, tokens, folder, part_gib, buffers, seal_seconds, on_progress
+            target, layout, index, todo, plan, tokens, folder, part_gib, BUFFERS, seal_seconds, on_progress
         )
         manifests.append(
             folder,

@@ -33,7 +33,8 @@ def count_training(
     tracker.
 
     `target` is a transformers config, `drafter` a `DrafterConfig` (its block size is replaced by the
-    setup's). Only the fused loss is run; the other loss paths exist in the analytic account.
+    setup's). Only the fused loss is run; the other loss paths, and what the loop holds beside a step
+    (`loop_account`), exist in the analytic account. `row_pass` "torch" counts the plain loss, as on a CPU.
     """
     if setup.loss != "fused":
         raise InputError(

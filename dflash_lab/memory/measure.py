@@ -10,7 +10,7 @@ differently from one that started large.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,26 +93,6 @@ def clean(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     release()
-
-
-def sweep(
-    points: Iterable[Any],
-    run: Callable[[Any], Measurement],
-    *,
-    falling: bool = False,
-    size: Callable[[Any], float],
-    stop: Callable[[], None] = lambda: None,
-) -> list[tuple[Any, Measurement]]:
-    """Measure `points` in order of `size`, rising or falling; `stop` is called between points and may raise.
-
-    Rising, every point larger than one that did not fit is still tried: what is larger by `size` may be
-    smaller in memory (many short rows against few long ones).
-    """
-    results = []
-    for point in sorted(points, key=size, reverse=falling):
-        stop()
-        results.append((point, run(point)))
-    return results
 
 
 def measure_extraction(target: Any, setup: ExtractionSetup, *, seed: int = 0) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What fits a budget: the largest batch of each length bucket, the largest number of anchors, yes or no.
 
 Other rooms ask here before a run starts. Answers come from the analytic account (milliseconds, no device),
-corrected by a calibration where one was measured, and leave `MARGIN` of the budget free for what no account
+corrected by a calibration where one is given, and leave `MARGIN` of the budget free for what no account
 sees. A budget for extraction is not the largest batch: throughput is flat beyond a knee (the 27B shape on an
 H200 runs at 96% of its best rate at 8 x 335 tokens and at 99.6% at 32 x 335), so more memory buys nothing.
 """

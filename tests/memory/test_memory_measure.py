@@ -14,7 +14,6 @@ from dflash_lab.memory.measure import (
     measure_cuda,
     measure_extraction,
     measure_training,
-    sweep,
 )
 from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
 from dflash_lab.memory.shapes import MIB, target_shape
@@ -44,28 +43,6 @@ def test_a_row_has_what_the_table_needs(tiny_target):
     row = measure_extraction(target, ExtractionSetup(batch=2, length=30, tap_ids=(1, 3), dtype="float32"))
     assert row["measured_moving"] > 0 and not row["out_of_memory"] and row["seconds"] > 0
     assert row["measured_gib"] * 2**30 > row["measured_moving"]
-
-
-def test_a_sweep_goes_in_order_and_can_be_stopped():
-    def run(size):
-        return Measurement(size, size, 0, 0, 0, False, 0.0)
-
-    points = [3, 1, 2]
-    assert [p for p, _ in sweep(points, run, size=float)] == [1, 2, 3]
-    assert [p for p, _ in sweep(points, run, falling=True, size=float)] == [3, 2, 1]
-
-    class Stopped(Exception):
-        pass
-
-    done = []
-
-    def stop():
-        if len(done) == 2:
-            raise Stopped
-
-    with pytest.raises(Stopped):
-        sweep(points, lambda p: done.append(p) or run(p), size=float, stop=stop)
-    assert done == [1, 2]
 
 
 def test_a_measurement_is_an_account_of_its_kind():
