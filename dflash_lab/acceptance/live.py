@@ -57,6 +57,20 @@ def stored_items(store: FeatureStore, hashes: Sequence[str], *, extra: int = 0) 
     return StoredItems(store, indices + others[:extra])
 
 
+def passes(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Cut texts of these lengths, as they come, into runs [start, end) of at most `most` padded tokens, or of
+    one text.
+    """
+    start = widest = 0
+    for end, length in enumerate(lengths):
+        widest = max(widest, length)
+        if end > start and widest * (end + 1 - start) > most:
+            yield start, end
+            start, widest = end, length
+    if lengths:
+        yield start, len(lengths)
+
+
 class LiveItems(Sequence[FeatureItem]):
     """Texts whose states the target makes when they are asked for; nothing is kept. One after the other, on
     CUDA several share a forward: what pads a text on its right is seen by none of its tokens.
@@ -81,16 +95,8 @@ class LiveItems(Sequence[FeatureItem]):
 
     def __iter__(self) -> Iterator[FeatureItem]:
         most = PASS_TOKENS if self._target.device.type == "cuda" else 0
-        group: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        widest = 0
-        for text in self._texts:
-            widest = max(widest, len(text[1]))
-            if group and widest * (len(group) + 1) > most:
-                yield from self._made(group)
-                group, widest = [], len(text[1])
-            group.append(text)
-        if group:
-            yield from self._made(group)
+        for start, end in passes([len(ids) for _, ids, _ in self._texts], most):
+            yield from self._made(self._texts[start:end])
 
     @torch.no_grad()
     def _made(self, texts: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> list[FeatureItem]:

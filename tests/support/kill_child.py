@@ -15,7 +15,7 @@ torch.set_num_threads(1)  # no thread pool may exist before a fork
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np  # noqa: E402
-from support.killing import killed_everywhere  # noqa: E402
+from support.killing import ended_well, forked, killed_everywhere  # noqa: E402
 from support.tiny_drafters import tiny_config, tiny_drafter, tiny_head, tiny_items  # noqa: E402
 
 from dflash_lab.data.samples import Sample, read_provenance, read_samples, write_samples  # noqa: E402
@@ -177,10 +177,8 @@ CASES = {
 
 def main(case: str, root: Path, stride: int) -> None:
     if case == "train":
-        from support.killing import _ended_well, _forked
-
         (root / "whole").mkdir()
-        _ended_well(_forked(run, root / "whole"), "the uninterrupted run")
+        ended_well(forked(run, root / "whole"), "the uninterrupted run")
     print(killed_everywhere(root, *CASES[case], stride))
 
 

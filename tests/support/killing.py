@@ -39,18 +39,18 @@ def killed_everywhere(root: Path, prepare: Step, act: Step, check: Step, stride:
         folder = root / "try"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        _ended_well(_forked(prepare, folder), f"prepare {number}")
-        status = _forked(act, folder, number)
+        ended_well(forked(prepare, folder), f"prepare {number}")
+        status = forked(act, folder, number)
         killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
         if not killed:
-            _ended_well(status, f"act {number}")
-        _ended_well(_forked(check, folder), f"check after a kill before operation {number}")
+            ended_well(status, f"act {number}")
+        ended_well(forked(check, folder), f"check after a kill before operation {number}")
         if not killed:
             return kills
     raise SystemExit("the action never ended")
 
 
-def _forked(step: Step, folder: Path, kill_at: int | None = None) -> int:
+def forked(step: Step, folder: Path, kill_at: int | None = None) -> int:
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1]
@@ -81,6 +81,6 @@ def _arm(folder: Path, kill_at: int) -> None:
     sys.addaudithook(watch)
 
 
-def _ended_well(status: int, what: str) -> None:
+def ended_well(status: int, what: str) -> None:
     if status:
         raise SystemExit(f"{what}: ended with status {status}")

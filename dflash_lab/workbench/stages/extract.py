@@ -191,7 +191,7 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
     )
     longest = int(lengths.max(initial=1))
     cleared = ask_extraction(params, config, device, tap_ids=tap_ids, longest=longest)
-    extraction_budgets(params, cleared)
+    extraction_budgets(params, cleared)  # the planner must have an answer, if asked, before a target loads
     sizes = {
         "token_budget": params.token_budget, "batch": params.max_batch, "length": longest,
         "hidden": config.hidden_size, "taps": len(tap_ids),
