@@ -62,9 +62,11 @@ def check_whole(group: Sharded) -> None:
 
     with mock.patch.object(DTensor, "full_tensor", counted):
         found = group.whole(drafter.state_dict())
+    copied = group.replica(drafter).state_dict()
     if group.rank == 0:
-        assert found.keys() == wanted.keys()
+        assert found.keys() == wanted.keys() == copied.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert all(torch.equal(copied[name], wanted[name]) for name in wanted)
     else:
         assert not found and most == 1, (list(found), most)
 
