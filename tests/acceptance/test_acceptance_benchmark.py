@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from acceptance_runs import build_run
 
 from dflash_lab.files import read_json
-from runs import build_run
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
