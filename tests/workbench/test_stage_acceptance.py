@@ -24,7 +24,7 @@ FAST = {"device": "cpu", "dtype": "float32", "interactive": False, "cost_repeats
 @pytest.fixture(scope="module")
 def run_of(tiny_target, tmp_path_factory):
     """Return (target folder, run folder) of a kind, made once."""
-    from runs import build_run
+    from acceptance_runs import build_run
 
     made = {}
 
