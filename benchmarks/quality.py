@@ -266,6 +266,8 @@ def main() -> int:
     made["client"].add_argument("--dtype", default="bfloat16")
     made["client"].add_argument("--block-size", type=int, default=0, help="0: the drafter's")
     args = parser.parse_args()
+    if args.command == "data" and args.augment < 0:
+        parser.error(f"--augment {args.augment}: give how many variants of each sample, or 0 for none")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     if args.command == "data":
         device = choose_device(args.device)

@@ -107,8 +107,8 @@ class Tally:
         return copy
 
     def merge(self, other: Tally, where: Tensor | None = None) -> None:
-        """Add the sums of another tally, or, with a false flag `where` on the device, nothing."""
-        self.flat += other.flat if where is None else torch.where(where, other.flat, 0)
+        """Add the sums of another tally, or, with a false flag `where` (on any device), nothing."""
+        self.flat += other.flat if where is None else torch.where(where.to(self.flat.device), other.flat, 0)
 
     def load(self, sums: dict[str, Tensor]) -> None:
         """Take over sums that `self.sums` gave."""

@@ -8,6 +8,7 @@ streams depend on seed and place alone, so the place is all that a resumed run m
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -23,7 +24,7 @@ from dflash_lab.drafter.checkpoint import WEIGHTS, read_tensors, save_checkpoint
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.settings import TrainSettings
 from dflash_lab.errors import LabError, StoreError
-from dflash_lab.file_errors import naming
+from dflash_lab.file_errors import FileError, naming
 
 _NAME = re.compile(r"step-(\d{8})")
 _TENSORS = "trainer/state.safetensors"
@@ -99,6 +100,8 @@ def _whole(folder: Path) -> Iterator[None]:
     try:
         yield
     except (LabError, FileNotFoundError) as error:
+        if isinstance(error, FileError) and error.errno not in (errno.ENOENT, errno.EISDIR, errno.ENOTDIR):
+            raise  # the disk or its rights are at fault, not the checkpoint
         raise StoreError(
             f"{folder}: this checkpoint is damaged or not whole. Move the folder away: training then goes on "
             "from the checkpoint before it, or anew if there is none."

@@ -37,9 +37,10 @@ def _is_llamas(module: Any) -> bool:
     if "forward" in vars(module) or getattr(module, "weight", None) is None:  # wrapped by somebody else
         return False
     code, theirs = (getattr(kind.forward, "__code__", None) for kind in (type(module), LlamaRMSNorm))
-    if code is None or theirs is None or module.weight.dtype not in (torch.bfloat16, torch.float16):
+    if code is None or theirs is None:
         return False
-    return all(getattr(code, part) == getattr(theirs, part) for part in ("co_code", "co_names", "co_consts"))
+    same = all(getattr(code, part) == getattr(theirs, part) for part in ("co_code", "co_names", "co_consts"))
+    return same and module.weight.dtype in (torch.bfloat16, torch.float16)  # of others it may be no tensor
 
 
 def _normed(norm: Any, hidden: Tensor) -> Tensor:

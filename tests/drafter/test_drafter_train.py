@@ -5,6 +5,7 @@ kept.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import torch
 from safetensors import safe_open
 from support.tiny_drafters import HIDDEN, SECOND, ItemList, tiny_config, tiny_drafter, tiny_head, tiny_items
 
+from dflash_lab.drafter import state as states
 from dflash_lab.drafter.attention import row_layout
 from dflash_lab.drafter.checkpoint import load_checkpoint
 from dflash_lab.drafter.guard import Diverged
@@ -24,6 +26,7 @@ from dflash_lab.drafter.selector_loss import selector_loss
 from dflash_lab.drafter.settings import TrainSettings
 from dflash_lab.drafter.train import train
 from dflash_lab.errors import InputError, StoreError
+from dflash_lab.file_errors import FileError
 
 LOSS = LossConfig(hard_weight=0.85, soft_weight=0.15, cap_weight=0.05)
 
@@ -337,3 +340,15 @@ def test_a_damaged_line_of_the_journal_is_named_with_what_to_do(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"kind": "step", "step": 1}\n' + line + b"\n")
     with pytest.raises(StoreError, match=r"metrics\.jsonl:2: not a line.*Delete that line"):
         read_journal(tmp_path)
+
+
+@pytest.mark.parametrize("number, blamed", [(errno.EIO, "disk"), (errno.ENOENT, "checkpoint")])
+def test_a_failing_disk_is_not_told_as_a_damaged_checkpoint(tmp_path, monkeypatch, number, blamed):
+    def refuse(*args, **kwargs):
+        raise FileError(number, tmp_path / "trainer.safetensors")
+
+    monkeypatch.setattr(states, "read_tensors", refuse)
+    monkeypatch.setattr(states.files, "read_json", refuse)
+    with pytest.raises(FileError if blamed == "disk" else StoreError) as told:
+        states.load_state(tmp_path)
+    assert ("Move the folder away" in str(told.value)) == (blamed == "checkpoint")

@@ -97,6 +97,18 @@ def test_a_norm_in_few_kernels_gives_the_family_s_own_numbers(name, dtype):
     assert torch.equal(found, expected) and "forward" not in vars(norm)
 
 
+def test_a_module_whose_weight_is_no_tensor_stays_as_it_is():
+    class Packed(torch.nn.Module):  # as quantised layers are: the weight is asked for by a call
+        def weight(self):
+            return torch.zeros(1)
+
+        def forward(self, x):
+            return x
+
+    with few_kernels(torch.nn.Sequential(Packed())) as replaced:
+        assert not replaced
+
+
 @pytest.mark.gpu
 def test_a_norm_on_a_gpu_is_two_kernels_that_differ_by_the_order_of_a_sum():
     from transformers.models.llama.modeling_llama import LlamaRMSNorm

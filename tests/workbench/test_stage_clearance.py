@@ -212,7 +212,7 @@ def test_anchors_are_the_planners_where_none_are_given_and_stay_the_same(tiny_ta
     assert figures["anchors"] == 56  # of 63 that a row of 64 tokens has room for, in eights
     monkeypatch.setattr(planner, "device_budget_gib", lambda device: 0.0016)
     assert with_anchors(params).anchors == 56  # a run that goes on keeps its own
-    for text in ("[]", "{}", '{"anchors": "56"}'):
+    for text in ("[]", "{}", '{"anchors": "56"}', '{"anchors": -5}', '{"anchors": true}'):
         (params.folder / PLANNED).write_text(text)
         with pytest.raises(StoreError, match=r"anchors\.json: no planned anchors"):
             with_anchors(params)

@@ -115,10 +115,11 @@ def with_anchors(params: TrainDrafterParams) -> TrainDrafterParams:
     path = params.folder / PLANNED
     if path.exists() and not params.force:
         planned = files.read_json(path)
-        if not isinstance(planned, dict) or not isinstance(planned.get("anchors"), int):
+        anchors = planned.get("anchors") if isinstance(planned, dict) else None
+        if type(anchors) is not int or anchors < 1:
             raise StoreError(f"{path}: no planned anchors. Put the file back, or remove it to plan again.")
         if planned.get("asked") == asked:
-            return dataclasses.replace(params, anchors=planned["anchors"])
+            return dataclasses.replace(params, anchors=anchors)
     sizes: dict[str, Any] = dict(context=params.context_tokens, cuda=device.type == "cuda", **options)
     budget_gib = _least_budget_gib(params, device)
     found = training_fits(config, drafter, budget_gib, anchors=8, margin=MARGIN + _SPARE, **sizes)
