@@ -113,9 +113,8 @@ def train_row(args: argparse.Namespace, row: str, out: Path) -> dict[str, Any]:
         target=args.target,
         device=str(device),
         dtype="bfloat16" if device.type == "cuda" else "float32",
-        seed=args.seed,
         interactive=False,
-        **values,
+        **{"seed": args.seed, **values},
     )
     if start_layers:
         params = dataclasses.replace(params, start_from=str(warm_start(params, start_layers, device)))

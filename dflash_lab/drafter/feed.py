@@ -17,6 +17,7 @@ import torch
 from dflash_lab.drafter.rows import Row
 
 T = TypeVar("T")
+DEPTH = 2  # rows that lie ready; the memory room counts them
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def feed(rows: Iterable[tuple[int, int, Row]], device: torch.device) -> Iterator
         yield Fed(epoch, index, host, sent, copied)
 
 
-def prefetch(source: Iterable[T], depth: int = 2) -> Generator[T]:
+def prefetch(source: Iterable[T], depth: int = DEPTH) -> Generator[T]:
     """Run `source` in a thread, at most `depth` ahead. Its exceptions are raised here; closing ends the
     thread.
     """

@@ -33,7 +33,7 @@ def orthogonalized(matrices: Tensor, iterations: int = 5) -> Tensor:
     steps (coefficients of K. Jordan's Muon).
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrices.to(torch.bfloat16 if matrices.is_cuda else torch.float32)
+    x = matrices.to(torch.float32 if matrices.device.type == "cpu" else torch.bfloat16)
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(iterations):
         gram = x @ x.mT

@@ -79,60 +79,46 @@ def to_json(config: DrafterConfig, dtype: str = "bfloat16") -> dict[str, Any]:
     return {**config.extra, **values}
 
 
-def from_json(values: Mapping[str, Any]) -> DrafterConfig:
-    """Read a z-lab `config.json`. `InputError` names a missing key; an unsupported feature is
-    `UnsupportedTarget`.
+def from_json(values: Mapping[str, Any], where: str = "drafter config.json") -> DrafterConfig:
+    """Read a z-lab `config.json`. `InputError` begins with `where` and names the field that is missing or
+    damaged; an unsupported feature is `UnsupportedTarget`.
     """
-    inner = values.get("dflash_config") or {}
-
-    def read(name: str, default: Any = None) -> Any:
-        return inner.get(name, values.get(name, default))
-
-    def must(name: str) -> Any:
-        value = read(name)
-        if value is None:
-            raise InputError(f"drafter config.json: {name!r} is missing; is this a DFlash checkpoint?")
-        return value
-
-    if values.get("attention_bias"):
-        raise UnsupportedTarget(
-            "drafter config.json: attention_bias is true; DFlash projections have no bias."
+    outer = Fields(where, values)
+    fields = Fields(where, outer.part("dflash_config"), values)
+    if outer.flag("attention_bias", False):
+        raise UnsupportedTarget(f"{where}: attention_bias is true; DFlash projections have no bias.")
+    if (act := values.get("hidden_act", "silu")) != "silu":
+        raise UnsupportedTarget(f"{where}: hidden_act {act!r}; only 'silu' is known.")
+    tables = outer.part("rope_parameters")
+    rope = {**outer.part("rope_scaling"), **(Fields(where, tables).part(FULL) or tables)}  # a table a layer type
+    if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
+        raise UnsupportedTarget(f"{where}: rope type {kind!r}; only 'default' is known.")
+    layers = fields.whole("num_hidden_layers", high=MOST_LAYERS)
+    depth = fields.whole("num_target_layers", high=MOST_LAYERS)
+    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    taps = fields.wholes("target_layer_ids", [-1], low=0, high=depth - 1)
+    try:
+        config = DrafterConfig(
+            vocab_size=fields.whole("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=fields.whole("intermediate_size"),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=fields.whole("num_key_value_heads", heads),
+            head_dim=fields.whole("head_dim", hidden // heads),
+            block_size=fields.whole("block_size", 16, low=2),
+            mask_token_id=fields.whole("mask_token_id", low=0),
+            tap_ids=tuple(taps or released_tap_ids(depth, layers)),
+            num_target_layers=depth,
+            layer_types=tuple(outer.words("layer_types")),
+            sliding_window=outer.whole_or_none("sliding_window"),
+            is_causal=outer.flag("is_causal", None),
+            rope_theta=Fields(where, rope, values).number("rope_theta", 1e6),
+            rms_norm_eps=outer.number("rms_norm_eps", 1e-6),
+            max_position_embeddings=outer.whole("max_position_embeddings", 32768),
+            initializer_range=outer.number("initializer_range", 0.02, positive=False),
+            input_embedding_scale=fields.number("input_embedding_scale", 1.0),
+            output_multiplier=fields.number("output_multiplier", 1.0),
+            final_logit_softcapping=fields.number("final_logit_softcapping", 0.0, positive=False),
+            **{name: fields.whole(name, 0, low=0) for name in _SECOND},
         )
-    if values.get("hidden_act", "silu") != "silu":
-        raise UnsupportedTarget(
-            f"drafter config.json: hidden_act {values['hidden_act']!r}; only 'silu' is known."
-        )
-    scaling = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
-    if (kind := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
-        raise UnsupportedTarget(f"drafter config.json: rope type {kind!r}; only 'default' is known.")
-    layers = must("num_hidden_layers")
-    depth = must("num_target_layers")
-    config = DrafterConfig(
-        vocab_size=must("vocab_size"),
-        hidden_size=must("hidden_size"),
-        intermediate_size=must("intermediate_size"),
-        num_layers=layers,
-        num_heads=must("num_attention_heads"),
-        num_kv_heads=read("num_key_value_heads") or must("num_attention_heads"),
-        head_dim=read("head_dim") or must("hidden_size") // must("num_attention_heads"),
-        block_size=int(read("block_size", 16)),
-        mask_token_id=int(must("mask_token_id")),
-        tap_ids=tuple(read("target_layer_ids") or released_tap_ids(depth, layers)),
-        num_target_layers=depth,
-        layer_types=tuple(values.get("layer_types") or ()),
-        sliding_window=values.get("sliding_window"),
-        is_causal=values.get("is_causal"),
-        rope_theta=rope_theta(values),
-        rms_norm_eps=values.get("rms_norm_eps", 1e-6),
-        max_position_embeddings=values.get("max_position_embeddings", 32768),
-        initializer_range=values.get("initializer_range", 0.02),
-        input_embedding_scale=float(read("input_embedding_scale", 1.0)),
-        output_multiplier=float(read("output_multiplier", 1.0)),
-        final_logit_softcapping=float(read("final_logit_softcapping") or 0.0),
-        conv_kernel_size=int(read("conv_kernel_size") or 0),
-        conv_group_size=int(read("conv_group_size") or 0),
-        selector_rank=int(read("selector_rank") or 0),
-        selector_top_k=int(read("selector_top_k") or 0),
-    )
-    known = {*to_json(config), *_READ_ONLY}
-    return dataclasses.replace(config, extra={n: value for n, value in values.items() if n not in known})

@@ -92,6 +92,7 @@ class TrainDrafterParams(StageParams):
     lr: float = param(6e-4, "peak learning rate of AdamW", low=0.0, high=10.0)
     weight_decay: float = param(0.0, "of AdamW", low=0.0, high=10.0)
     muon_lr: float = param(1e-3, "peak learning rate of Muon", low=0.0, high=10.0)
+    muon_weight_decay: float = param(0.1, "of Muon", low=0.0, high=10.0)
     moments: str = param("fp32", "Adam's moments; int8: a byte each", choices=("fp32", "int8"))
     offload: bool = param(False, "masters and moments in host memory: slower steps, 12 bytes a weight less")
     warmup: float = param(0.04, "share of the run", low=0.0, high=1.0)

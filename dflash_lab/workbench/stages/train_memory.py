@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
 PLANNED = "anchors.json"
-ROWS_WAITING = 3  # of a store: two in the queue of `drafter.feed.prefetch`, one on its way to it
 _SPARE = 0.005  # of the budget, beside the planner's own margin: what is free moves a little
 logger = logging.getLogger(__name__)
 
@@ -34,6 +33,7 @@ def setup_options(
     rows: str = "",
 ) -> dict[str, Any]:
     """Return the fields of `TrainingSetup` that these parameters say; see `clearance.ask_training`."""
+    from dflash_lab.drafter.feed import DEPTH
     from dflash_lab.memory.planner import expandable_segments
     from dflash_lab.memory.shapes import target_shape
 
@@ -41,7 +41,8 @@ def setup_options(
     together = params.source == "live" and not params.targets  # the target is in the training process
     sharded = params.world > 1 and params.parallel == "fsdp"
     slots = params.queue_rows * len(params.targets)
-    stored = params.accumulate - 1 + ROWS_WAITING + cuda  # on CUDA one more, until its kernels have passed
+    # Of a store: what lies ready, one on its way there, and on CUDA one until its kernels have passed.
+    stored = params.accumulate - 1 + DEPTH + 1 + cuda
     options: dict[str, Any] = dict(
         dtype=name,
         soft_targets=bool(

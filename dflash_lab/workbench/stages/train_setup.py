@@ -198,6 +198,7 @@ def train_settings(params: TrainDrafterParams, items: States, config: DrafterCon
             lr=params.lr,
             weight_decay=params.weight_decay,
             muon_lr=params.muon_lr,
+            muon_weight_decay=params.muon_weight_decay,
             moments=params.moments,
             offload=params.offload,
         ),
