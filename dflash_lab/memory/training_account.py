@@ -107,7 +107,9 @@ def training_account(shape: TargetShape, drafter: Any, setup: TrainingSetup, *, 
     moments.append(Moment("the backward of the context's norm", {**inputs, **entry}))
     update: Live = {
         **_gradients(setup, parameters, "P s"),
-        "update temporaries": update_temporaries(drafter, setup.optimizer, _share(largest, setup)),
+        "update temporaries": update_temporaries(
+            drafter, setup.optimizer, _share(largest, setup), element=size, shards=setup.shards
+        ),
     }
     moments.append(Moment("the update", {**inputs, **update}))
     if setup.live:
