@@ -101,6 +101,8 @@ def read_json(path: Path | str) -> Any:
         raise StoreError(
             f"{path}: not UTF-8 text at byte {error.start}. Remove the file to make it again."
         ) from error
+    except ValueError as error:  # a number of more digits than Python converts
+        raise StoreError(f"{path}: not valid JSON ({error}). Remove the file to make it again.") from error
     except RecursionError:
         raise StoreError(f"{path}: nested too deeply for JSON. Remove the file to make it again.") from None
 

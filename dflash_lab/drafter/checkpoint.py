@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from dflash_lab import files
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.errors import InputError, LabError, StoreError, near
+from dflash_lab.errors import InputError, StoreError, near
 from dflash_lab.file_errors import reading
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -84,12 +84,7 @@ def read_config(folder: Path | str) -> DrafterConfig:
     values = files.read_json(path)
     if not isinstance(values, dict):
         raise InputError(f"{path}: not a JSON object; is this a DFlash checkpoint?")
-    try:
-        return DrafterConfig.from_json(values)
-    except LabError:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise InputError(f"{path}: no configuration of a drafter ({error}).") from error
+    return DrafterConfig.from_json(values, str(path))
 
 
 def load_checkpoint(

@@ -107,6 +107,10 @@ class DrafterConfig:
             f"tap_ids {list(self.tap_ids)} must lie in 0..{self.num_target_layers - 1}, the target's layers.",
         )
         need(
+            list(self.tap_ids) == sorted(set(self.tap_ids)),
+            f"tap_ids {list(self.tap_ids)}: each layer once, in rising order.",
+        )
+        need(
             0 <= self.mask_token_id < self.vocab_size,
             f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}.",
         )
@@ -204,13 +208,13 @@ class DrafterConfig:
         return to_json(self, dtype)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> DrafterConfig:
-        """Read a z-lab `config.json`; `InputError` names a missing key, `UnsupportedTarget` what is not
-        known.
+    def from_json(cls, values: Mapping[str, Any], where: str = "drafter config.json") -> DrafterConfig:
+        """Read a z-lab `config.json`, the file `where`; `InputError` names a missing or damaged field,
+        `UnsupportedTarget` what is not known.
         """
         from dflash_lab.drafter.zlab import from_json
 
-        return from_json(values)
+        return from_json(values, where)
 
 
 def released_tap_ids(num_target_layers: int, count: int) -> tuple[int, ...]:

@@ -13,8 +13,9 @@ from typing import Any
 from dflash_lab import files
 from dflash_lab.drafter.checkpoint import WEIGHTS, check_tensors, read_tensors, write_checkpoint
 from dflash_lab.drafter.config import DrafterConfig
+from dflash_lab.drafter.fields import MOST_LAYERS, Fields, shown
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.errors import InputError, LabError, UnsupportedTarget
+from dflash_lab.errors import InputError, UnsupportedTarget
 
 # What lies beside the body in some files: the target's own matrices and the maps of a cut vocabulary.
 _BORROWED = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
@@ -105,14 +106,7 @@ def import_speculators(folder: Path | str, *, num_target_layers: int = 0) -> Dra
     path = folder / "config.json"
     if not path.is_file():
         raise InputError(f"{path} is missing; give the folder of a speculators checkpoint.")
-    try:
-        config = read_speculators_json(files.read_json(path), num_target_layers)
-    except InputError as error:
-        raise type(error)(f"{path}: {error}") from error
-    except LabError:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise InputError(f"{path}: no configuration of a speculators drafter ({error}).") from error
+    config = read_speculators_json(files.read_json(path), num_target_layers, str(path))
     if not (folder / WEIGHTS).is_file():
         raise InputError(f"no weights at {folder / WEIGHTS}; only a single {WEIGHTS} is read.")
     tensors = read_tensors(folder / WEIGHTS)
@@ -128,40 +122,43 @@ def import_speculators(folder: Path | str, *, num_target_layers: int = 0) -> Dra
     return drafter
 
 
-def read_speculators_json(values: dict[str, Any], num_target_layers: int = 0) -> DrafterConfig:
-    """The z-lab meaning of a speculators `config.json`."""
+def read_speculators_json(
+    values: Any, num_target_layers: int = 0, where: str = "speculators config.json"
+) -> DrafterConfig:
+    """The z-lab meaning of a speculators `config.json`; every error begins with `where`."""
+    if not isinstance(values, dict):
+        raise InputError(f"{where}: not a JSON object; is this a speculators checkpoint?")
+    fields = Fields(where, values)
     if values.get("speculators_model_type") != "dflash":
         kind = values.get("speculators_model_type")
         ours = " This is the z-lab layout, which every stage reads as it is: no import is needed."
         raise UnsupportedTarget(
-            f"speculators_model_type is {kind!r}; only 'dflash' can be read."
+            f"{where}: speculators_model_type is {shown(kind)}; only 'dflash' can be read."
             + (ours if "dflash_config" in values else "")
         )
-    if values.get("sample_from_anchor"):
+    if fields.flag("sample_from_anchor", False):
         raise UnsupportedTarget(
-            "sample_from_anchor is true: its slots predict the next position, which is not DFlash."
+            f"{where}: sample_from_anchor is true: its slots predict the next position, which is not DFlash."
         )
-    inner = dict(values["transformer_layer_config"])
-    if values.get("draft_vocab_size", inner["vocab_size"]) != inner["vocab_size"]:
-        raise UnsupportedTarget(
-            f"draft_vocab_size {values['draft_vocab_size']} is not the target's {inner['vocab_size']}."
-        )
-    depth = num_target_layers or values.get("num_target_layers") or 0
-    aux = values["aux_hidden_state_layer_ids"]
+    inner = fields.part("transformer_layer_config")
+    size = Fields(where, inner).whole("vocab_size")
+    if (cut := fields.whole("draft_vocab_size", size)) != size:
+        raise UnsupportedTarget(f"{where}: draft_vocab_size {cut} is not the target's {size}.")
+    depth = num_target_layers or fields.whole("num_target_layers", 0, low=0, high=MOST_LAYERS)
+    aux = fields.wholes("aux_hidden_state_layer_ids", low=1, high=depth or MOST_LAYERS)
     if not depth:
         raise InputError(
-            f"the config does not say how many layers the target has (taps {aux}); give num_target_layers "
+            f"{where}: does not say how many layers the target has (taps {aux}); give num_target_layers "
             "(--layers in the shell)."
         )
-    inner["dflash_config"] = {
-        "block_size": values["block_size"],
-        "mask_token_id": values["mask_token_id"],
+    own = {
+        "block_size": fields.whole("block_size", low=2),
+        "mask_token_id": fields.whole("mask_token_id", low=0),
         "target_layer_ids": [layer - 1 for layer in aux],
     }
-    inner["num_target_layers"] = depth
-    if values.get("sliding_window_non_causal"):
-        inner["is_causal"] = False
-    return DrafterConfig.from_json(inner)
+    causal = {"is_causal": False} if fields.flag("sliding_window_non_causal", False) else {}
+    outer = {**inner, "dflash_config": own, "num_target_layers": depth, **causal}
+    return DrafterConfig.from_json(outer, where)
 
 
 def _dtype(drafter: Drafter) -> str:

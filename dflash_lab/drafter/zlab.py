@@ -9,10 +9,13 @@ Keys that mean nothing here are carried along in `extra`.
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_lab.drafter.config import SLIDING, DrafterConfig, released_tap_ids, rope_theta
+from dflash_lab.drafter.config import FULL, SLIDING, DrafterConfig, released_tap_ids
+from dflash_lab.drafter.fields import MOST_LAYERS, REMEDY, Fields, shown
 from dflash_lab.errors import InputError, UnsupportedTarget
 
 ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
@@ -25,6 +28,14 @@ _READ_ONLY: tuple[str, ...] = (
     "input_embedding_scale",
 )
 _READ_ONLY += ("output_multiplier", "final_logit_softcapping", "is_causal", *_SECOND)
+
+_SPELLED = {  # our names -> the file's
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "tap_ids": "target_layer_ids",
+}
+LARGEST_BLOCK = 1024  # slots; a drafter that was trained has tens
 
 
 def to_json(config: DrafterConfig, dtype: str = "bfloat16") -> dict[str, Any]:
@@ -88,15 +99,16 @@ def from_json(values: Mapping[str, Any], where: str = "drafter config.json") -> 
     if outer.flag("attention_bias", False):
         raise UnsupportedTarget(f"{where}: attention_bias is true; DFlash projections have no bias.")
     if (act := values.get("hidden_act", "silu")) != "silu":
-        raise UnsupportedTarget(f"{where}: hidden_act {act!r}; only 'silu' is known.")
+        raise UnsupportedTarget(f"{where}: hidden_act is {shown(act)}; only 'silu' is known.")
     tables = outer.part("rope_parameters")
-    rope = {**outer.part("rope_scaling"), **(Fields(where, tables).part(FULL) or tables)}  # a table a layer type
+    own = Fields(where, tables).part(FULL) or tables  # some files have a table a kind of layer
+    rope = {**outer.part("rope_scaling"), **own}
     if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
-        raise UnsupportedTarget(f"{where}: rope type {kind!r}; only 'default' is known.")
+        raise UnsupportedTarget(f"{where}: rope type is {shown(kind)}; only 'default' is known.")
     layers = fields.whole("num_hidden_layers", high=MOST_LAYERS)
     depth = fields.whole("num_target_layers", high=MOST_LAYERS)
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    taps = fields.wholes("target_layer_ids", [-1], low=0, high=depth - 1)
+    taps = fields.wholes("target_layer_ids", low=0, high=depth - 1, optional=True)
     try:
         config = DrafterConfig(
             vocab_size=fields.whole("vocab_size"),
@@ -106,7 +118,7 @@ def from_json(values: Mapping[str, Any], where: str = "drafter config.json") -> 
             num_heads=heads,
             num_kv_heads=fields.whole("num_key_value_heads", heads),
             head_dim=fields.whole("head_dim", hidden // heads),
-            block_size=fields.whole("block_size", 16, low=2),
+            block_size=fields.whole("block_size", 16, low=2, high=LARGEST_BLOCK),
             mask_token_id=fields.whole("mask_token_id", low=0),
             tap_ids=tuple(taps or released_tap_ids(depth, layers)),
             num_target_layers=depth,
@@ -120,5 +132,24 @@ def from_json(values: Mapping[str, Any], where: str = "drafter config.json") -> 
             input_embedding_scale=fields.number("input_embedding_scale", 1.0),
             output_multiplier=fields.number("output_multiplier", 1.0),
             final_logit_softcapping=fields.number("final_logit_softcapping", 0.0, positive=False),
-            **{name: fields.whole(name, 0, low=0) for name in _SECOND},
+            conv_kernel_size=fields.whole("conv_kernel_size", 0, low=0),
+            conv_group_size=fields.whole("conv_group_size", 0, low=0),
+            selector_rank=fields.whole("selector_rank", 0, low=0),
+            selector_top_k=fields.whole("selector_top_k", 0, low=0),
         )
+    except InputError as error:
+        if str(error).startswith(where):
+            raise
+        raise InputError(f"{where}: {_spelled(str(error))} {REMEDY}") from error
+    try:
+        json.dumps(values, allow_nan=False)  # Python reads what it could not write back
+    except ValueError as error:
+        raise InputError(f"{where}: holds NaN or Infinity, which JSON cannot. {REMEDY}") from error
+    known = {*to_json(config), *_READ_ONLY}
+    return dataclasses.replace(config, extra={n: value for n, value in values.items() if n not in known})
+
+
+def _spelled(message: str) -> str:
+    """What `DrafterConfig` says of its fields, with the names that the file has for them."""
+    told = message.removeprefix("drafter config: ")
+    return re.sub("|".join(_SPELLED), lambda found: _SPELLED[found[0]], told)

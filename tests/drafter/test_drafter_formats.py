@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.tiny_drafters import SECOND, tiny_config, tiny_drafter
 from transformers import AutoConfig, Qwen3Config
 
-from dflash_lab.drafter.checkpoint import load_checkpoint, save_checkpoint
+from dflash_lab.drafter.checkpoint import load_checkpoint, read_config, save_checkpoint
 from dflash_lab.drafter.config import FULL, SLIDING, DrafterConfig, LayerMask, resolve_mask_token_id
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.serving import serving_notes
@@ -232,6 +232,118 @@ def test_a_config_that_is_no_object_is_refused(tmp_path):
     save_checkpoint(tmp_path, tiny_drafter())
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(InputError, match="not a JSON object"):
+        load_checkpoint(tmp_path)
+
+
+JUNK = (0, -1, 1, 2, 3, 10**12, 10**400, 0.5, float("nan"), float("inf"), "", "a word", "16", True, False)
+JUNK += ([], [0], ["x"], [[1]], [5, 1], [99999], {}, {"a": 1}, {"rope_type": []}, {"rope_theta": "x"})
+JUNK += ({"full_attention": "x"}, {"block_size": 0}, {"target_layer_ids": "x"})
+
+
+def config_values() -> dict:
+    inner = dict(input_embedding_scale=2.0, output_multiplier=0.5, final_logit_softcapping=30.0)
+    return tiny_config(**SECOND, **inner, is_causal=False).to_json()
+
+
+@pytest.mark.parametrize(
+    "name", [*config_values(), *(f"dflash_config.{n}" for n in config_values()["dflash_config"])]
+)
+def test_whatever_a_field_of_a_checkpoint_holds_is_taken_or_told_with_the_file(tmp_path, name):
+    """Files of others, without digests: nothing but the reading of the fields stands before the model."""
+    tensors = {
+        name: tensor.clone() for name, tensor in tiny_drafter(tiny_config(**SECOND)).state_dict().items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    path, refused = tmp_path / "config.json", 0
+    part, _, inner = name.rpartition(".")
+    for junk in JUNK:
+        values = config_values()
+        (values[part] if part else values)[inner] = junk
+        path.write_text(json.dumps(values))
+        try:
+            written = load_checkpoint(tmp_path).config.to_json()
+        except (InputError, StoreError) as error:
+            refused += 1
+            words = str(error)
+            assert str(tmp_path) in words and len(words) < 600 + len(str(tmp_path))
+        else:
+            json.dumps(written, allow_nan=False)
+            if inner in (values.keys() & _READ) or part:
+                held = written["dflash_config"].get(inner, 1) if part else written[inner]
+                assert held == junk or not junk, "a value was read as another one"
+    assert refused >= 2  # NaN and infinity, wherever they stand
+
+
+_READ = {"hidden_size", "num_hidden_layers", "sliding_window", "rms_norm_eps", "layer_types", "is_causal"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("block_size", 0, "'block_size' is 0; it must be a whole number between 2 and 1024"),
+        ("block_size", "sixteen", "'block_size' is \"sixteen\"; it must be a whole number"),
+        ("block_size", True, "'block_size' is true; it must be a whole number"),
+        ("mask_token_id", 97.5, "'mask_token_id' is 97.5; it must be a whole number"),
+        ("mask_token_id", 97, "mask_token_id 97 is outside the vocabulary of 97"),
+        (
+            "target_layer_ids",
+            [1, "2"],
+            "'target_layer_ids[1]' is \"2\"; it must be a whole number between 0 and 5",
+        ),
+        ("target_layer_ids", [3, 1], "target_layer_ids [3, 1]: each layer once"),
+        ("num_attention_heads", 5, "num_attention_heads 5 is no multiple of num_key_value_heads 2"),
+        ("num_hidden_layers", 10**9, "'num_hidden_layers' is 1000000000; it must be a whole number between"),
+        ("hidden_size", None, "'hidden_size' is missing"),
+        ("is_causal", "false", "'is_causal' is \"false\"; it must be true or false"),
+        ("rope_parameters", {"rope_theta": 0}, "'rope_theta' is 0; it must be a number above 0"),
+        ("dflash_config", [], "'dflash_config' is []; it must be an object"),
+        ("layer_types", "full_attention", "'layer_types' is \"full_attention\"; it must be a list"),
+        ("eos_token_id", float("nan"), "holds NaN or Infinity"),
+    ],
+)
+def test_a_damaged_field_is_told_with_file_field_value_and_remedy(tmp_path, name, value, words):
+    values = tiny_config().to_json()
+    (values["dflash_config"] if name in values["dflash_config"] else values)[name] = value
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(InputError) as refused:
+        read_config(tmp_path)
+    told = str(refused.value)
+    assert told.startswith(f"{tmp_path / 'config.json'}: ") and words in told
+    assert told.endswith(
+        "Copy it again from where it came, or remove it and run the stage that wrote it again."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("block_size", 0, "'block_size' is 0; it must be a whole number"),
+        ("aux_hidden_state_layer_ids", None, "'aux_hidden_state_layer_ids' is missing"),
+        (
+            "aux_hidden_state_layer_ids",
+            [2, 9],
+            "'aux_hidden_state_layer_ids[1]' is 9; it must be a whole number",
+        ),
+        ("transformer_layer_config", "x", "'transformer_layer_config' is \"x\"; it must be an object"),
+        ("transformer_layer_config", None, "'vocab_size' is missing"),
+        ("sample_from_anchor", 1, "'sample_from_anchor' is 1; it must be true or false"),
+        ("num_target_layers", "six", "'num_target_layers' is \"six\"; it must be a whole number"),
+        ("draft_vocab_size", [], "'draft_vocab_size' is []; it must be a whole number"),
+    ],
+)
+def test_a_damaged_field_of_the_speculators_layout_is_told_alike(tmp_path, name, value, words):
+    export_speculators(tiny_drafter(), tmp_path, target="t")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    with pytest.raises(InputError) as refused:
+        import_speculators(tmp_path)
+    assert str(refused.value).startswith(f"{path}: ") and words in str(refused.value)
+
+
+def test_a_number_too_long_for_python_is_told_with_the_file(tmp_path):
+    save_checkpoint(tmp_path, tiny_drafter())
+    (tmp_path / "config.json").write_text('{"block_size": ' + "1" * 5000 + "}")
+    with pytest.raises(StoreError, match=r"config\.json: not valid JSON"):
         load_checkpoint(tmp_path)
 
 
