@@ -100,7 +100,7 @@ class Evaluator:
         }
         studies = list(self.studies.values())
         tokens = pl.concat(
-            tokens_frame(study, self._text).with_columns(method=pl.lit(study.method))
+            tokens_frame(study, self._token).with_columns(method=pl.lit(study.method))
             for study in studies
             if study.method != "plain"
         )
@@ -108,7 +108,7 @@ class Evaluator:
             logger.info("%s: %s", name, value)
         return Evaluation(
             figures=self.figures,
-            answers=answers_frame(studies, self.prompts),
+            answers=answers_frame(studies, self.prompts, self._text),
             rounds=rounds_frame(studies),
             tokens=tokens,
             budgets=operating.budgets,
@@ -124,8 +124,11 @@ class Evaluator:
         drafter = load_checkpoint(folder, self.target.device, self.target.dtype).eval()
         return drafter.requires_grad_(False)
 
-    def _text(self, token: int) -> str:
-        return str(self.target.tokenizer.decode([token]))
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self.target.tokenizer.decode(list(tokens)))
+
+    def _token(self, token: int) -> str:
+        return self._text([token])
 
     def _study(self, method: str, answer: Method, limit: int) -> Study:
         """Decode all prompts with `answer`, and hold the outcome against plain decoding under greedy
@@ -219,7 +222,7 @@ class Evaluator:
 
     def _breaks(self, report: OfflineReport) -> pl.DataFrame:
         source = self.answers.sources(self.prompts)
-        return breaks_frame(report, self._text, source, self.params.prompts)
+        return breaks_frame(report, self._token, source, self.params.prompts)
 
     def _operating(self, report: OfflineReport) -> Operating:
         """Costs and the points that pay; tau of the chosen budget on the test part."""

@@ -143,15 +143,21 @@ def differences(target: Target, plain: Study, other: Study) -> list[Difference]:
     return found
 
 
-def answers_frame(studies: Sequence[Study], prompts: Sequence[Prompt]) -> pl.DataFrame:
-    """Return one row an answer and method: `method`, `answer`, `prompt` (id), `source`, `tokens`, `rounds`,
-    `tau`, `seconds`, `ms_per_token`, `prefill_ms`."""
+SHOWN_TOKENS = 60  # of what was asked, its end
+
+
+def answers_frame(
+    studies: Sequence[Study], prompts: Sequence[Prompt], text_of: Callable[[Sequence[int]], str]
+) -> pl.DataFrame:
+    """Return one row an answer and method: `method`, `answer`, `prompt` (id), `source`, `asked` (the end of
+    what it continues, as text), `tokens`, `rounds`, `tau`, `seconds`, `ms_per_token`, `prefill_ms`."""
     rows = [
         {
             "method": study.method,
             "answer": index,
             "prompt": prompts[study.prompt[index]].id,
             "source": prompts[study.prompt[index]].source,
+            "asked": text_of(study.asked[index][-SHOWN_TOKENS:]),
             "tokens": len(a.tokens),
             "rounds": len(a.rounds),
             "tau": sum(a.produced) / len(a.rounds) if a.rounds else None,

@@ -93,20 +93,43 @@ def test_budgets_and_taus(report):
     assert bars.data[0].error_y.array == pytest.approx((0.4,))
 
 
-def test_breaks_are_shares_of_all_breaks():
-    frame = pl.DataFrame(
-        {
-            "kind": ["number", "number", "space"],
-            "p_top": [0.9, 0.1, 0.5],
-            "entropy": [0.2, 3.0, 1.0],
-            "source": ["<b>"] * 3,
-        }
-    )
-    fig = figures.breaks(frame)
-    assert list(fig.data[0].x) == ["number", "space"]
-    assert sum(sum(bar.y) for bar in fig.data) == pytest.approx(100)
-    assert list(fig.data[2].y) == pytest.approx([100 / 3, 0])
-    assert figures.breaks_by(frame).data[0].name == "&lt;b&gt;"
+BREAKS = pl.DataFrame(
+    {
+        "kind": ["number", "number", "space", "word"],
+        "p_top": [0.9, 0.1, 0.5, 1.0],
+        "entropy": [0.2, 3.0, 1.0, 4.0],
+        "place": [0, 5, 23, 23],
+        "source": ["<b>"] * 4,
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("by", "shares"),
+    [
+        ("kind", {"number": 50, "space": 25, "word": 25}),
+        ("source", {"&lt;b&gt;": 100}),
+        ("entropy", {"0.1 to 0.5": 25, "1 to 2": 25, "2 to 4": 25, "4 and more": 25}),
+        ("place", {"0-1": 25, "4-5": 25, "22-23": 50}),
+    ],
+)
+def test_breaks_are_shares_of_all_breaks(by, shares):
+    fig = figures.breaks(BREAKS, by)
+    found: dict[str, float] = {}
+    for bar in fig.data:
+        for name, share in zip(bar.x, bar.y, strict=True):
+            found[name] = found.get(name, 0) + share
+    assert {name: share for name, share in found.items() if share} == pytest.approx(shares)
+    unsure, leaning, sure = (sum(bar.y) for bar in fig.data)
+    assert (unsure, leaning, sure) == (25, 25, 50)
+
+
+def test_only_the_most_frequent_groups_are_shown():
+    many = pl.concat([BREAKS.with_columns(kind=pl.lit(f"k{n:02}")) for n in range(20)] + [BREAKS])
+    fig = figures.breaks(many)
+    assert len(fig.data[0].x) == figures.MOST_GROUPS and fig.data[0].x[0] == "k00"
+    assert sum(sum(bar.y) for bar in fig.data) == pytest.approx(100 * 48 / 84)
+    assert not any(sum(bar.y) for bar in figures.breaks(BREAKS.clear(), "place").data)
 
 
 def test_text_is_escaped_and_coloured():
@@ -129,30 +152,67 @@ def test_text_is_escaped_and_coloured():
     assert harmless(html).count("background-color") == 2
 
 
-def test_what_if_marks_the_best_point_and_the_widget_follows(report):
-    costs = pl.DataFrame(
-        {"what": ["step", "step", "draft", "build"], "size": [1, 9, 4, 8], "ms": [10.0, 12.0, 1.0, 0.1]}
-    )
+COSTS = pl.DataFrame(
+    {"what": ["step", "step", "draft", "build"], "size": [1, 9, 4, 8], "ms": [10.0, 12.0, 1.0, 0.1]}
+)
+
+
+@pytest.fixture
+def result(report):
     empty = pl.DataFrame()
     facts = {"hybrid": False}
-    result = Evaluation({}, empty, empty, empty, empty, costs, empty, empty, empty, report, facts)
+    return Evaluation({}, empty, empty, empty, empty, COSTS, empty, empty, empty, report, facts)
+
+
+def test_what_if_marks_the_best_point_and_says_which_trees_win(report, result):
     known = widgets.known_taus(result)
     assert known.filter(pl.col("budget") == 8)["tau"][0] == pytest.approx(report.tau(8).mean)
-    warm = widgets.known_taus(
-        result, 1.0
-    )  # sampling keeps an expected half token of the mean 1.0 that greedy accepts
+    # Sampling keeps an expected half token of the mean 1.0 that greedy accepts.
+    warm = widgets.known_taus(result, 1.0)
     assert warm.filter(pl.col("budget") == 8)["tau"][0] == pytest.approx(1 + (report.tau(8).mean - 1) / 2)
-    fig = speed.what_if(Costs.from_frame(costs), known, block_size=4)
-    assert "times plain decoding" in fig.layout.title.text
+    title = speed.what_if(Costs.from_frame(COSTS), known, block_size=4).layout.title
+    assert "times plain decoding" in title.text
+    points = pl.DataFrame({"budget": [0, 0, 32, 8, 64], "speedup": [1.5, 2.0, 2.5, 2.1, 1.9]})
+    assert speed.trees_that_win(points) == "Trees of 8, 32 nodes beat the best chain."
+    assert speed.trees_that_win(points.filter(pl.col("budget") != 8)[:2]) == "No tree was measured."
+    assert speed.trees_that_win(points.filter(pl.col("budget").is_in([0, 64]))).startswith("No tree beats")
+
+
+def test_every_slider_moves_the_figure_to_what_its_values_say(result):
     box = widgets.what_if(result)
     controls, figure = box.children[0].children, box.children[1]
-    before = list(figure.data[0].y)
     named = {control.description: control for control in controls}
+    typed = {"step_ms": 10.0, "step_ms_per_token": 0.25, "draft_ms": 1.0}
+    chosen = {"block_size": 4, "budget": 0}
+
+    def follows(temperature: float = 0.0) -> None:
+        wanted = speed.what_if(Costs.typed(**typed), widgets.known_taus(result, temperature), **chosen)
+        ours, theirs = (json.loads(fig.to_json()) for fig in (figure, wanted))
+        assert ours["layout"]["title"] == theirs["layout"]["title"]
+        assert [(t["name"], t["x"], t["y"]) for t in ours["data"]] == [
+            (t["name"], t["x"], t["y"]) for t in theirs["data"]
+        ]
+
     named["costs measured here"].value = False
-    named["each more token (ms)"].value = 50.0
-    assert list(figure.data[0].y) != before
+    follows()
+    for description, name, value in (
+        ("target step (ms)", "step_ms", 25.0),
+        ("each more token (ms)", "step_ms_per_token", 50.0),
+        ("draft (ms)", "draft_ms", 7.0),
+    ):
+        named[description].value = typed[name] = value
+        follows()
+    for description, name, value in (("block size", "block_size", 2), ("block size", "block_size", 3)):
+        named[description].value = chosen[name] = value
+        follows()
     named["tree nodes (0: chain)"].value = 8
-    assert json.loads(figure.to_json())["data"][-1]["name"] == "chosen"
+    chosen.update(block_size=4, budget=8)
+    follows()
+    named["temperature"].value = 1.0
+    follows(1.0)
+    named["costs measured here"].value = True
+    wanted = speed.what_if(Costs.from_frame(COSTS), widgets.known_taus(result, 1.0), **chosen)
+    assert list(figure.data[0].y) == list(wanted.data[0].y)
 
 
 def test_other_figures(report):
@@ -164,8 +224,16 @@ def test_other_figures(report):
             "tau": [2.0, 1.5, 2.5, 1.0],
         }
     )
-    fig = figures.two_drafters(answers)
+    told = {"other_minus_trained": 0.25, "other_minus_trained_low": -0.5, "other_minus_trained_high": 0.75}
+    fig = figures.two_drafters(answers, told)
+    assert "other - trained = +0.250 (95 % from -0.500 to +0.750)" in fig.layout.title.text
     assert sorted(zip(fig.data[1].x, fig.data[1].y)) == [(1.5, 1.0), (2.0, 2.5)]
     assert text.worst_answers(answers) == [1, 0]
+    full = answers.with_columns(
+        source=pl.lit("humaneval"), asked=pl.lit("<i>def"), tokens=pl.lit(9), rounds=pl.lit(6)
+    )
+    html = text.heading(full, 1)
+    assert html.startswith("<p><b>q</b> (humaneval): tau 1.50, 9 tokens in 6 rounds")
+    assert "&lt;i&gt;def" in html and "2.00" in text.heading(full, 0)
     bars = speed.phases({"trained": {"draft": 0.25, "build": 0, "verify": 0.7, "commit": 0.05}})
     assert [bar.x[0] for bar in bars.data] == pytest.approx([25, 0, 70, 5])

@@ -142,57 +142,72 @@ def position_depth(anchors: pl.DataFrame, block_size: int, bins: int = 12) -> go
     return fig
 
 
-def breaks(frame: pl.DataFrame) -> go.Figure:
-    """Where drafts die: rounds that broke on each kind of token, split by how sure the drafter was of its
-    own.
+MOST_GROUPS = 12  # kinds or sources shown, the most frequent first
+_BREAKS_BY = {
+    "kind": "the token that was not drafted",
+    "source": "source",
+    "entropy": "entropy of the draft (nats)",
+    "place": "token of the answer",
+}
+
+
+def breaks(frame: pl.DataFrame, by: str = "kind") -> go.Figure:
+    """Where drafts die: rounds that broke by `kind` of token, `source`, `entropy` of the draft or `place` in
+    the answer, split by how sure the drafter was of its own token.
     """
+    names, group = _groups(frame[by])
+    sure = frame["p_top"].to_numpy()
     fig = go.Figure()
-    kinds = frame.group_by("kind").len().sort("len", descending=True)["kind"].to_list()
     for name, low, high, colour in (
         ("unsure (below 0.3)", 0.0, 0.3, SKY),
         ("leaning (0.3 to 0.7)", 0.3, 0.7, ORANGE),
-        ("sure and wrong (above 0.7)", 0.7, 1.01, RED),
+        ("sure and wrong (above 0.7)", 0.7, np.inf, RED),
     ):
-        part = frame.filter((pl.col("p_top") >= low) & (pl.col("p_top") < high))
-        counts = dict(
-            part.group_by("kind").agg(pl.len(), pl.col("entropy").mean()).select("kind", "len").iter_rows()
-        )
+        counts = np.bincount(group[(sure >= low) & (sure < high)], minlength=len(names))
         fig.add_bar(
-            x=kinds,
-            y=[100 * counts.get(kind, 0) / max(1, frame.height) for kind in kinds],
+            x=[escape(name) for name in names],
+            y=100 * counts[: len(names)] / max(1, frame.height),
             name=name,
             marker_color=colour,
             hovertemplate="%{x}: %{y:.1f} % of breaks<extra></extra>",
         )
     fig.update_layout(
-        title="Where drafts die",
+        title=f"Where drafts die: {_BREAKS_BY[by]}",
         barmode="stack",
         legend=BELOW_LEFT,
-        xaxis_title="the token that was not drafted",
+        xaxis={"title": _BREAKS_BY[by], "type": "category"},
         yaxis_title="% of breaks",
     )
     return fig
 
 
-def breaks_by(frame: pl.DataFrame, by: str = "source") -> go.Figure:
-    """Entropy of the draft at each break (nats) by source or by kind of token: low means sure and wrong."""
-    fig = go.Figure()
-    groups = frame.group_by(by).len().sort("len", descending=True)[by].to_list()[:12]
-    for group in groups:
-        part = frame.filter(pl.col(by) == group)
-        fig.add_box(
-            y=part["entropy"].head(2000),
-            name=escape(group),
-            boxpoints=False,
-            marker_color=BLUE,
-            showlegend=False,
+def _groups(values: pl.Series) -> tuple[list[str], np.ndarray]:
+    """Return the names of groups and the group of each value [n], that of left-out ones beyond the last:
+    words by how often they occur, whole numbers in even bins, others in nats.
+    """
+    if values.dtype == pl.String:
+        known = values.value_counts(sort=True, name="count").sort(
+            "count", values.name, descending=[True, False]
         )
-    fig.update_layout(title=f"Entropy of the draft where it broke, by {by}", yaxis_title="entropy (nats)")
-    return fig
+        names = known[values.name].head(MOST_GROUPS).to_list()
+        number = {name: place for place, name in enumerate(names)}
+        return names, np.asarray([number.get(value, len(names)) for value in values], dtype=np.int64)
+    if values.dtype.is_integer():
+        last = int(values.to_numpy().max(initial=0))
+        edges = np.unique(np.linspace(0, last + 1, 13).astype(int))
+        names = [f"{low}-{high - 1}" for low, high in pairwise(edges)]
+    else:
+        edges = np.asarray([0.0, 0.1, 0.5, 1.0, 2.0, 4.0, np.inf])
+        names = [f"{low:g} to {high:g}" for low, high in pairwise(edges[:-1])] + [f"{edges[-2]:g} and more"]
+    return names, np.searchsorted(edges[1:-1], values.to_numpy(), side="right")
 
 
-def two_drafters(answers: pl.DataFrame, first: str = "trained", second: str = "other") -> go.Figure:
-    """Tau of each answer under two methods; dots above the line are answers where the second is better."""
+def two_drafters(
+    answers: pl.DataFrame, figures: dict[str, Any], first: str = "trained", second: str = "other"
+) -> go.Figure:
+    """Tau of each answer under two methods; dots above the line are answers where the second is better. The
+    title says the mean difference and its interval, from paired resampling of the answers.
+    """
     wide = answers.filter(pl.col("method").is_in([first, second])).pivot(
         "method", index=["answer", "prompt"], values="tau"
     )
@@ -211,8 +226,10 @@ def two_drafters(answers: pl.DataFrame, first: str = "trained", second: str = "o
             hovertemplate="%{text}<br>%{x:.2f} and %{y:.2f}<extra></extra>",
             showlegend=False,
         )
+    name = f"{second}_minus_{first}"
+    change, low, high = figures[name], figures[f"{name}_low"], figures[f"{name}_high"]
     fig.update_layout(
-        title=f"Answer by answer: {first} and {second}",
+        title=f"Answer by answer: {second} - {first} = {change:+.3f} (95 % from {low:+.3f} to {high:+.3f})",
         xaxis_title=f"tau, {first}",
         yaxis_title=f"tau, {second}",
     )

@@ -92,7 +92,8 @@ def speedups(points: pl.DataFrame, figures: dict[str, Any]) -> go.Figure:
 
 
 def what_if(costs: Costs, taus_known: pl.DataFrame, *, block_size: int = 0, budget: int = 0) -> go.Figure:
-    """Expected speed-up of every point under `costs`, the best one and the chosen one marked.
+    """Expected speed-up of every point under `costs`, the best one and the chosen one marked, and which trees
+    beat the best chain.
 
     `taus_known`: `block_size`, `budget` (0: chain), `tau`.
     """
@@ -100,7 +101,12 @@ def what_if(costs: Costs, taus_known: pl.DataFrame, *, block_size: int = 0, budg
     fig = speedups(points, {})
     best = points.row(0, named=True)
     what = f"a tree of {best['budget']}" if best["budget"] else f"a chain of {best['block_size']}"
-    fig.update_layout(title=f"Best under these costs: {what}, {best['speedup']:.2f} times plain decoding")
+    fig.update_layout(
+        title={
+            "text": f"Best under these costs: {what}, {best['speedup']:.2f} times plain decoding",
+            "subtitle": {"text": trees_that_win(points)},
+        }
+    )
     chosen = points.filter((pl.col("block_size") == block_size) & (pl.col("budget") == budget))
     if chosen.height:
         row = chosen.row(0, named=True)
@@ -112,6 +118,18 @@ def what_if(costs: Costs, taus_known: pl.DataFrame, *, block_size: int = 0, budg
             marker={"symbol": "diamond", "size": 13, "color": ORANGE},
         )
     return fig
+
+
+def trees_that_win(points: pl.DataFrame) -> str:
+    """Say at which budgets a tree is faster than the best chain."""
+    chain = points.filter(pl.col("budget") == 0)["speedup"].max()
+    trees = points.filter(pl.col("budget") > 0)
+    wins = trees.filter(pl.col("speedup") > chain)["budget"].sort().to_list()
+    if not trees.height:
+        return "No tree was measured."
+    if not wins:
+        return "No tree beats the best chain."
+    return f"Trees of {', '.join(map(str, wins))} nodes beat the best chain."
 
 
 def phases(shares: dict[str, dict[str, float]]) -> go.Figure:

@@ -18,6 +18,14 @@ def worst_answers(answers: pl.DataFrame, method: str = "trained") -> list[int]:
     )
 
 
+def heading(answers: pl.DataFrame, answer: int, method: str = "trained") -> str:
+    """Return one paragraph of HTML: which prompt an answer is to, the end of its text, and its tau."""
+    row = answers.filter((pl.col("answer") == answer) & (pl.col("method") == method)).row(0, named=True)
+    asked = f"<br><i>{escape(row['asked'])}</i>" if row.get("asked") else ""
+    told = f"tau {row['tau']:.2f}, {row['tokens']} tokens in {row['rounds']} rounds"
+    return f"<p><b>{escape(row['prompt'])}</b> ({escape(row['source'])}): {told}{asked}</p>"
+
+
 def coloured_text(tokens: pl.DataFrame, answer: int, method: str = "trained") -> str:
     """Return an answer as HTML: accepted drafts green, the target's own tokens orange with the rejected draft
     struck out.

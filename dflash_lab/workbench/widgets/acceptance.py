@@ -82,7 +82,7 @@ def what_if(result: Evaluation) -> ipywidgets.Widget:
         taus = known_taus(result, controls["temperature"].value)
         fresh = speed.what_if(chosen, taus, block_size=size, budget=budget)
         with figure.batch_update():
-            figure.layout.title.text = fresh.layout.title.text
+            figure.layout.title = fresh.layout.title
             for old, new in zip(figure.data, fresh.data):
                 old.x, old.y, old.customdata = new.x, new.y, new.customdata
 
