@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,37 +17,19 @@ from typing import Any
 import yaml
 
 from dflash_lab.errors import InputError
+from dflash_lab.workbench import strict_yaml
 from dflash_lab.workbench.coerce import number_or_text
-from dflash_lab.workbench.params import P, check_names
+from dflash_lab.workbench.params import P, check_names, field_types
+from dflash_lab.workbench.registry import params_class
 
 LARGEST_BYTES = 1 << 20
 COMMON = "common.yaml"
 
 
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that keeps dates as text, as papermill does, and refuses a key given twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str | int | float | bool) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key!r} is given twice", key_node.start_mark
-                )
-            if isinstance(key, str | int | float | bool):
-                seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-
-
-def read_parameter_file(path: Path | str) -> dict[str, Any]:
-    """Read a flat YAML file of parameters; an `InputError` names the file and line of a fault."""
+def read_parameter_file(path: Path | str, flags: Collection[str] = ()) -> dict[str, Any]:
+    """Read a flat YAML file of parameters; an `InputError` names the file and line of a fault. `flags` are
+    the names whose value may be spelt yes, no, on or off.
+    """
     path = Path(path)
     try:
         data = path.read_bytes()
@@ -60,13 +42,15 @@ def read_parameter_file(path: Path | str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise InputError(f"{path}:{line}: not UTF-8 text.") from None
-    return parse_parameters(text, str(path))
+    return parse_parameters(text, str(path), flags)
 
 
-def parse_parameters(text: str, where: str) -> dict[str, Any]:
+def parse_parameters(text: str, where: str, flags: Collection[str] = ()) -> dict[str, Any]:
     """Parse YAML text that maps parameter names to values; `where` names its source in errors."""
     try:
-        values = yaml.load(text, Loader=_Loader)
+        values = strict_yaml.load(text, flags)
+    except strict_yaml.Ambiguous as error:
+        raise InputError(f"{where}:{error.line}: {error}") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise InputError(f"{where}:{line}: not valid YAML: {error.problem}.") from None
@@ -92,12 +76,13 @@ class Given:
 
     def sources(self, stage: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield (where, values), the weakest first."""
+        flags = {name for name, kind in field_types(params_class(stage)).items() if kind is bool}
         for text in self.base64:
-            yield "-b", parse_parameters(_decode(text), "-b")
+            yield "-b", parse_parameters(_decode(text), "-b", flags)
         for path in self.all_files(stage):
-            yield path, read_parameter_file(path)
+            yield path, read_parameter_file(path, flags)
         for text in self.yaml:
-            yield "-y", parse_parameters(text, "-y")
+            yield "-y", parse_parameters(text, "-y", flags)
         for name, text in self.typed:
             yield "-p", {name: _typed(text)}
         for name, text in self.raw:

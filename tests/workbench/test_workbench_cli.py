@@ -163,13 +163,25 @@ def test_arguments_for_papermill_mean_the_same_files_in_the_same_order():
         (b"a: !!python/object/apply:os.system [ls]\n", ":1: not valid YAML"),
         (b"[" * 5000, "not valid YAML"),
         (b"a: 1\n" * 300_000, "no parameter file"),
+        (b"a: 1\nseed: 010\n", ':2: YAML reads 010 as 8. Type 10 or 8, or "010" where text is meant.'),
+        (b"seed: -0_17\n", ":1: YAML reads -0_17 as -15. Type -17 or -15, or "),
+        (b"a: 1\nb: [1, 010]\n", ":2: YAML reads 010 as 8."),
+        (b"limit: 1:30\n", ':1: YAML reads 1:30 as 90. Type 90, or "1:30" where text is meant.'),
+        (b"lr: 1:30.5\n", ":1: YAML reads 1:30.5 as 90.5. Type 90.5, or "),
+        (
+            b"a: 1\nregenerate: off\n",
+            ':2: YAML reads off as false. Type false, or "off" where text is meant.',
+        ),
+        (b"extra: {a: Yes}\n", ":1: YAML reads Yes as true. Type true, or "),
+        (b"? [a]\n: 1\n", "not valid YAML"),
+        (b"no: 1\n", ':1: YAML reads no as false. Type false, or "no" where text is meant.'),
     ],
 )
 def test_bad_parameter_files_are_named_with_their_line(tmp_path, content, message):
     path = tmp_path / "x.yaml"
     path.write_bytes(content)
     with pytest.raises(InputError) as caught:
-        read_parameter_file(path)
+        read_parameter_file(path, {"force"})
     assert str(path) in str(caught.value) and message in str(caught.value)
 
 
@@ -190,6 +202,23 @@ def test_a_wrong_value_is_told_with_the_file_and_line_that_gave_it(tmp_path, lin
         read_given(params_class("prepare"), Given(run=str(tmp_path), typed=typed))
 
 
+def test_values_that_mean_what_they_look_like_are_read():
+    text = "a: 0\nb: 10\nc: 0x10\nd: 1_000\ne: 0.5\nf: '010'\ng: \"off\"\nh: True\ni: 089\nj: 1.5\n"
+    values = {"a": 0, "b": 10, "c": 16, "d": 1000, "e": 0.5, "f": "010", "g": "off", "h": True, "i": "089"}
+    assert parse_parameters(text, "x") == {**values, "j": 1.5}
+
+
+@pytest.mark.parametrize("word", ["yes", "On", "true", "True"])
+def test_a_flag_may_be_any_of_yamls_words_and_nothing_else_may(tmp_path, word):
+    path = tmp_path / "prepare.yaml"
+    path.write_text(f"thinking: {word}\nregenerate: greedy\n")
+    assert read_given(params_class("prepare"), Given(run=str(tmp_path))).thinking is True
+    for line, words in (("regenerate: off", "Type false, or"), ("target: no", "YAML reads no as false")):
+        path.write_text(f"thinking: {word}\n{line}\n")
+        with pytest.raises(InputError, match=rf"prepare\.yaml:2: .*{words}"):
+            read_given(params_class("prepare"), Given(run=str(tmp_path)))
+
+
 def test_empty_and_dated_files():
     assert parse_parameters("# nothing\n", "x") == {}
     assert parse_parameters("a: 2024-01-01\nlr: 1e-4\n", "x") == {"a": "2024-01-01", "lr": "1e-4"}
@@ -200,7 +229,7 @@ def test_any_bytes_are_a_mapping_or_an_input_error(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("yaml") / "x.yaml"
     path.write_bytes(data)
     try:
-        values = read_parameter_file(path)
+        values = read_parameter_file(path, {"force"})
     except InputError as error:
         assert str(path) in str(error)
     else:

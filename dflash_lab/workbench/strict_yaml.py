@@ -1,0 +1,100 @@
+"""YAML in which every value means what it looks like.
+
+YAML 1.1, which Python's reader and papermill speak, reads `010` as 8, `1:30` as 90 and `no` as false.
+Papermill reads the same files after us, so reading them otherwise here would only hide it: what looks like
+another value is refused, with what to type.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+import yaml
+
+_OCTAL = re.compile(r"[-+]?0[0-7_]+")
+
+
+class Ambiguous(yaml.YAMLError):
+    """A value that YAML reads as another one than it looks like; the message says what to type."""
+
+    def __init__(self, message: str, line: int) -> None:
+        super().__init__(message)
+        self.line = line  # 1-based
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that keeps dates as text, as papermill does, and refuses a key given twice and values that
+    look like others. `flags` are the keys whose value may be yes, no, on or off.
+    """
+
+    def __init__(self, text: str, flags: Collection[str]) -> None:
+        super().__init__(text)
+        self._flags = flags
+        self._words: set[yaml.Node] = set()  # values that may be such a word
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen: set[Any] = set()
+        for key_node, value_node in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str | int | float | bool) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key!r} is given twice", key_node.start_mark
+                )
+            if isinstance(key, str | int | float | bool):
+                seen.add(key)
+            if isinstance(key, str) and key in self._flags:
+                self._words.add(value_node)
+        return super().construct_mapping(node, deep)
+
+    def plain_bool(self, node: yaml.ScalarNode) -> bool:
+        """true and false, and for a flag yes, no, on and off."""
+        value = self.construct_yaml_bool(node)
+        if node.value.lower() not in ("true", "false") and node not in self._words:
+            self._refuse(node, value, str(value).lower())
+        return value
+
+    def plain_int(self, node: yaml.ScalarNode) -> int:
+        """A whole number without a leading zero or a colon; hexadecimal and binary are clear."""
+        value = self.construct_yaml_int(node)
+        if ":" in node.value or _OCTAL.fullmatch(node.value):
+            self._refuse(node, value, _as_written(node.value) or str(value))
+        return value
+
+    def plain_float(self, node: yaml.ScalarNode) -> float:
+        """A number without a colon."""
+        value = self.construct_yaml_float(node)
+        if ":" in node.value:
+            self._refuse(node, value, str(value))
+        return value
+
+    def _refuse(self, node: yaml.ScalarNode, value: Any, meant: str) -> None:
+        read = str(value).lower()
+        either = meant if meant == read else f"{meant} or {read}"
+        problem = f'YAML reads {node.value} as {read}. Type {either}, or "{node.value}" where text is meant.'
+        raise Ambiguous(problem, node.start_mark.line + 1)
+
+
+def _as_written(text: str) -> str:
+    """The decimal number that `010` looks like; nothing for `1:30`."""
+    digits = text.replace("_", "")
+    return "" if ":" in digits else str(int(digits))
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_constructor("tag:yaml.org,2002:bool", _Loader.plain_bool)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.plain_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.plain_float)
+
+
+def load(text: str, flags: Collection[str] = ()) -> Any:
+    """The one document in `text`; a `yaml.YAMLError`, such as `Ambiguous`, where it cannot be read."""
+    loader = _Loader(text, flags)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
