@@ -19,6 +19,7 @@ import polars as pl
 from dflash_lab.data.problems import BadRecord, Problem, storable
 from dflash_lab.data.strict_json import parse, split_values
 from dflash_lab.errors import InputError
+from dflash_lab.folders import walk
 from dflash_lab.hub import out_of_reach
 
 log = logging.getLogger(__name__)
@@ -75,16 +76,14 @@ def _files_in(folder: Path, problems: list[Problem]) -> list[tuple[Path, str]]:
         problems.append(Problem(name, 0, f"cannot be listed: {error.strerror}", "unreadable", records=0))
 
     known, others = [], 0
-    for place, folders, names in os.walk(folder, onerror=unreadable):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for path in (Path(place) / name for name in names if not name.startswith(".")):
-            name = storable(path.relative_to(folder).as_posix())
-            if path.suffix.lower() in CONTAINERS and path.is_file():
-                known.append((path, name))
-            else:
-                others += 1
-                reason = f"not read: only {_known()} files are"
-                problems.append(Problem(name, 0, reason, "not data", records=0))
+    for path in walk(folder, unreadable):
+        name = storable(path.relative_to(folder).as_posix())
+        if path.suffix.lower() in CONTAINERS and path.is_file():
+            known.append((path, name))
+        else:
+            others += 1
+            reason = f"not read: only {_known()} files are"
+            problems.append(Problem(name, 0, reason, "not data", records=0))
     if not known:
         raise InputError(
             f"{folder}: the folder holds no {_known()} file ({others} others). Give one that does."

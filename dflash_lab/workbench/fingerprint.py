@@ -16,6 +16,7 @@ import xxhash
 
 from dflash_lab.file_errors import FileError, naming
 from dflash_lab.files import checksum
+from dflash_lab.folders import walk
 
 _SMALL = 4 << 20  # bytes; files of a folder up to this size are read
 _LARGE = 256 << 20  # bytes; a single file above this counts by size, its first and its last MiB
@@ -35,7 +36,7 @@ def fingerprints(paths: Iterable[Path], run: Path) -> dict[str, str]:
 
 def fingerprint(path: Path) -> str:
     """Return the xxh3-128 of a file's content, or of a folder's names, sizes and small files; `FileError` for
-    what is neither.
+    what is neither, `InputError` for a folder without end.
     """
     with naming(path):  # also asking whether it is there can fail: a name too long, a dead network mount
         if path.is_dir():
@@ -57,8 +58,8 @@ def _file(path: Path) -> str:
 
 def _folder(folder: Path) -> str:
     digest = xxhash.xxh3_128()
-    for path in sorted(folder.rglob("*")):
-        if not path.is_file() or any(part.startswith(".") for part in path.relative_to(folder).parts):
+    for path in sorted(walk(folder)):
+        if not path.is_file():
             continue
         size = path.stat().st_size
         digest.update(f"{path.relative_to(folder).as_posix()}\0{size}\0".encode())

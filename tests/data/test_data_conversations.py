@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_lab import folders
 from dflash_lab.data.conversations import FORMS, form, read_conversations
 from dflash_lab.data.records import CONTAINERS, container
 from dflash_lab.errors import InputError
@@ -434,6 +435,35 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
     found, problems = read(tmp_path)
     assert len(found) == 1
     assert [(p.file, p.kind) for p in problems] == [("closed", "unreadable")]
+
+
+@pytest.mark.parametrize("wide", ["/", "~", "/proc", "home's parent", "a link to /"])
+def test_a_whole_disk_or_home_is_refused_before_it_is_walked(tmp_path, monkeypatch, wide):
+    home = tmp_path / "homes" / "me"
+    home.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    write(home, "chats/a.jsonl", GOOD)
+    (tmp_path / "link").symlink_to("/")
+    given = {"~": str(home), "home's parent": str(home.parent), "a link to /": str(tmp_path / "link")}
+    monkeypatch.setattr(os, "walk", lambda *args, **options: pytest.fail("it was walked"))
+    with pytest.raises(InputError, match=r"this is .*; give the folder in it that holds") as caught:
+        read_conversations(given.get(wide, wide))
+    assert given.get(wide, wide) in str(caught.value)
+    monkeypatch.undo()
+    monkeypatch.setenv("HOME", str(home))
+    assert len(read(home / "chats")[0]) == 1
+
+
+def test_a_folder_of_too_many_files_is_refused_with_the_remedy(tmp_path, monkeypatch):
+    for number in range(4):
+        write(tmp_path, f"{number % 2}/{number}.jsonl", GOOD)
+    monkeypatch.setattr(folders, "MOST_FILES", 4)
+    assert len(read(tmp_path)[0]) == 4
+    write(tmp_path, "more.txt", b"x")
+    with pytest.raises(
+        InputError, match=r"holds more than 4 files\. Give a folder in it, or put small files"
+    ):
+        read_conversations(tmp_path)
 
 
 @settings(max_examples=200, deadline=None)

@@ -220,6 +220,9 @@ def test_any_file_is_accounted_for_or_refused_by_name(made, tmp_path, pieces, su
     ("options", "word"),
     [
         ({"input": ""}, "self_prompts"),
+        ({"input": "/"}, "this is the whole disk; give the folder in it"),
+        ({"input": "~"}, "this is a whole home folder"),
+        ({"input": "/proc/self"}, "this is the system's own"),
         ({"self_prompts": 3}, "set regenerate"),
         ({"regenerate": "greedy", "max_new_tokens": 128}, "leaves no room"),
         ({"over_long": "trim"}, "drop, truncate"),

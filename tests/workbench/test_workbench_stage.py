@@ -20,6 +20,7 @@ from dflash_lab.errors import InputError, StoreError
 from dflash_lab.file_errors import FileError
 from dflash_lab.files import read_json, write_json
 from dflash_lab.workbench import lock, stage
+from dflash_lab.workbench.fingerprint import fingerprint
 from dflash_lab.workbench.params import StageParams, param
 from dflash_lab.workbench.progress import Stopped
 
@@ -346,3 +347,9 @@ def test_looking_whether_a_stage_runs_never_keeps_it_from_starting(tmp_path):
         for watcher in watchers:
             watcher.join()
     assert not lock.is_held(tmp_path)
+
+
+def test_an_input_that_is_the_whole_disk_is_refused_before_it_is_read(monkeypatch):
+    monkeypatch.setattr(os, "walk", lambda *args, **options: pytest.fail("it was walked"))
+    with pytest.raises(InputError, match="/: this is the whole disk"):
+        fingerprint(Path("/"))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dflash_lab.errors import InputError
+from dflash_lab.folders import too_wide
 from dflash_lab.workbench.params import StageParams, param
 from dflash_lab.workbench.progress import ProgressCallback
 
@@ -58,6 +59,8 @@ class PrepareParams(StageParams):
 
     def check(self) -> None:
         self.require(bool(self.input) or self.self_prompts > 0, "input", "give one, or self_prompts above 0")
+        why = too_wide(self.input) if os.path.isdir(os.path.expanduser(self.input)) else ""
+        self.require(not why, "input", why)
         if self.self_prompts:
             self.require(self.regenerate != "off", "self_prompts", "prompts need answers: set regenerate")
         if self.regenerate != "off" and self.max_length:
