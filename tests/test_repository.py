@@ -335,3 +335,13 @@ def test_every_named_run_passes_its_own_check(folder):
         assert params.run_dir == f"runs/{folder.name}" or folder.name == "own", stage
     if folder.name != "quality":  # a study whose script runs single stages
         assert {stage for stage, _ in steps} == set(STAGES)
+
+
+def test_two_public_classes_of_the_package_never_share_a_name():
+    """Else a reader who greps for one finds the other."""
+    places: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(REPO)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

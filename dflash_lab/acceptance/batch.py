@@ -22,8 +22,8 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 
 from dflash_lab.acceptance.decode import (
     Decoded,
-    Outcome,
     Sampling,
+    Verdict,
     append,
     check_block_size,
     finish,
@@ -131,7 +131,7 @@ class _Batch:
         tokens, chances = zip(*(draft.sampled(*settings) for draft in drafts))
         return torch.stack(tokens), torch.stack(chances)
 
-    def verify(self, drafts: torch.Tensor, q: torch.Tensor | None, sampling: Sampling) -> list[Outcome]:
+    def verify(self, drafts: torch.Tensor, q: torch.Tensor | None, sampling: Sampling) -> list[Verdict]:
         """Run all rows once, accept, commit, and feed the accepted tap states to the draft caches."""
         tokens = torch.cat([self.anchors[:, None], drafts], dim=1)
         saved = save_states(self.cache)
@@ -157,7 +157,7 @@ class _Batch:
             self.proposers[row].extend(taps[row, :count])
             kept = guess[: count - 1]
             rejected = guess[count - 1] if count <= len(guess) else -1
-            outcomes.append(Outcome(list(range(count)), [*kept, last], len(guess), rejected))
+            outcomes.append(Verdict(list(range(count)), [*kept, last], len(guess), rejected))
         return outcomes
 
     def drop(self, done: list[bool]) -> None:

@@ -93,7 +93,7 @@ class Sampling:
         return probabilities(logits, self.temperature, self.top_p, self.top_k)
 
 
-class Outcome(NamedTuple):
+class Verdict(NamedTuple):
     """What a verification decided: accepted rows of the step (the anchor's is the first), tokens, and the
     round."""
 
@@ -238,7 +238,7 @@ def prefill(
 
 def _verify_chain(
     run: TargetRun, head: TargetHead, draft: Draft, sampling: Sampling, clock: Clock
-) -> tuple[Outcome, torch.Tensor, torch.Tensor]:
+) -> tuple[Verdict, torch.Tensor, torch.Tensor]:
     """Verify a chain; returns the outcome, the next anchor [1] and the committed rows' tap states, both on
     the device.
     """
@@ -265,7 +265,7 @@ def _verify_chain(
     run.commit(count + 1)
     assert step.taps is not None
     rejected = drafted[count] if count < len(drafted) else -1
-    outcome = Outcome(list(range(count + 1)), [*drafted[:count], last], len(drafted), rejected)
+    outcome = Verdict(list(range(count + 1)), [*drafted[:count], last], len(drafted), rejected)
     return outcome, bonus, step.taps[: count + 1]
 
 
@@ -277,7 +277,7 @@ def _verify_tree(
     mode: str,
     sampling: Sampling,
     clock: Clock,
-) -> tuple[Outcome, torch.Tensor, torch.Tensor]:
+) -> tuple[Verdict, torch.Tensor, torch.Tensor]:
     """Verify a tree of `budget` nodes and commit the accepted path; returns what `_verify_chain` does."""
     tree = draft.tree(budget, sampling.temperature)
     clock.lap("build")
@@ -289,11 +289,11 @@ def _verify_tree(
     assert step.taps is not None
     tokens = [int(tree.tokens[node - 1]) for node in path[1:]]
     rows = torch.tensor(path).to(draft.anchor.device, non_blocking=True)
-    outcome = Outcome(path, [*tokens, bonus], len(tree), -1)
+    outcome = Verdict(path, [*tokens, bonus], len(tree), -1)
     return outcome, choices[path[-1] : path[-1] + 1], step.taps[rows]
 
 
-def append(answer: Decoded, outcome: Outcome, left: int, stops: frozenset[int]) -> None:
+def append(answer: Decoded, outcome: Verdict, left: int, stops: frozenset[int]) -> None:
     """Add a round's tokens to the answer, cut at the token limit and at the first stop token."""
     kept = outcome.tokens[:left]
     end = next((i for i, token in enumerate(kept) if token in stops), None)

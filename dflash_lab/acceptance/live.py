@@ -71,7 +71,7 @@ def passes(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
         yield start, len(lengths)
 
 
-class LiveItems(Sequence[FeatureItem]):
+class TextItems(Sequence[FeatureItem]):
     """Texts whose states the target makes when they are asked for; nothing is kept. One after the other, on
     CUDA several share a forward: what pads a text on its right is seen by none of its tokens.
     """
@@ -90,7 +90,7 @@ class LiveItems(Sequence[FeatureItem]):
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
         if isinstance(index, slice):
-            return LiveItems(self._target, self._tap_ids, self._texts[index])
+            return TextItems(self._target, self._tap_ids, self._texts[index])
         return self._made([self._texts[index]])[0]
 
     def __iter__(self) -> Iterator[FeatureItem]:
@@ -118,7 +118,7 @@ def text_hash(ids: Sequence[int]) -> str:
     return hashlib.sha256(repr(list(ids)).encode()).hexdigest()[:32]
 
 
-def answered_items(target: Target, tap_ids: tuple[int, ...], study: Study) -> LiveItems:
+def answered_items(target: Target, tap_ids: tuple[int, ...], study: Study) -> TextItems:
     """Return every answer of `study` with its prompt, and states of the target."""
     texts = []
     for asked, answer in zip(study.asked, study.answers):
@@ -126,7 +126,7 @@ def answered_items(target: Target, tap_ids: tuple[int, ...], study: Study) -> Li
         mask = torch.zeros(len(ids), dtype=torch.uint8)
         mask[len(asked) :] = 1
         texts.append((text_hash(ids.tolist()), ids, mask))
-    return LiveItems(target, tap_ids, texts)
+    return TextItems(target, tap_ids, texts)
 
 
 def sample_items(
@@ -137,7 +137,7 @@ def sample_items(
     *,
     extra: int = 0,
     heldout_only: bool = True,
-) -> LiveItems:
+) -> TextItems:
     """Return the samples of a file with these hashes, in that order, then up to `extra` other held-out ones
     (or any), with states of the target: what `stored_items` reads from a store.
     """
@@ -149,4 +149,4 @@ def sample_items(
     others = np.flatnonzero(chosen.heldout) if heldout_only else np.arange(len(chosen.hashes))
     indices += [i for i in others.tolist() if i not in taken][:extra]
     bare = [chosen.bare(index) for index in indices]
-    return LiveItems(target, tap_ids, [(item.hash, item.input_ids, item.loss_mask) for item in bare])
+    return TextItems(target, tap_ids, [(item.hash, item.input_ids, item.loss_mask) for item in bare])

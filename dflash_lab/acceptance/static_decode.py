@@ -18,8 +18,8 @@ import torch
 from dflash_lab.acceptance.clock import Clock
 from dflash_lab.acceptance.decode import (
     Decoded,
-    Outcome,
     Sampling,
+    Verdict,
     append,
     check_block_size,
     finish,
@@ -176,7 +176,7 @@ class _Reader:
         return values
 
 
-def _outcome(record: list[int], tree: bool) -> Outcome:
+def _outcome(record: list[int], tree: bool) -> Verdict:
     accepted, drafted, bonus, *drafts = record
     rejected = drafts[accepted] if accepted < drafted and not tree else -1
-    return Outcome(list(range(accepted + 1)), [*drafts[:accepted], bonus], drafted, rejected)
+    return Verdict(list(range(accepted + 1)), [*drafts[:accepted], bonus], drafted, rejected)

@@ -23,11 +23,11 @@ from dflash_lab.acceptance.graphs import Call, captured, new_pool
 from dflash_lab.acceptance.proposals import Draft
 from dflash_lab.acceptance.static_cache import StaticKeys
 from dflash_lab.acceptance.static_context import StaticContext
-from dflash_lab.acceptance.tree_levels import Choices, LevelTree, Plan, plan_build
+from dflash_lab.acceptance.tree_levels import Choices, LevelTree, TreePlan, plan_build
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.target.model import Target
 
-Build = Callable[[Choices, torch.Tensor, Plan], LevelTree]
+Build = Callable[[Choices, torch.Tensor, TreePlan], LevelTree]
 See = Callable[[LevelTree, int], torch.Tensor]
 
 
@@ -64,7 +64,7 @@ class StaticRound:
         self.block_size, self.budget = block_size, budget
         slots = block_size - 1
         device = target.device
-        self._plan: Plan | None = None
+        self._plan: TreePlan | None = None
         if budget and drafter is not None:
             second = drafter.candidate_selector
             fan = min(budget if second is None else second.top_k, target.vocab_size)

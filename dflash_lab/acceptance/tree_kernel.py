@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dflash_lab.acceptance.tree_levels import Choices, LevelTree, Plan
+from dflash_lab.acceptance.tree_levels import Choices, LevelTree, TreePlan
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def _see(parents, seen, size, DEPTH: tl.constexpr, SIZE: tl.constexpr):
     tl.store(seen + row * size + column, found.to(tl.int8), mask=column < size)
 
 
-def best_tree(choices: Choices, drafts: torch.Tensor, plan: Plan) -> LevelTree:
+def best_tree(choices: Choices, drafts: torch.Tensor, plan: TreePlan) -> LevelTree:
     """Return what `tree_levels.best_tree` does, entry for entry but for those that are not active."""
     tokens, costs, rows, drafts = (table.contiguous() for table in (*choices, drafts))
     depth, parents_a_level, width = costs.shape

@@ -55,7 +55,7 @@ class LevelTree(NamedTuple):
         return reach > 0
 
 
-class Plan(NamedTuple):
+class TreePlan(NamedTuple):
     """Sizes of a build, and its constant tensors, which outlive the graphs that read them.
 
     Of each level: `parents` and `ranks` of the children that are looked at and both as one number, `codes` =
@@ -81,7 +81,7 @@ class Plan(NamedTuple):
         return min(self.budget, sum(self.kept))
 
 
-def plan_build(budget: int, depth: int, width: int, conditional: bool, device: torch.device) -> Plan:
+def plan_build(budget: int, depth: int, width: int, conditional: bool, device: torch.device) -> TreePlan:
     """Return the plan of trees of `budget` nodes; `InputError` if their numbers do not fit 63 bits."""
     shift = (depth * budget * (width + 1)).bit_length()
     if (MOST_NATS * UNITS_A_NAT * depth).bit_length() + shift > 63:
@@ -101,7 +101,7 @@ def plan_build(budget: int, depth: int, width: int, conditional: bool, device: t
     starts = torch.cat([torch.tensor([-1]), counts.cumsum(0) - counts])[:depth]
     level = torch.arange(depth).repeat_interleave(counts)
     above = starts.repeat_interleave(counts)
-    return Plan(
+    return TreePlan(
         budget,
         width,
         conditional,
@@ -116,7 +116,7 @@ def plan_build(budget: int, depth: int, width: int, conditional: bool, device: t
     )
 
 
-def best_tree(choices: Choices, drafts: torch.Tensor, plan: Plan) -> LevelTree:
+def best_tree(choices: Choices, drafts: torch.Tensor, plan: TreePlan) -> LevelTree:
     """Return the tree of `choices`, then the chain `drafts` [L]: n = plan.nodes + L entries."""
     steps = (choices.costs << plan.shift) + torch.arange(1, plan.width + 1, device=drafts.device)
     numbers = drafts.new_zeros(0)  # of all kept children so far, level after level
@@ -143,7 +143,7 @@ def best_tree(choices: Choices, drafts: torch.Tensor, plan: Plan) -> LevelTree:
     return _tree(choices.tokens[plan.level, row, rank], parent, rank, numbers, drafts, plan)
 
 
-def _placed_anew(numbers: torch.Tensor, plan: Plan) -> torch.Tensor:
+def _placed_anew(numbers: torch.Tensor, plan: TreePlan) -> torch.Tensor:
     """Count places again from 0, R + 1 apart, so that children fit between their parent and who follows."""
     mask = (1 << plan.shift) - 1
     order = (numbers & mask).argsort()
@@ -156,7 +156,7 @@ def _tree(
     ranks: torch.Tensor,
     numbers: torch.Tensor,
     drafts: torch.Tensor,
-    plan: Plan,
+    plan: TreePlan,
 ) -> LevelTree:
     """Choose among all kept children [T], `parents` being places in the level above, and add the chain."""
     depth, count = len(drafts), plan.nodes
@@ -179,7 +179,7 @@ def _tree(
     )
 
 
-def _on_chain(ranks: torch.Tensor, above: torch.Tensor, plan: Plan) -> torch.Tensor:
+def _on_chain(ranks: torch.Tensor, above: torch.Tensor, plan: TreePlan) -> torch.Tensor:
     """Return [T] bool: every token on the path is the best after the one before."""
     flags = torch.cat([ranks == 0, ranks.new_ones(1).bool()])
     steps = above

@@ -28,7 +28,7 @@ def test_texts_that_share_a_forward_get_the_states_of_their_own(loaded, kind):
     for name, length in (("a", 7), ("b", 19), ("c", 12)):
         ids = torch.randint(0, 250, (length,), generator=generator)
         texts.append((name, ids, torch.ones(length, dtype=torch.uint8)))
-    items = live.LiveItems(loaded(kind), (1, 2), texts)
+    items = live.TextItems(loaded(kind), (1, 2), texts)
     together = items._made(texts)
     for index, (alone, shared) in enumerate(zip(items, together, strict=True)):
         assert alone.hash == shared.hash == texts[index][0]

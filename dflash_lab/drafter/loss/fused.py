@@ -28,7 +28,7 @@ from dflash_lab.drafter.loss.plan import ChunkPlan, plan_chunks
 from dflash_lab.drafter.loss.result import DraftLoss, RowStats, scatter
 from dflash_lab.drafter.loss.selection import select_rows
 from dflash_lab.drafter.loss.shard import VocabShard
-from dflash_lab.drafter.loss.sweep import Job, sweep
+from dflash_lab.drafter.loss.sweep import SweepJob, sweep
 from dflash_lab.drafter.loss.terms import Terms
 from dflash_lab.drafter.loss.weighting import lk_mixture
 
@@ -100,7 +100,7 @@ def fused_draft_loss(
     factor = (
         None if scale is None else torch.as_tensor(scale, device=hidden.device).to(selection.weight.dtype)
     )
-    job = Job(head, selection, target_hidden, target_head, config, load_backend(name), shard, factor)
+    job = SweepJob(head, selection, target_hidden, target_head, config, load_backend(name), shard, factor)
     holder: list[tuple[Terms, dict[str, Tensor]]] = []
     total = _Sweep.apply(hidden, job, torch.is_grad_enabled() and hidden.requires_grad, holder)
     return _result(total, *holder[0], job, hidden.shape[:2])
@@ -161,7 +161,7 @@ class _Sweep(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, job: Job, want: bool, holder: list[tuple[Terms, dict[str, Tensor]]]
+        ctx: Any, hidden: Tensor, job: SweepJob, want: bool, holder: list[tuple[Terms, dict[str, Tensor]]]
     ) -> Tensor:
         # Triton launches on the current device, which with a head on a GPU of its own is another one.
         with torch.autocast(hidden.device.type, enabled=False), torch.cuda.device_of(hidden):
@@ -202,7 +202,9 @@ def _weighted(terms: Terms, config: LossConfig) -> dict[str, tuple[float, Tensor
     return found
 
 
-def _result(total: Tensor, terms: Terms, sums: dict[str, Tensor], job: Job, shape: torch.Size) -> DraftLoss:
+def _result(
+    total: Tensor, terms: Terms, sums: dict[str, Tensor], job: SweepJob, shape: torch.Size
+) -> DraftLoss:
     def place(values: list[Tensor | None], fill: int) -> list[Any]:
         return scatter(values, job.selection.position, shape, fill)
 

@@ -33,7 +33,7 @@ from dflash_lab.drafter.loss.weighting import (
 
 
 @dataclass(frozen=True)
-class Job:
+class SweepJob:
     """Everything a sweep needs beside the hidden states."""
 
     head: Tensor  # [V, H] (this rank's slice of it with a shard)
@@ -46,7 +46,7 @@ class Job:
     scale: Tensor | None  # scalar that multiplies the gradient before it is rounded
 
 
-def sweep(hidden: Tensor, job: Job, *, want_gradient: bool) -> tuple[Tensor | None, Terms]:
+def sweep(hidden: Tensor, job: SweepJob, *, want_gradient: bool) -> tuple[Tensor | None, Terms]:
     """Return (scale * d total / d hidden [A, B, H] or None, terms of the live rows)."""
     chosen, target = job.selection, job.target_states is not None
     overlap = target and job.config.needs_overlap
@@ -62,7 +62,7 @@ def sweep(hidden: Tensor, job: Job, *, want_gradient: bool) -> tuple[Tensor | No
 class _Sweep:
     """The buffers of one sweep and the steps of a chunk."""
 
-    def __init__(self, hidden: Tensor, job: Job, terms: Terms, grad: Tensor | None) -> None:
+    def __init__(self, hidden: Tensor, job: SweepJob, terms: Terms, grad: Tensor | None) -> None:
         self.hidden, self.job, self.terms, self.grad = hidden, job, terms, grad
         self.config = job.config
         self.offset = 0 if job.shard is None else job.shard.start
