@@ -10,6 +10,7 @@ import re
 import time
 
 import pytest
+from lab import RUN_ALL
 
 from dflash_lab.workbench.registry import STAGES
 
@@ -81,6 +82,35 @@ def test_moving_a_slider_changes_the_figure(opened):
     notebook.page.wait_for_timeout(1500)
     notebook.screenshot("explorer-moved")
     assert texts.last.inner_text() != before
+    assert complaints(notebook) == []
+
+
+def test_training_is_drawn_while_its_cell_runs(opened, workspace):
+    source = workspace / "notebooks" / "train_drafter.ipynb"
+    text = (
+        source.read_text()
+        .replace("'runs/lab'", "'runs/live'")
+        .replace("max_steps: int = 6 ", "max_steps: int = 1000000 ")
+    )
+    text = text.replace('store: str = \\"\\"', "store: str = 'runs/lab/store'")
+    source.with_name("train_long.ipynb").write_text(text)
+    notebook = opened("train_long")
+    page = notebook.page
+    page.evaluate(RUN_ALL)
+    notebook.scroll_to("execute(params)")
+    page.wait_for_function(
+        "() => document.body.innerText.match(/step [\\d,]+: loss .* tokens\\/s, peak memory .*ends about/)",
+        timeout=90_000,
+    )
+    page.get_by_role("button", name="positions").click()
+    page.locator(".heatmaplayer image").first.wait_for(timeout=20_000)
+    seen = page.locator(".widget-label", has_text="step ").last
+    before = seen.inner_text()
+    page.wait_for_function("before => !document.body.innerText.includes(before)", arg=before, timeout=60_000)
+    assert page.locator(".heatmaplayer image").first.is_visible()  # what was chosen stays
+    running = next(cell for cell in notebook.cells() if "execute(params)" in cell["source"])
+    assert running["count"] is None
+    notebook.screenshot("training-live")
     assert complaints(notebook) == []
 
 

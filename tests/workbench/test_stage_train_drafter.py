@@ -210,20 +210,18 @@ def test_monitor_reads_a_run_and_says_where_it_is(result, run_dir):
     folder = next(
         p for p in sorted((run_dir / "train_drafter").glob("run*")) if (p / "metrics.jsonl").exists()
     )
-    journal = Reader(folder)
-    for view in widgets.VIEWS:
-        drawn, line = widgets.snapshot(journal, view)
-        assert drawn.data and line.startswith("step ")
-        assert re.search(r"[\d,]+ tokens/s, peak memory [\d.]+ GiB, done$", line)
-    drawn, line = widgets.snapshot(Reader(run_dir / "nowhere"), "losses")
+    drawn, line = widgets.snapshot(Reader(folder))
+    assert all(figure.data for figure in drawn) and len(drawn) == len(widgets.VIEWS)
+    assert [figure.data[0].type for figure in drawn[:2]] == ["scatter", "heatmap"]
+    assert re.search(r"^step .* [\d,]+ tokens/s, peak memory [\d.]+ GiB, done$", line)
+    _, line = widgets.snapshot(Reader(run_dir / "nowhere"))
     assert "nothing recorded" in line
-    box = widgets.monitor(folder)
-    box.children[0].children[0].value = "streaks"
-    assert box.children[2].children[0].layout.title.text == "Tokens a round"
+    places = widgets.monitor(folder).children[2].children
+    assert places[widgets.VIEWS.index("streaks")].children[0].layout.title.text == "Tokens a round"
     assert widgets.mask_explorer(result).children
 
 
-def test_the_monitor_follows_a_run_while_it_is_written_and_ends_when_closed(tmp_path):
+def test_the_monitor_follows_a_run_while_it_is_written_and_ends_when_closed(tmp_path, monkeypatch):
     def followers():
         return [thread for thread in threading.enumerate() if thread.name == "training-monitor"]
 
@@ -233,15 +231,15 @@ def test_the_monitor_follows_a_run_while_it_is_written_and_ends_when_closed(tmp_
             time.sleep(0.02)
         assert holds()
 
+    monkeypatch.setattr(widgets, "BUSY", 0)
     journal = Journal(tmp_path, -1)
-    box = widgets.monitor(tmp_path, every_s=0.02)
-    line, follow = box.children[1], box.children[0].children[2]
-    follow.value = True
+    box = widgets.monitor(tmp_path, follow=True, every_s=0.02)
+    line, (_, follow, refresh) = box.children[1], box.children[0].children
     for step in range(1, 4):
         journal.write("step", step, loss=2.0, grad_norm=1.0, lr=1e-3, skipped=None)
         journal.flush()
         until(lambda step=step: line.value.startswith(f"step {step}:"))
-        box.children[0].children[0].value = widgets.VIEWS[step]  # a click while the thread reads
+        refresh.click()  # while the thread reads
     follow.value, follow.value = False, True
     until(lambda: len(followers()) == 1)
     box.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,22 +19,23 @@ if TYPE_CHECKING:
     from dflash_lab.drafter.journal import Reader
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterResult
 
-VIEWS = ("losses", "accuracies", "streaks", "positions", "pace")
+VIEWS = ("losses", "positions", "streaks", "accuracies", "pace")
+BUSY = 50  # times as long between drawings as a drawing takes: training may share this process
 
 
-def snapshot(journal: Reader, view: str) -> tuple[Any, str]:
-    """The figure `view` of a run as its journal stands, and a line of text about it."""
+def snapshot(journal: Reader) -> tuple[list[Any], str]:
+    """The figures of VIEWS as a run's journal stands, and a line of text about it."""
     from dflash_lab.workbench.stages.train_frames import metric_frame, position_frame, step_frame
 
     records = journal.read()
     steps, metrics, places = step_frame(records), metric_frame(records), position_frame(records)
-    drawn = {
-        "losses": lambda: figures.losses(steps, metrics),
-        "accuracies": lambda: figures.accuracies(metrics),
-        "streaks": lambda: figures.streaks(metrics),
-        "positions": lambda: figures.positions(places),
-        "pace": lambda: figures.pace(steps, metrics),
-    }[view]()
+    drawn = [
+        figures.losses(steps, metrics),
+        figures.positions(places),
+        figures.streaks(metrics),
+        figures.accuracies(metrics),
+        figures.pace(steps, metrics),
+    ]
     if not steps.height:
         return drawn, f"nothing recorded yet in {journal.path.parent}"
     return drawn, _stand(steps, metrics)
@@ -45,7 +47,7 @@ def _stand(steps: pl.DataFrame, metrics: pl.DataFrame) -> str:
 
     last = steps.row(-1, named=True)
     loss = "skipped" if last["loss"] is None else f"{last['loss']:.4f}"
-    words = [f"step {last['step']:,}: loss {loss}", f"learning rate {last['lr']:.2e}"]
+    words = [f"step {last['step']:,}: loss {loss}"]
     told = metrics.filter(metrics["kind"] == "train").tail(1).rows(named=True)
     if told and told[0].get("progress") is not None:
         now = told[0]
@@ -60,39 +62,55 @@ def _stand(steps: pl.DataFrame, metrics: pl.DataFrame) -> str:
     return ", ".join(words)
 
 
-def monitor(run: Path | str, *, every_s: float = 5.0) -> ipywidgets.Widget:
-    """Follow a running or finished training: `run` is `<run_dir>/train_drafter/run`. Close the widget to stop
-    it.
+def monitor(run: Path | str, *, follow: bool = False, every_s: float = 5.0) -> ipywidgets.Widget:
+    """Show a running or finished training: `run` is `<run_dir>/train_drafter/run`. Close the widget to stop
+    following it.
+
+    Shown with `follow` before a cell that trains, it stays live while the kernel is busy: a thread reads the
+    journal, and the buttons of the views work in the browser alone.
     """
     import ipywidgets as widgets
 
     from dflash_lab.drafter.journal import Reader
 
     journal = Reader(Path(run))
-    view = widgets.ToggleButtons(options=list(VIEWS), value="losses")
-    follow = widgets.ToggleButton(
+    following = widgets.ToggleButton(
         value=False, description="follow", tooltip=f"read the journal every {every_s:g} s"
     )
     refresh = widgets.Button(description="refresh")
     line = widgets.Label()
-    figure, line.value = snapshot(journal, view.value)
-    holder = widgets.VBox([live(figure)])
+    view = widgets.ToggleButtons(options=VIEWS)
+    places = [widgets.VBox() for _ in VIEWS]  # a figure each
+    stack = widgets.Stack(places, selected_index=0)
+    widgets.jslink((view, "index"), (stack, "selected_index"))
     stops = [threading.Event()]  # the last one is of the thread that follows
     one_at_a_time = threading.Lock()  # a click may come while the thread reads
 
-    def update(*_: Any) -> None:
+    shown: list[dict[str, Any]] = []  # the last record drawn
+
+    def update(*_: Any, anew: bool = True) -> None:
         with one_at_a_time:
-            drawn, line.value = snapshot(journal, view.value)
-            holder.children[0].close()
-            holder.children = [live(drawn)]
+            last = journal.read()[-1:]
+            if not anew and last == shown:
+                return
+            shown[:] = last
+            drawn, line.value = snapshot(journal)
+            for place, figure in zip(places, drawn, strict=True):
+                old = place.children
+                place.children = [live(figure)]
+                for drawing in old:
+                    drawing.close()
 
     def work(stop: threading.Event) -> None:
-        while not stop.wait(every_s):
+        took = 0.0
+        while not stop.wait(max(every_s, BUSY * took)):
+            began = time.perf_counter()
             try:
-                update()
+                update(anew=False)
             except Exception as error:  # shown, for a thread's exception reaches nobody
                 line.value = f"cannot read {run}: {error}"
                 return
+            took = time.perf_counter() - began
 
     def switch(change: dict[str, Any]) -> None:
         stops[-1].set()
@@ -100,10 +118,11 @@ def monitor(run: Path | str, *, every_s: float = 5.0) -> ipywidgets.Widget:
             stops.append(threading.Event())
             threading.Thread(target=work, args=stops[-1:], name="training-monitor", daemon=True).start()
 
-    view.observe(update, "value")
+    update()
     refresh.on_click(update)
-    follow.observe(switch, "value")
-    box = widgets.VBox([widgets.HBox([view, refresh, follow]), line, holder])
+    following.observe(switch, "value")
+    following.value = follow
+    box = widgets.VBox([widgets.HBox([view, following, refresh]), line, stack])
     box.observe(lambda change: stops[-1].set(), "comm")  # closed
     return box
 
