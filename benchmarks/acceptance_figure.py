@@ -7,6 +7,7 @@ Later results add prompt sets that the first one lacks. Speeds are shown of the 
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 from result_figure import save_figure
+from result_file import made_of, read_result, told
 
-from dflash_lab.files import read_json, write_bytes
+from dflash_lab.files import write_bytes
 from dflash_lab.workbench.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE
 
 SETS = (("heldout", "held-out", BLUE, "rgba(0, 114, 178, 0.15)"),
@@ -261,5 +263,18 @@ def _device(result: dict[str, Any], key: str) -> str:
     return str(result["details"][key]["facts"]["protocol"]["device"])
 
 
+def main() -> None:
+    """Draw and write what is in the results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path, nargs="+", metavar="result")
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    found = [read_result(path, "acceptance.py", figures=dict, details=dict) for path in args.results]
+    with made_of(", ".join(map(str, args.results)), "acceptance.py"):
+        save(joined(found), args.folder)
+
+
 if __name__ == "__main__":
-    save(joined([read_json(path) for path in sys.argv[1:-1]]), sys.argv[-1])
+    sys.exit(told(main))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,12 +24,13 @@ from typing import Any
 
 import loss_peers
 import torch
+from result_file import read_result, told
 from torch import Tensor
 
 from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.loss.fused import fused_draft_loss
 from dflash_lab.drafter.loss.plan import ChunkPlan
-from dflash_lab.files import read_json, write_json
+from dflash_lab.files import write_json
 from dflash_lab.provenance import provenance
 
 HARD = LossConfig()
@@ -357,7 +359,10 @@ def main() -> None:
         "--commit", help="what to record as the commit where the code runs outside its checkout"
     )
     options = parser.parse_args()
-    result = read_json(options.json) if options.only else {}
+    result: dict[str, Any] = {}
+    if options.only:
+        parts: dict[str, type] = dict.fromkeys(("shape", "table", "small_table", "errors"), dict)
+        result = read_result(options.json, "loss.py", runs=list, positions=list, **parts)
     result = run(torch.device("cuda" if torch.cuda.is_available() else "cpu"), options.only, result)
     if options.commit:
         result["runs"][-1]["provenance"]["commit"] = options.commit
@@ -372,4 +377,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(told(main))

@@ -5,6 +5,7 @@ python benchmarks/loss_figure.py RESULT.json FOLDER
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from pathlib import Path
@@ -12,8 +13,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 from result_figure import save_figure
-
-from dflash_lab.files import read_json
+from result_file import made_of, read_result, told
 
 # what a row of the table computes, by the end of its name
 KINDS = [
@@ -80,5 +80,19 @@ def figure(result: dict[str, Any]) -> go.Figure:
     return fig
 
 
+def main() -> None:
+    """Draw the result."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("result", type=Path)
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    result = read_result(args.result, "loss.py", table=dict, shape=dict, runs=list)
+    with made_of(args.result, "loss.py"):
+        fig = figure(result)
+    save_figure(fig, args.folder, "loss")
+
+
 if __name__ == "__main__":
-    save_figure(figure(read_json(sys.argv[1])), Path(sys.argv[2]), "loss")
+    sys.exit(told(main))

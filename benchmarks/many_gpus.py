@@ -29,15 +29,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from extraction import real_lengths, touch_memory
 from random_store import write_random_store
+from result_file import made_of, read_result, told
 from training import large_case
 
 from dflash_lab import files
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.provenance import provenance
 from dflash_lab.target.sources import load_config
+from dflash_lab.workbench.param_files import read_parameter_file
 
 HERE = Path(__file__).resolve().parent
 WORKERS = HERE / "many_gpus_workers.py"
@@ -249,12 +250,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=["extraction", "training", "pipeline"])
     options = parser.parse_args()
     if options.merge:
-        files.write_json(options.json, merged([files.read_json(path) for path in options.merge]))
+        parts = [
+            read_result(path, "many_gpus.py", gpus=int, seconds=dict, failed=dict) for path in options.merge
+        ]
+        with made_of(", ".join(map(str, options.merge)), "many_gpus.py"):
+            whole = merged(parts)
+        files.write_json(options.json, whole)
         return
     if not options.gpus:
         parser.error("--gpus N: how many GPUs of this machine to use")
     toy = options.toy or options.device == "cpu"
-    params = yaml.safe_load(options.params.read_text(encoding="utf-8")) | {"toy": toy} | (TOY if toy else {})
+    params = read_parameter_file(options.params) | {"toy": toy} | (TOY if toy else {})
     counts = sorted({count for count in params["gpu_counts"] if count <= options.gpus} | {options.gpus})
     if options.device == "cuda" and torch.cuda.device_count() < options.gpus:
         parser.error(f"--gpus {options.gpus}: this machine shows {torch.cuda.device_count()}")
@@ -298,4 +304,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(told(main))

@@ -5,14 +5,14 @@ python benchmarks/many_gpus_figure.py RESULT.json FOLDER
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
 from result_figure import save_figure
-
-from dflash_lab.files import read_json
+from result_file import made_of, read_result, told
 
 NAMES = {"ddp": "training, DDP", "fsdp": "training, FSDP2"}
 
@@ -57,5 +57,19 @@ def figure(result: dict[str, Any]) -> go.Figure:
     return fig
 
 
+def main() -> None:
+    """Draw the result."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("result", type=Path)
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    result = read_result(args.result, "many_gpus.py", gpus=int, seconds=dict, failed=dict)
+    with made_of(args.result, "many_gpus.py"):
+        fig = figure(result)
+    save_figure(fig, args.folder, "many_gpus")
+
+
 if __name__ == "__main__":
-    save_figure(figure(read_json(sys.argv[1])), Path(sys.argv[2]), "many_gpus")
+    sys.exit(told(main))

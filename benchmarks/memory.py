@@ -35,9 +35,9 @@ from memory_points import brought as brought_bytes
 from memory_runs import LIMITS_GIB, Card, Clock, run_figures
 from memory_runs_extraction import extraction_runs
 from memory_runs_training import training_runs
+from result_file import made_of, read_result, told
 
 from dflash_lab import files, provenance
-from dflash_lab.errors import InputError
 from dflash_lab.memory.shapes import GIB
 from dflash_lab.target.loading import choose_device
 
@@ -54,7 +54,7 @@ def measure_points(
     cuda, done = device.type == "cuda", {task_of(row).key for row in rows}
     wanted = [task for name in args.targets for task in tasks(name, cuda=cuda, smoke=args.smoke)]
     wanted = [task for task in wanted if task.key not in done]
-    counts: dict[str, Any] = files.read_json(args.predictions)["counts"] if args.predictions else {}
+    counts = counted(args.predictions)
     if missing := [task for task in wanted if task.key not in counts]:
         counts |= predict(missing, max(1, min(8, (os.cpu_count() or 2) - 1)))
     for name in args.targets:
@@ -75,10 +75,15 @@ def measure_points(
             began = time.monotonic()
 
 
+def counted(path: Path | None) -> dict[str, Any]:
+    """What --predict wrote; nothing without a file."""
+    return read_result(path, "memory.py", counts=dict)["counts"] if path else {}
+
+
 def refit(path: Path, predictions: Path | None) -> dict[str, Any]:
     """Return a stored result with its points judged again, on new predictions where given."""
-    result = files.read_json(path)
-    counts = files.read_json(predictions)["counts"] if predictions else {}
+    result = read_result(path, "memory.py", figures=dict, rows=list)
+    counts = counted(predictions)
     rows = []
     for row in result["rows"]:
         task = task_of(row)
@@ -153,7 +158,9 @@ def main() -> None:
     layout = "%(asctime)s %(message)s"
     logging.basicConfig(level=logging.INFO, format=layout, datefmt="%H:%M:%S", stream=sys.stderr)
     if args.refit:
-        files.write_json(args.refit, found := refit(args.refit, args.predictions))
+        with made_of(args.refit, "memory.py"):
+            found = refit(args.refit, args.predictions)
+        files.write_json(args.refit, found)
         print(json.dumps({"figures": found["figures"], "groups": found["groups"]}, indent=2))
         return
     if args.predict:
@@ -168,9 +175,7 @@ def main() -> None:
     device, start = choose_device(args.device), time.monotonic()
     result: dict[str, Any] = {"figures": {}, "provenance": provenance.provenance(), "rows": []}
     if args.resume and args.json.exists():
-        result = files.read_json(args.json)
-        if not (isinstance(result, dict) and isinstance(result.get("rows"), list) and "figures" in result):
-            raise InputError(f"{args.json}: no result of this benchmark. Give its own, or drop --resume.")
+        result = read_result(args.json, "memory.py", figures=dict, rows=list)
 
     def keep(found: dict[str, Any]) -> None:
         result.update({**found, "figures": {**result["figures"], **found.get("figures", {})}})
@@ -188,4 +193,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(told(main))

@@ -8,6 +8,7 @@ The page's part between the lines `<!-- memory.json -->` and `<!-- /memory.json 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from typing import Any
 import plotly.graph_objects as go
 from memory_points import brought
 from result_figure import save_figure
+from result_file import made_of, read_result, told
 
 from dflash_lab.errors import InputError
-from dflash_lab.files import read_json, write_bytes
+from dflash_lab.files import write_bytes
 from dflash_lab.memory.shapes import GIB
 from dflash_lab.workbench.figures import style
 
@@ -153,13 +155,17 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--page", type=Path)
     args = parser.parse_args()
-    result = read_json(args.result)
-    save_figure(points_figure(result), args.folder, "memory")
-    if result.get("runs"):
-        save_figure(runs_figure(result), args.folder, "memory-runs")
+    result = read_result(args.result, "memory.py", figures=dict, rows=list, groups=dict)
+    with made_of(args.result, "memory.py"):
+        figures = {"memory": points_figure(result)}
+        if result.get("runs"):
+            figures["memory-runs"] = runs_figure(result)
+        text = tables(result)
+    for name, fig in figures.items():
+        save_figure(fig, args.folder, name)
     if args.page:
-        write_page(args.page, tables(result))
+        write_page(args.page, text)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(told(main))

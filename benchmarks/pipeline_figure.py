@@ -5,6 +5,7 @@ python benchmarks/pipeline_figure.py RESULT.json FOLDER
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from typing import Any
 import plotly.graph_objects as go
 import polars as pl
 from result_figure import save_figure
+from result_file import made_of, read_result, told
 
 from dflash_lab.drafter.pipeline import SCHEMA
-from dflash_lab.files import read_json
 from dflash_lab.workbench.figures.style import BLUE, GREY
 from dflash_lab.workbench.figures.train_drafter import queues
 
@@ -40,11 +41,19 @@ def rates(found: dict[str, Any]) -> go.Figure:
 
 def main() -> None:
     """Draw both."""
-    found, folder = read_json(Path(sys.argv[1])), Path(sys.argv[2])
-    diary = pl.DataFrame(found["splits"][0]["diary"], schema=SCHEMA)
-    for name, figure in (("pipeline_rates", rates(found)), ("pipeline_queues", queues(diary))):
-        save_figure(figure.update_layout(template="dflash", width=900, height=500), folder, name)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("result", type=Path)
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    found = read_result(args.result, "pipeline.py", splits=list, one_device=dict)
+    with made_of(args.result, "pipeline.py"):
+        diary = pl.DataFrame(found["splits"][0]["diary"], schema=SCHEMA)
+        figures = {"pipeline_rates": rates(found), "pipeline_queues": queues(diary)}
+    for name, figure in figures.items():
+        save_figure(figure.update_layout(template="dflash", width=900, height=500), args.folder, name)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(told(main))

@@ -1,5 +1,5 @@
 """Planning and statistics at 913,000 and 10 million samples: padding, seconds and peak memory on this
-machine.
+machine; and how long the sliders of `memory_sweep` take to answer.
 
     python benchmarks/planning.py --json benchmarks/results/cpu/planning.json
 
@@ -95,6 +95,37 @@ def stats(path: Path, folder: Path) -> dict[str, float]:
     return {"seconds": seconds, "counting_seconds": counting, "samples": result.figures["samples"]}
 
 
+def sliders(folder: Path) -> dict[str, float]:
+    """Move every control of the memory planner's widget and time each move."""
+    from dflash_lab.workbench.stages.memory_sweep import MemorySweepParams, run_memory_sweep
+    from dflash_lab.workbench.widgets.memory_sweep import planner
+
+    params = MemorySweepParams(
+        run_dir=str(folder), target="random:qwen3.6-27b", device="cpu", dtype="bfloat16", budget_gib=94.97,
+        batches=[16, 128], lengths=[335, 3316], step_anchors=[64], step_blocks=[16], measure=False,
+    )  # fmt: skip
+    box = planner(run_memory_sweep(params), params)
+    controls, text = box.children[0].children[0].children, box.children[0].children[1]
+    taken_ms: dict[str, list[float]] = {}
+    for control in controls:
+        if hasattr(control, "options"):
+            values = [option[1] if isinstance(option, tuple) else option for option in control.options]
+            places = values[:: max(1, len(values) // 8)]
+        else:
+            places = [float(gib) for gib in np.geomspace(1, 800, 8)]
+        for place in (place for place in places if place != control.value):
+            before = text.value, [child.to_json() for child in box.children[1].children]
+            start = time.perf_counter()
+            control.value = place
+            taken_ms.setdefault(control.description, []).append(1e3 * (time.perf_counter() - start))
+            if before == (text.value, [child.to_json() for child in box.children[1].children]):
+                taken_ms[control.description].pop()  # the same answer: nothing had to be drawn
+    whole = [value for several in taken_ms.values() for value in several]
+    slowest = max(taken_ms, key=lambda name: max(taken_ms[name]))
+    log.info("slowest slider: %s", slowest)
+    return {"moves": len(whole), "median_ms": float(np.median(whole)), "worst_ms": max(whole)}
+
+
 def in_process(piece: str, *words: str) -> dict[str, float]:
     """Run one piece in a process of its own; its figures, peak memory in GiB, and seconds from start to
     end.
@@ -116,6 +147,8 @@ def measure(*, samples: int = SAMPLES, many: int = 10_000_000) -> dict[str, Any]
     figures["plan_peak_rss_gib"] = plans["peak_rss_gib"]
     figures["plan_process_seconds"] = plans["process_seconds"]
     with tempfile.TemporaryDirectory() as name:
+        moved = in_process("sliders", name)
+        figures.update((f"slider_{key}", moved[key]) for key in ("moves", "median_ms", "worst_ms"))
         for label, count in (("913k", samples), ("10m", many)):
             path = Path(name) / f"{label}.parquet"
             in_process("table", str(path), str(count))
@@ -130,6 +163,8 @@ def _piece(words: list[str]) -> dict[str, float]:
     elif words[0] == "table":
         write_table(Path(words[1]), int(words[2]))
         figures = {}
+    elif words[0] == "sliders":
+        figures = sliders(Path(words[1]))
     else:
         figures = stats(Path(words[1]), Path(words[2]))
     figures["peak_rss_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
-from quality_data import MEASURED_TOKENS, write_data
+from quality_data import MEASURED_TOKENS, check_data, write_data
 from quality_merge import merge_data
 from quality_recipes import ROWS, recipe
 from quality_study import CURVE, TRAINING, study
 from quality_warm import warm_drafter
+from result_file import told
 
 from dflash_lab import files, provenance
 from dflash_lab.acceptance.offline import offline
@@ -45,6 +45,7 @@ from dflash_lab.drafter.checkpoint import load_checkpoint, save_checkpoint
 from dflash_lab.drafter.live import LiveItems
 from dflash_lab.target.loading import choose_device, load_target
 from dflash_lab.target.smollm2 import cached_folder
+from dflash_lab.workbench.param_files import parse_parameters
 from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams, run_train_drafter
 from dflash_lab.workbench.stages.train_setup import drafter_config, open_bare
 
@@ -101,13 +102,14 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 def train_row(args: argparse.Namespace, row: str, out: Path) -> dict[str, Any]:
     """Train one row and measure it; what it gave is in `out`/row.json too."""
     device = choose_device(args.device)
-    values = recipe(row, {name: yaml.safe_load(value) for name, value in args.p})
+    values = recipe(row, {name: parse_parameters(f"{name}: {text}", "-p")[name] for name, text in args.p})
     if args.seconds:
         values["time_limit_s"] = float(args.seconds)
     if args.steps:
         values["max_steps"] = args.steps
     start_layers = values.pop("start_layers", [])
     values["samples"] = str(args.data / values.get("samples", "samples.parquet"))
+    check_data(args.data, (Path(values["samples"]).stem, *SETS))
     params = TrainDrafterParams(
         run_dir=str(out),
         target=args.target,
@@ -167,6 +169,7 @@ def line(record: dict[str, Any]) -> str:
 
 def client(args: argparse.Namespace) -> dict[str, Any]:
     """Decode prompts of both sets with the public client, in several processes."""
+    check_data(args.data, SETS)
     target = load_target(args.target, device="meta")
     found: dict[str, Any] = {}
     for name in SETS:
@@ -296,4 +299,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(told(main))

@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ import numpy as np
 from quality_augment import augment
 
 from dflash_lab.acceptance.prompts import file_prompts, humaneval_file
-from dflash_lab.data.samples import Sample, write_samples
+from dflash_lab.data.samples import Sample, read_lengths, read_provenance, write_samples
+from dflash_lab.errors import InputError, StoreError
 from dflash_lab.target.generation import generate
 from dflash_lab.target.model import Target
 from dflash_lab.target.prompting import prompts_of, self_prompts
@@ -39,6 +41,20 @@ PROGRAMMING = (
 )
 HELDOUT = 0.999999999  # share of a file that is for measuring only: all of it
 MEASURED_TOKENS = 128  # of an answer, in every tau of the study
+
+
+def check_data(folder: Path, names: Iterable[str]) -> None:
+    """`InputError` unless `folder` holds these files of samples, whole, with what made each beside it."""
+    for name in names:
+        path = folder / f"{name}.parquet"
+        try:
+            read_provenance(path)
+            read_lengths(path)
+        except (InputError, StoreError) as error:
+            what = str(error).rpartition(". ")[0]  # its last sentence names the stage `prepare`
+            raise InputError(
+                f"{what or path}. Write it with python benchmarks/quality.py data --out {folder}, or merge."
+            ) from error
 
 
 def write_data(

@@ -16,8 +16,10 @@ from typing import Any
 
 import polars as pl
 from quality_augment import flat, samples_of
+from quality_data import check_data
 
 from dflash_lab.data.samples import Sample, read_provenance, read_samples, write_samples
+from dflash_lab.errors import InputError
 
 log = logging.getLogger("quality")
 TRAINING = ("samples", "whole", "augmented")
@@ -27,9 +29,19 @@ Prompt = tuple[int, ...]
 
 def merge_data(folders: list[Path], out: Path) -> dict[str, Any]:
     """Write `out` from `folders`: each training file that all of them have, and the first one's measured
-    files; return counts and seconds, each part's own among them.
+    files; return counts and seconds, each part's own among them. `InputError` for a folder that `quality.py
+    data` did not write, that is given twice, or that is `out` itself.
     """
     started = time.perf_counter()
+    places = [folder.resolve() for folder in folders]
+    if twice := [folder for folder, place in zip(folders, places) if places.count(place) > 1]:
+        raise InputError(
+            f"--data {twice[-1]}: given twice; its samples would count as two parts. Give it once."
+        )
+    if out.resolve() in places:
+        raise InputError(f"--out {out}: is one of --data and would be written over. Give a new folder.")
+    for number, folder in enumerate(folders):
+        check_data(folder, ("samples", *MEASURED) if number == 0 else ("samples",))
     frames = [read_samples(folder / "samples.parquet") for folder in folders]
     asked = [prompts_by_id(frame) for frame in frames]
     shut = {

@@ -17,15 +17,17 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from quality_figures import against, common_step, gains, has_tau, point_at, runs_figure, study_figure
 from quality_study import left_by
 from result_figure import save_figure
+from result_file import made_of, read_result, told
 
-from dflash_lab.errors import InputError
-from dflash_lab.files import read_json, write_bytes, write_json
+from dflash_lab.errors import InputError, near
+from dflash_lab.files import write_bytes, write_json
 
 SETS = ("heldout", "humaneval")
 LENGTH = ("max_steps", "time_limit_s", "samples", "anchors")  # anchors: as many slots a step in every row
@@ -174,18 +176,29 @@ def gathered_study(folder: Path) -> Record:
 
 
 def gathered(
-    found: Record, studies: dict[str, str], runs: dict[str, str], clients: list[list[str]]
+    found: Record, studies: dict[str, str], runs: dict[str, str], clients: list[tuple[str, str]]
 ) -> Record:
     """`found` with studies, recorded runs and the clients' measures put in."""
     for name, folder in studies.items():
         found["studies"][name] = gathered_study(Path(folder))
     for name, folder in runs.items():
-        found["runs"][name] = {**left_by(Path(folder)), "clients": {}}
+        with made_of(Path(folder) / "row.json", "quality.py"):
+            found["runs"][name] = {**left_by(Path(folder)), "clients": {}}
     for name, path in clients:
-        measured = read_json(Path(path))
+        measured = read_result(path, "quality.py", tau=dict, block_size=int)
+        if name not in found["runs"]:
+            raise InputError(f"--client {name}: the file has no such run{near(name, found['runs'])}.")
         how = f"block {measured['block_size']}" if measured["block_size"] else "its own block"
         found["runs"][name]["clients"][how] = {k: measured[k] for k in ("tau", "dtype", "client_device")}
     return found
+
+
+def named(text: str) -> tuple[str, str]:
+    """What NAME=PATH on the command line says."""
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH, such as long=runs/long")
+    return name, path
 
 
 def main() -> None:
@@ -195,19 +208,19 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--page", type=Path)
-    parser.add_argument("--study", nargs="*", default=[], metavar="NAME=RUNS")
-    parser.add_argument("--run", nargs="*", default=[], metavar="NAME=FOLDER")
-    parser.add_argument("--client", nargs="*", default=[], metavar="NAME=JSON")
+    parser.add_argument("--study", nargs="*", default=[], type=named, metavar="NAME=RUNS")
+    parser.add_argument("--run", nargs="*", default=[], type=named, metavar="NAME=FOLDER")
+    parser.add_argument("--client", nargs="*", default=[], type=named, metavar="NAME=JSON")
     args = parser.parse_args()
-    found = read_json(args.file) if args.file.exists() else {"studies": {}, "runs": {}}
+    found: Record = {"studies": {}, "runs": {}}
+    if args.file.exists():
+        found = read_result(args.file, "quality.py", studies=dict, runs=dict)
     if args.study or args.run or args.client:
-        study, run, client = (
-            [p.split("=", 1) for p in pairs] for pairs in (args.study, args.run, args.client)
-        )
-        found = gathered(found, dict(study), dict(run), client)
+        found = gathered(found, dict(args.study), dict(args.run), args.client)
         write_json(args.file, found)
-    save(found, args.folder, args.page)
+    with made_of(args.file, "quality_report.py"):
+        save(found, args.folder, args.page)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(told(main))

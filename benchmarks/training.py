@@ -37,6 +37,7 @@ import torch
 import torch.nn.functional as F
 from loss import matmul_rates
 from random_store import write_random_store
+from result_file import made_of, read_result, told
 from torch import Tensor
 
 from dflash_lab import files
@@ -378,8 +379,10 @@ PIPELINE = ("pipeline_drafter_busy_pct", "pipeline_speedup")
 
 def add_pipeline(path: Path, measured: Path) -> None:
     """Put the online pipeline's headline figures from a result of `pipeline.py` into one of this script."""
-    result, other = files.read_json(path), files.read_json(measured)
-    result["figures"] |= {name: other["figures"][name] for name in PIPELINE}
+    result = read_result(path, "training.py", figures=dict, cases=dict)
+    other = read_result(measured, "pipeline.py", figures=dict, splits=list)
+    with made_of(measured, "pipeline.py"):
+        result["figures"] |= {name: other["figures"][name] for name in PIPELINE}
     result["pipeline"] = {"from": measured.name} | {n: other.get(n) for n in ("device", "time", "commit")}
     files.write_json(path, result)
 
@@ -446,4 +449,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(told(main))

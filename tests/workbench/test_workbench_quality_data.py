@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from dflash_lab.data.samples import Sample, read_samples, write_samples
+from dflash_lab.errors import InputError
 from dflash_lab.target.generation import generate
 from dflash_lab.target.loading import load_target
 from dflash_lab.target.template import user_frame
@@ -141,3 +142,33 @@ def test_a_merge_keeps_what_is_measured_apart(target, tmp_path):
     both = found["augmented"].filter(pl.col("split") == "heldout")["input_ids"].to_list()
     assert {tuple(ids) for ids in both} == held
     assert read_samples(tmp_path / "c" / "heldout.parquet").equals(read_samples(first / "heldout.parquet"))
+
+
+def test_a_merge_names_what_is_wrong_with_its_folders(target, tmp_path):
+    from quality_data import HELDOUT
+    from quality_merge import merge_data
+
+    first, second = tmp_path / "a", tmp_path / "b"
+    one = write(target, first / "samples.parquet", seed=1, count=4)
+    with pytest.raises(
+        InputError, match=rf"{first}/heldout.* Write it with python benchmarks/quality.py data"
+    ):
+        merge_data([first], tmp_path / "c")
+    for name in ("heldout", "humaneval"):
+        write_samples(first / f"{name}.parquet", one, heldout_fraction=HELDOUT, provenance={})
+    with pytest.raises(InputError) as refused:
+        merge_data([first, second], tmp_path / "c")
+    assert f"{second}/samples" in str(refused.value) and "quality.py data --out" in str(refused.value)
+    assert "prepare" not in str(refused.value)
+    write(target, second / "samples.parquet", seed=2, count=4)
+    (tmp_path / "link").symlink_to(first)
+    for again in (first, tmp_path / "a" / ".." / "a", tmp_path / "link"):
+        with pytest.raises(InputError, match=rf"--data {again}: given twice"):
+            merge_data([first, second, again], tmp_path / "c")
+    with pytest.raises(InputError, match=r"--out .*: is one of --data"):
+        merge_data([first, second], second)
+    whole = (second / "samples.parquet").read_bytes()
+    (second / "samples.parquet").write_bytes(whole[:-20])
+    with pytest.raises(InputError, match=r"python benchmarks/quality\.py data --out") as refused:
+        merge_data([first, second], tmp_path / "c")
+    assert "prepare" not in str(refused.value) and not (tmp_path / "c").exists()
