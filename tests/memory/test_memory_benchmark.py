@@ -20,7 +20,9 @@ from dflash_lab.memory.measure import count_forward
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "memory.py"
 
 
-@pytest.mark.parametrize(("text", "words"), [('{"rows', "not valid JSON"), ("[1]", "no result of benchmarks/")])
+@pytest.mark.parametrize(
+    ("text", "words"), [('{"rows', "not valid JSON"), ("[1]", "no result of benchmarks/")]
+)
 def test_what_it_cannot_resume_from_is_named_and_kept(tmp_path, text, words):
     path = tmp_path / "memory.json"
     path.write_text(text)
