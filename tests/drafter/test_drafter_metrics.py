@@ -71,6 +71,12 @@ def test_calibration_error_and_agreement():
     assert report["agreement"] == pytest.approx(3 / 4) and report["kl"] == pytest.approx(0.25)
 
 
+def test_too_sure_and_too_modest_do_not_cancel():
+    tally = Tally(3, "cpu")
+    tally.add(row([[0, 0, 1]], [[0, 1, 1]], confidence=[[0.0, 0.8, 0.2]]))
+    assert tally.report()["ece"] == pytest.approx((0.8 + 0.8) / 2)
+
+
 def test_random_rows_against_loops_and_sums_add():
     generator = torch.Generator().manual_seed(0)
     rows = []

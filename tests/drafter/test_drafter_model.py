@@ -210,14 +210,17 @@ def test_rotation_is_relative():
 
 
 def test_gradient_checkpointing_changes_nothing():
-    gradients = []
+    gradients, forwards = [], []
     for recompute in (False, True):
         drafter = tiny_drafter().train()
         drafter.gradient_checkpointing = recompute
         embeddings, taps, layout = case(drafter.config)
+        counted: list[int] = []
+        drafter.layers[1].self_attn.q_proj.register_forward_hook(lambda *_, c=counted: c.append(1))
         drafter(embeddings, taps, layout).square().sum().backward()
+        forwards.append(len(counted))
         gradients.append(torch.cat([p.grad.flatten() for p in drafter.parameters()]))
-    assert torch.equal(*gradients)
+    assert torch.equal(*gradients) and forwards == [1, 2]
 
 
 def test_logits_are_scaled_then_capped():

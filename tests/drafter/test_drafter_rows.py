@@ -62,6 +62,16 @@ def test_epochs_differ_and_rows_repeat():
         assert sorted(h for row in epoch for h in row.hashes) == sorted(item.hash for item in items)
 
 
+def test_anchors_are_drawn_anew_each_epoch_and_sorted():
+    items = tiny_items(1, heldout=0, low=60, high=61)
+    rows = PackedRows(items, [0], tiny_config(), context_tokens=64, anchors=10, seed=0)
+    drawn = [rows.row(epoch, 0).layout.anchors.tolist() for epoch in range(4)]
+    assert len({tuple(anchors) for anchors in drawn}) == 4  # the same document each time
+    assert all(anchors == sorted(anchors) and len(set(anchors)) == 10 for anchors in drawn)
+    other = PackedRows(items, [0], tiny_config(), context_tokens=64, anchors=10, seed=1)
+    assert other.row(0, 0).layout.anchors.tolist() != drawn[0]
+
+
 def test_a_row_is_its_documents_side_by_side():
     items, rows = source()
     by_hash = {item.hash: item for item in items}

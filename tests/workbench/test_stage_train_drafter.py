@@ -105,6 +105,8 @@ def test_stage_leaves_a_drafter_and_its_figures(result, run_dir):
     assert result.positions["slot"].unique().sort().to_list() == [1, 2, 3]
     heldout = result.metrics.filter(kind="heldout")
     assert heldout["step"].to_list() == [0, 6, 12]
+    measured = {"loss", "ce", "kl", "entropy", "accuracy", "streak", "top2_streak", "agreement", "ece"}
+    assert heldout.select(measured).null_count().sum_horizontal()[0] == 0
     taus = heldout.select("chained_tau", "tree16_tau", "tree64_tau")
     assert all(1 <= tau <= 4 for row in taus.rows() for tau in row)
 

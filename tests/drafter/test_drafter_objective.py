@@ -1,0 +1,103 @@
+"""A row's loss against what a real target says: its own norm and head at a + k - 1, its argmax, both
+denominators.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.tiny_drafters import tiny_config, tiny_drafter, tiny_head, tiny_items
+
+from dflash_lab.data.items import FeatureItem
+from dflash_lab.drafter.config import DrafterConfig
+from dflash_lab.drafter.loss.config import LossConfig
+from dflash_lab.drafter.model import Drafter
+from dflash_lab.drafter.objective import Objective
+from dflash_lab.drafter.rows import pack
+from dflash_lab.drafter.settings import TrainSettings
+from dflash_lab.target.loading import load_target
+from dflash_lab.target.taps import Taps
+
+
+def chosen(**changes) -> TrainSettings:
+    return TrainSettings(max_steps=1, context_tokens=200, anchors=40, **changes)
+
+
+@torch.no_grad()
+def items_and_logits(target, tap_ids, lengths=(30, 24)):
+    """Items with the target's states, and its logits at every position of each, from a plain forward."""
+    generator = torch.Generator().manual_seed(0)
+    items, logits = [], []
+    for number, length in enumerate(lengths):
+        ids = torch.randint(0, 255, (length,), generator=generator)
+        with Taps(target.layers, [*tap_ids, target.num_layers - 1]) as taps:
+            output = target.body(input_ids=ids[None], use_cache=False)
+            *states, final = (state[0] for state in taps.take())
+        mask = (torch.arange(length) >= 4).to(torch.uint8)
+        hashed = f"{number:032x}"
+        items.append(FeatureItem(hashed, ids.int(), mask, torch.cat(states, -1), final, False))
+        logits.append(target.head.logits(output.last_hidden_state)[0])
+    return items, logits
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_5", "qwen3_5_moe"])
+def test_the_teacher_is_the_targets_own_distribution_one_position_before_the_slot(tiny_target, kind):
+    """Through the target's own final norm: x * w of Llama, x * (1 + w) of Qwen3.5."""
+    target = load_target(str(tiny_target(kind)))
+    config = DrafterConfig.from_target(
+        target.config, mask_token_id=280, num_layers=1, block_size=5, tap_ids=(1, 4)
+    )
+    drafter = Drafter(config).initialize(torch.Generator().manual_seed(0))
+    items, logits = items_and_logits(target, config.tap_ids)
+    row = pack(items, config, 200, 1000, torch.Generator().manual_seed(0))
+    settings = chosen(loss=LossConfig(hard_weight=0.0, soft_weight=1.0))
+    loss = Objective(target.head, config, settings)(drafter, drafter, row, row.taps, teacher=False)
+    embeddings = target.head.embed(row.block_ids)
+    with torch.no_grad():
+        drafted = drafter.logits(drafter(embeddings, row.taps, row.layout), target.head.weight).log_softmax(
+            -1
+        )
+    starts = torch.tensor([0, len(items[0])])
+    document = (row.layout.starts > 0).long()
+    compared = 0
+    for block, slot in row.slot_mask.nonzero().tolist():
+        place = int(row.layout.anchors[block] - starts[document[block]]) + slot
+        said = logits[int(document[block])][place - 1]
+        assert int(loss.rows.target_argmax[block, slot]) == int(said.argmax())
+        wanted = (said.softmax(-1) * (said.log_softmax(-1) - drafted[block, slot])).sum()
+        assert float(loss.rows.kl[block, slot]) == pytest.approx(float(wanted), rel=1e-3, abs=1e-4)
+        compared += 1
+    assert compared > 100
+
+
+def test_labels_from_the_argmax_are_the_targets_first_choices(tiny_target):
+    target = load_target(str(tiny_target("qwen3")))
+    config = DrafterConfig.from_target(
+        target.config, mask_token_id=280, num_layers=1, block_size=5, tap_ids=(1, 4)
+    )
+    drafter = Drafter(config).initialize(torch.Generator().manual_seed(0))
+    items, _ = items_and_logits(target, config.tap_ids)
+    row = pack(items, config, 200, 1000, torch.Generator().manual_seed(0))
+    found = {}
+    for labels in ("data", "argmax"):
+        objective = Objective(target.head, config, chosen(loss=LossConfig(label_source=labels)))
+        found[labels] = objective(drafter, drafter, row, row.taps, teacher=True).rows
+    live = found["data"].live
+    assert torch.equal(found["data"].label[live], row.labels[live])
+    assert torch.equal(found["argmax"].label[live], found["data"].target_argmax[live])
+    assert not torch.equal(found["argmax"].label[live], found["data"].label[live])
+
+
+def test_a_loss_is_divided_by_the_sum_of_weights_or_by_the_number_of_slots():
+    items, drafter = tiny_items(3, heldout=0), tiny_drafter()
+    row = pack(items, tiny_config(), 100, 1000, torch.Generator().manual_seed(0))
+    below, totals = {}, {}
+    for name in ("weights", "mask"):
+        objective = Objective(tiny_head(), drafter.config, chosen(gamma=2.0, denominator=name))
+        loss = objective(drafter, drafter, row, row.taps.float(), teacher=False)
+        below[name], totals[name] = float(loss.below), float(loss.total.detach())
+    slots = row.slot_mask.sum(0).double()
+    decayed = (slots[1:] * torch.exp(-torch.arange(3) / 2.0)).sum()
+    assert below["mask"] == int(slots.sum())
+    assert below["weights"] == pytest.approx(float(decayed))
+    assert totals["mask"] == totals["weights"]

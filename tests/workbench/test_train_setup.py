@@ -1,0 +1,56 @@
+"""Every choice of the training stage changes what is trained or how: none is asked for and then forgotten."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from dflash_lab.target.loading import load_head
+from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+from dflash_lab.workbench.stages.train_here import first_drafter
+from dflash_lab.workbench.stages.train_setup import drafter_config, train_settings
+
+BASE = dict(device="cpu", source="live", num_layers=2, sliding_layers=[0], max_steps=9, interactive=False)
+CHANGED = dict(
+    tap_ids=[1, 2], num_layers=3, block_size=5, sliding_layers=[1], sliding_window=7, mask_token_id=270,
+    num_heads=8, num_kv_heads=1, head_dim=8, intermediate_size=32, second=True, selector_weight=0.5,
+    context_tokens=100, anchors=7, accumulate=3, noise_std=0.1, gamma=3.0, weighting="dpace", dpace_alpha=0.1,
+    denominator="mask", labels="argmax", hard_weight=0.5, soft_weight=0.5, temperature=2.0, cap_weight=0.1,
+    tv_weight=0.1, lk_weight=0.1, length_weight=0.1, acceptance="overlap", optimizer="muon", lr=1e-5,
+    weight_decay=0.1, muon_lr=0.1, muon_weight_decay=0.2, moments="int8", offload=True, warmup=0.1, floor=0.1,
+    clip_norm=2.0, max_steps=8, time_limit_s=5.0, log_every=3, eval_every=3, eval_rows=2, checkpoint_every=3,
+    keep=1, max_bad_steps=2, explode_factor=9.0, gradient_checkpointing=True, attention="dense", seed=1,
+)  # fmt: skip
+# Where states come from and results go, where it runs, and how many steps an epoch is: tests of their own.
+ELSEWHERE = {
+    "run_dir", "target", "device", "dtype", "interactive", "force", "source", "store", "samples", "drafter",
+    "start_from", "drafter_dtype", "epochs", "tau_samples", "compile", "compile_target", "processes",
+    "parallel", "targets", "drafters", "head", "queue_rows", "export",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tiny_target):
+    target = str(tiny_target("llama"))
+    head = load_head(target, device="cpu", dtype="float32")
+
+    def make(**changes):
+        """All that the loop is given of some parameters."""
+        params = TrainDrafterParams(**{**BASE, "target": target, **changes})
+        config = drafter_config(params, None)
+        drafter = first_drafter(params, config, head, torch.device("cpu"), torch.float32)
+        settings = train_settings(params, None, config)  # type: ignore[arg-type]
+        return config, settings, drafter.gradient_checkpointing
+
+    return make
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_choice_changes_the_run(made, name):
+    assert made(**{name: CHANGED[name]}) != made()
+
+
+def test_no_choice_is_left_out():
+    assert {field.name for field in dataclasses.fields(TrainDrafterParams)} == {*CHANGED, *ELSEWHERE}
