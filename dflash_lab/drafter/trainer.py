@@ -128,6 +128,7 @@ class Trainer:
             last={},
             best=None,
             best_step=0,
+            ended=False,  # whether the step behind us was the last one, measured and logged as such
         )
 
     @property
@@ -148,11 +149,12 @@ class Trainer:
                 evaluate(self)
             self.compile_seconds = warm_up(self)
             with contextlib.closing(prefetch(feed(self.stream(), self.device))) as stream:
-                done = self.done
+                # A save can find the time up after a step that was not the last: a step more is due.
+                done = self.done and self.place.get("ended", True)  # older checkpoints do not say
                 while not done:
                     self.train_step(stream)
                     self.require_blocks()
-                    done = self.done  # asked once: if a record below finds the time up, a step more is due
+                    done = self.place["ended"] = self.done  # asked once: what is below takes time as well
                     if self.step % settings.log_every == 0 or done:
                         log(self)
                     if self.step % settings.eval_every == 0 or done:

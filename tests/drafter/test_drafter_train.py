@@ -226,6 +226,31 @@ def test_time_limit_ends_the_run_with_a_low_rate(tmp_path, monkeypatch, log_ever
     assert report.last["step"] == report.steps
 
 
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_run_taken_up_where_a_save_found_the_time_up_is_measured_at_its_end(
+    tmp_path, monkeypatch, finished
+):
+    ticks = iter(range(10**6))
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) * 0.025)
+    monkeypatch.setattr("dflash_lab.drafter.trainer.time", clock)
+    rare = dict(eval_every=100_000, checkpoint_every=1, log_every=100_000)
+    chosen = settings(max_steps=100_000, time_limit_s=1.0, **rare)
+
+    def stop(*args, **facts):
+        newest = states.newest(tmp_path / "checkpoints")
+        place = json.loads((newest / "trainer" / "state.json").read_text())["place"]
+        if place["seconds"] >= 1.0 and place["ended"] == finished:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_items(), tiny_head(), fresh(), chosen, folder=tmp_path, on_progress=stop)
+    before = records(tmp_path, "step")[-1]["step"]
+    assert (records(tmp_path, "heldout")[-1]["step"] == before) is finished
+    report = train(tiny_items(), tiny_head(), fresh(), chosen, folder=tmp_path)
+    assert report.steps == before + (not finished) == report.last["step"]
+    assert records(tmp_path, "heldout")[-1]["step"] == records(tmp_path, "train")[-1]["step"] == report.steps
+
+
 def test_a_probe_of_many_shapes_leaves_the_steps_compiled(tmp_path):
     """More shapes than the compiler keeps (8), met before the first step."""
     torch.compiler.reset()
