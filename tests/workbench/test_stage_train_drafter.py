@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -21,7 +22,11 @@ from dflash_lab.drafter.journal import Journal, Reader
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.workbench.figures import train_drafter as figures
 from dflash_lab.workbench.stage import execute
-from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams, TrainDrafterResult
+from dflash_lab.workbench.stages.train_drafter import (
+    TrainDrafterParams,
+    TrainDrafterResult,
+    run_train_drafter,
+)
 from dflash_lab.workbench.stages.train_frames import seconds_left
 from dflash_lab.workbench.train_launch import WorkerFailed
 from dflash_lab.workbench.widgets import train_drafter as widgets
@@ -294,6 +299,21 @@ def test_a_dead_process_ends_the_stage_with_its_traceback(result, run_dir, tiny_
     )
     with pytest.raises(WorkerFailed, match="run the stage that wrote it again"):
         execute(chosen)
+
+
+def test_a_silently_damaged_part_is_refused_by_name_before_the_first_step(run_dir, tiny_target, tmp_path):
+    (tmp_path / "run").mkdir()
+    store = tmp_path / "store"
+    shutil.copytree(run_dir / "store", store)
+    part = next(store.glob("shard-*/part-*.safetensors"))
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    with pytest.raises(StoreError, match=rf"{part.name}: not the bytes .* recheck True"):
+        run_train_drafter(params(tmp_path / "run", tiny_target, store=str(store)))
+    assert not (tmp_path / "run" / "train_drafter").exists()
+    few = dict(max_steps=1, tau_samples=0)
+    run_train_drafter(params(tmp_path / "run", tiny_target, store=str(store), check_store=False, **few))
 
 
 @pytest.mark.parametrize("lost", ["model.safetensors", "config.json", "serve.md"])

@@ -31,6 +31,7 @@ class TrainDrafterParams(StageParams):
 
     source: str = param("store", "of states: a feature store, or the live target", choices=("store", "live"))
     store: str = param("", "feature store folder; empty: <run_dir>/store")
+    check_store: bool = param(True, "hold the store against its checksums once, before the first step")
     samples: str = param("", "samples file (live); empty: <run_dir>/samples.parquet")
     tap_ids: list[int] = param(
         [], "layers to tap (live; a store has its own); empty: five by the DFlash rule", low=0
@@ -241,7 +242,7 @@ def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> Train
     from dflash_lab.workbench.train_pipeline import train_pipeline
 
     check_placement(params)
-    train_setup.open_bare(params)  # what is wrong with it is told before targets load and processes start
+    train_setup.check_states(params, progress)  # before targets load and processes start
     params = with_anchors(params)
     files.make_folder(params.drafter_path)
     if params.targets:

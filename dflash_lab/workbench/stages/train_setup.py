@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dflash_lab.drafter.settings import TrainSettings
     from dflash_lab.extraction.store import FeatureStore
     from dflash_lab.target.head import TargetHead
+    from dflash_lab.workbench.progress import ProgressCallback
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
     States = FeatureStore | SampleItems
@@ -108,6 +109,15 @@ def open_bare(params: TrainDrafterParams) -> States:
             "more conversations or a smaller heldout_fraction."
         )
     return items
+
+
+def check_states(params: TrainDrafterParams, progress: ProgressCallback | None) -> None:
+    """Tell what is wrong with the store or the samples; a store's bytes are read where that is wanted."""
+    from dflash_lab.extraction.checked import check_parts
+
+    open_bare(params)
+    if params.source == "store" and params.check_store:
+        check_parts(params.store_path, progress)
 
 
 def live_taps(params: TrainDrafterParams) -> list[int]:
