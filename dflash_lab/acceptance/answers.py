@@ -7,13 +7,14 @@ where nothing was extracted. Prompts without an answer take what plain decoding 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from dflash_lab.acceptance.live import answered_items, sample_items, stored_items, text_hash
 from dflash_lab.acceptance.prompts import Prompt
 from dflash_lab.acceptance.study import Study
 from dflash_lab.data.items import FeatureItem
-from dflash_lab.data.samples import scan_samples
+from dflash_lab.data.samples import provenance_path, read_provenance, scan_samples
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.store import FeatureStore, open_store
 from dflash_lab.target.model import Target
@@ -65,6 +66,20 @@ class Answers:
             return [prompt.hash for prompt in prompts], [prompt.answer for prompt in prompts]
         names = [text_hash([*asked, *a.tokens]) for asked, a in zip(plain.asked, plain.answers)]
         return names, [answer.tokens for answer in plain.answers]
+
+    def made_by(self) -> tuple[Path | None, bool | None]:
+        """Return the samples file that says how training text was rendered, if there is one, and whether the
+        prompts were rendered with thinking on (None: they are that file's own).
+        """
+        samples = Path(self._params.samples_path)
+        if self.stored:
+            return samples, None
+        return samples if provenance_path(samples).exists() else None, self._params.thinking
+
+    def thinking(self) -> bool:
+        """Return whether the prompts were rendered with thinking on."""
+        _, given = self.made_by()
+        return bool(read_provenance(self._params.samples_path)["thinking"]) if given is None else given
 
     def sources(self, prompts: Sequence[Prompt]) -> dict[str, str]:
         """Return the source of each sample by its hash."""

@@ -17,7 +17,10 @@ from dflash_lab.acceptance.target_run import TargetRun
 from dflash_lab.data.samples import read_provenance
 from dflash_lab.drafter.config import resolve_mask_token_id
 from dflash_lab.target.identity import template_hash, tokenizer_hash
+from dflash_lab.target.model import Target
+from dflash_lab.target.template import render_prompt
 
+_ON = {True: "on", False: "off"}
 FINE, SUSPECT, SKIPPED = "fine", "suspect", "not checked"
 MARGIN = 0.05  # by how much a wrong variant must be more accurate at slot 1 to be named the cause
 
@@ -58,22 +61,33 @@ def greedy_answers(case: Case) -> Check:
     return Check("answers of the target", verdict, share, f"{100 * share:.1f} % {what}{why}")
 
 
-def template(case: Case, samples: Path | None) -> Check:
+def template(target: Target, samples: Path | None, thinking: bool | None = None) -> Check:
+    """Hold the template and thinking mode of the samples trained on against the target's, and against how
+    prompts were rendered now (`thinking`; None: they are the samples' own).
+    """
     name = "chat template"
     if samples is None:
-        return Check(
-            name, SKIPPED, float("nan"), "the prompts were rendered just now with the target's own template"
-        )
+        return Check(name, SKIPPED, float("nan"), "no samples file says how the training text was rendered")
     made = read_provenance(samples)
     now = {
-        "tokenizer_hash": tokenizer_hash(case.target.tokenizer),
-        "template_hash": template_hash(case.target.tokenizer),
+        "tokenizer_hash": tokenizer_hash(target.tokenizer),
+        "template_hash": template_hash(target.tokenizer),
     }
     differs = [key for key, value in now.items() if made.get(key) not in (None, value)]
-    thinking = f"thinking {'on' if made.get('thinking') else 'off'}"
     if differs:
         return Check(name, SUSPECT, 1.0, f"the samples were made with another {' and '.join(differs)}")
-    return Check(name, FINE, 0.0, f"the samples' template and tokenizer are the target's; {thinking}")
+    then = bool(made.get("thinking"))
+    if thinking not in (None, then) and _prompt(target, True) != _prompt(target, False):
+        detail = (
+            f"the samples were made with thinking {_ON[then]}, these prompts with thinking {_ON[not then]}"
+        )
+        return Check(name, SUSPECT, 1.0, detail)
+    detail = f"the samples' template and tokenizer are the target's; thinking {_ON[then]}"
+    return Check(name, FINE, 0.0, detail)
+
+
+def _prompt(target: Target, thinking: bool) -> list[int]:
+    return render_prompt(target.tokenizer, [{"role": "user", "content": "?"}], thinking=thinking)
 
 
 def tap_states(case: Case) -> Check:

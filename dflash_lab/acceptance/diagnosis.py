@@ -28,16 +28,17 @@ def diagnose(
     items: Sequence[FeatureItem],
     *,
     samples: Path | None = None,
+    thinking: bool | None = None,
     max_items: int = 4,
     progress: Callable[..., None] | None = None,
 ) -> list[Check]:
     """Run every check on the first `max_items` items; `samples` is the file whose provenance names a
-    template.
+    template, `thinking` how prompts were rendered that are not from it.
     """
     case = Case(target, drafter, list(items[:max_items]))
     checks = [
         causes.greedy_answers,
-        lambda case: causes.template(case, samples),
+        lambda case: causes.template(case.target, samples, thinking),
         causes.tap_states,
         causes.tap_layers,
         causes.final_norm,

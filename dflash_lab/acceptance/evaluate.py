@@ -13,7 +13,7 @@ from typing import Any
 import polars as pl
 import torch
 
-from dflash_lab.acceptance import diagnosis
+from dflash_lab.acceptance import causes, diagnosis
 from dflash_lab.acceptance.agreement import compare_taus
 from dflash_lab.acceptance.answers import Answers
 from dflash_lab.acceptance.decode import Decoded
@@ -42,7 +42,6 @@ from dflash_lab.acceptance.study import (
 from dflash_lab.acceptance.target_run import check_tree_target
 from dflash_lab.acceptance.tau import compare
 from dflash_lab.acceptance.together import run_together
-from dflash_lab.data.items import FeatureItem
 from dflash_lab.drafter.checkpoint import load_checkpoint
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import UnsupportedTarget
@@ -64,6 +63,7 @@ class Evaluator:
         self.drafter = self._load(params.drafter_path)
         self.size = params.block_size or self.drafter.config.block_size
         self.answers = Answers(params, self.target, self.drafter.config.tap_ids)
+        self.rendered = causes.template(self.target, *self.answers.made_by())
         available = load_prompts(
             params.prompts, params.samples_path, lambda: self.target.tokenizer, thinking=params.thinking
         )
@@ -94,7 +94,8 @@ class Evaluator:
         self._decode_together()
         checks = self._checks()
         self._speed()
-        self.facts["protocol"] = Protocol.of(params, self.target, len(self.prompts), self.size).as_dict()
+        protocol = Protocol.of(params, self.target, len(self.prompts), self.size, self.answers.thinking())
+        self.facts["protocol"] = protocol.as_dict()
         self.facts["phases"] = {
             name: study.phase_share() for name, study in self.studies.items() if name != "plain"
         }
@@ -115,7 +116,7 @@ class Evaluator:
             costs=operating.costs,
             points=operating.points,
             checks=checks,
-            breaks=self._breaks(report),
+            breaks=breaks_frame(report, self._token, self.answers.sources(self.prompts), self.params.prompts),
             offline=report,
             facts=self.facts,
         )
@@ -150,6 +151,8 @@ class Evaluator:
         if method != "plain" and self.params.temperature == 0:
             found = differences(self.target, self.studies["plain"], study)
             self.facts.setdefault("differences", {})[method] = [vars(d) for d in found]
+            for name, count in (("greedy_different", len(found)), ("greedy_ties", sum(d.tie for d in found))):
+                self.figures[name] = self.figures.get(name, 0) + count
         return study
 
     def _speculative(
@@ -190,7 +193,7 @@ class Evaluator:
         numbers.
         """
         params = self.params
-        items = self._items(extra=params.offline_samples)
+        items = self.answers.items(self.prompts, self.studies["plain"], extra=params.offline_samples)
         self.facts["offline_source"] = self.answers.source
         with_temperatures = self.answers.has_final and not self.drafter.config.is_second
         done = itertools.count(1)
@@ -216,13 +219,6 @@ class Evaluator:
             "offline_anchors": len(report.anchors),
         }
         return report
-
-    def _items(self, extra: int) -> Sequence[FeatureItem]:
-        return self.answers.items(self.prompts, self.studies["plain"], extra=extra)
-
-    def _breaks(self, report: OfflineReport) -> pl.DataFrame:
-        source = self.answers.sources(self.prompts)
-        return breaks_frame(report, self._token, source, self.params.prompts)
 
     def _operating(self, report: OfflineReport) -> Operating:
         """Costs and the points that pay; tau of the chosen budget on the test part."""
@@ -290,27 +286,32 @@ class Evaluator:
         self.figures["together_tokens_per_s"] = round(tokens_per_s, 2)
 
     def _speed(self) -> None:
-        """Speed-ups over plain decoding, equality of outputs, and the reason when decoding is slower."""
+        """Speed-ups over plain decoding, and the reason when decoding is slower."""
         found, self.facts["speed"] = speeds(self.studies, self.size, self.figures["best_block_size"])
         self.figures |= found
-        if self.params.temperature == 0:
-            rows = [row for rows in self.facts["differences"].values() for row in rows]
-            self.figures["greedy_different"] = len(rows)
-            self.figures["greedy_ties"] = sum(row["tie"] for row in rows)
 
     def _checks(self) -> pl.DataFrame:
-        """Run the diagnosis when asked for, or when offline and decoded tau disagree."""
-        params = self.params
+        """Run the diagnosis when asked for, and where something says that a tau is not what it seems: offline
+        and decoded ones disagree, greedy answers are not plain decoding's, or prompts are rendered otherwise
+        than the training text was.
+        """
+        params, told = self.params, self.agreement.sentence(self.params.gap_tolerance)
         disagree = params.temperature == 0 and abs(self.agreement.judged_gap) > params.gap_tolerance
-        self.facts["agreement"] = self.agreement.sentence(params.gap_tolerance)
-        if params.diagnose == "never" or (params.diagnose == "auto" and not disagree):
+        lossy = self.figures.get("greedy_different", 0) > self.figures.get("greedy_ties", 0)
+        if lossy:
+            told += " Some greedy answers are not the target's own: decoding is at fault."
+        self.facts["agreement"] = told
+        doubt = disagree or lossy or self.rendered.verdict == causes.SUSPECT
+        if params.diagnose == "never" or (params.diagnose == "auto" and not doubt):
             return pl.DataFrame(schema=diagnosis.SCHEMA)
+        samples, thinking = self.answers.made_by()
         checks = diagnosis.diagnose(
             self.target,
             self.drafter,
-            self._items(extra=0),
-            samples=params.samples_path if self.answers.stored else None,
+            self.answers.items(self.prompts, self.studies["plain"]),
+            samples=samples,
+            thinking=thinking,
             progress=self.progress,
         )
-        self.facts["cause"] = diagnosis.likely_cause(checks, disagree)
+        self.facts["cause"] = diagnosis.likely_cause(checks, disagree or lossy)
         return diagnosis.checks_frame(checks)

@@ -39,9 +39,11 @@ class Protocol:
     )
 
     @classmethod
-    def of(cls, params: Any, target: Target, count: int, block_size: int) -> Protocol:
-        """Return the rules of an evaluation with the stage's `params` of `count` prompts."""
-        own = ("thinking", "temperature", "top_p", "top_k", "max_new_tokens", "prompts", "seed")
+    def of(cls, params: Any, target: Target, count: int, block_size: int, thinking: bool) -> Protocol:
+        """Return the rules of an evaluation with the stage's `params` of `count` prompts, rendered with
+        `thinking` or without.
+        """
+        own = ("temperature", "top_p", "top_k", "max_new_tokens", "prompts", "seed")
         return cls(
             target=target.name,
             dtype=str(target.dtype).removeprefix("torch."),
@@ -49,6 +51,7 @@ class Protocol:
             template="none" if target.name.startswith("random:") else template_id(target),
             count=count,
             block_size=block_size,
+            thinking=thinking,
             **{name: getattr(params, name) for name in own},
         )
 

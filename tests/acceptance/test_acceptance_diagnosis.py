@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from drafters import overfit, random_drafter
+from support.tiny_targets import THINKING, build_tiny
 
 from dflash_lab.acceptance import causes, target_run
 from dflash_lab.acceptance.causes import FINE, SKIPPED, SUSPECT
@@ -15,6 +16,10 @@ from dflash_lab.acceptance.diagnosis import diagnose, likely_cause
 from dflash_lab.acceptance.diagnosis_case import Case
 from dflash_lab.acceptance.target_run import TargetRun
 from dflash_lab.data.items import FeatureItem
+from dflash_lab.files import write_json
+from dflash_lab.target.identity import template_hash, tokenizer_hash
+from dflash_lab.target.loading import load_target
+from dflash_lab.target.template import render_prompt
 
 PROMPTS = [[257, 84, 104, 105, 115, 32, 105], [257, 80, 44, 10, 32], [257, 66, 67, 12]]
 
@@ -25,10 +30,10 @@ def states(target, ids, layers):
         return run.step(torch.tensor(ids), certain=True).taps
 
 
-def items_of(target, tap_ids, answers=None, count=30):
+def items_of(target, tap_ids, answers=None, count=30, prompts=PROMPTS):
     """Items as extraction makes them, with final states before the norm."""
     items = []
-    for number, prompt in enumerate(PROMPTS):
+    for number, prompt in enumerate(prompts):
         answer = (
             answers[number]
             if answers
@@ -183,14 +188,57 @@ def test_a_draft_cache_that_forgets(healthy, monkeypatch):
     assert "draft cache" in suspects(diagnose(target, drafter, items))
 
 
-def test_template_of_the_samples(healthy, tmp_path):
-    from dflash_lab.files import write_json
-    from dflash_lab.target.identity import template_hash, tokenizer_hash
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory):
+    """A target whose template knows thinking."""
+    return load_target(str(build_tiny("llama", tmp_path_factory.mktemp("thinker"), template=THINKING)))
 
-    target, drafter, items = healthy("llama")
-    made = {"format": 1, "tokenizer_hash": tokenizer_hash(target.tokenizer), "thinking": False}
+
+def test_template_and_thinking_mode_of_the_samples(thinker, loaded, tmp_path):
     path = tmp_path / "samples.parquet"
-    write_json(path.with_suffix(".json"), {**made, "template_hash": template_hash(target.tokenizer)})
-    assert verdicts(diagnose(target, drafter, items, samples=path))["chat template"] == FINE
-    write_json(path.with_suffix(".json"), {**made, "template_hash": "other"})
-    assert verdicts(diagnose(target, drafter, items, samples=path))["chat template"] == SUSPECT
+    made = {"format": 1, "tokenizer_hash": tokenizer_hash(thinker.tokenizer), "thinking": False}
+
+    def check(target, now=None, **changes):
+        made["template_hash"] = template_hash(target.tokenizer)
+        write_json(path.with_suffix(".json"), made | changes)
+        return causes.template(target, path, now)
+
+    assert check(thinker).verdict == check(thinker, False).verdict == FINE
+    assert "another template_hash" in check(thinker, template_hash="other").detail
+    found = check(thinker, True)
+    assert found.verdict == SUSPECT
+    assert found.detail == "the samples were made with thinking off, these prompts with thinking on"
+    assert check(thinker, False, thinking=True).verdict == SUSPECT
+    assert check(loaded("llama"), True).verdict == FINE  # a template that does not know thinking
+    assert causes.template(thinker, None).verdict == SKIPPED
+
+
+def test_answers_given_in_the_other_thinking_mode(thinker):
+    """Stored without thinking, answered with it: here the target would say something else."""
+    asked = {
+        thinking: [
+            render_prompt(thinker.tokenizer, [{"role": "user", "content": text}], thinking=thinking)
+            for text in ("Hi", "Tell me", "Ten")
+        ]
+        for thinking in (False, True)
+    }
+    drafter = random_drafter(thinker, block_size=4)
+    for thinking, verdict in ((False, FINE), (True, SUSPECT)):
+        answers = [
+            plain_decode(thinker, ids, max_new_tokens=30, stop_ids=()).tokens for ids in asked[thinking]
+        ]
+        checks = diagnose(thinker, drafter, items_of(thinker, (1, 4), answers, prompts=asked[False]))
+        assert verdicts(checks)["answers of the target"] == verdict
+    assert "thinking mode" in likely_cause(checks, disagree=True)
+
+
+def test_states_read_as_another_dtype(healthy):
+    target, drafter, items = healthy("llama")
+    rounded = [dataclasses.replace(item, taps=item.taps.bfloat16()) for item in items]
+    assert not suspects(diagnose(target, drafter, rounded))  # what storage rounds does no harm
+    misread = [
+        dataclasses.replace(item, taps=item.taps.bfloat16().view(torch.float16).float()) for item in items
+    ]
+    checks = diagnose(target, drafter, misread)
+    assert {"stored states", "precision of states"} <= suspects(checks)
+    assert "dtype" in likely_cause(checks, disagree=True)

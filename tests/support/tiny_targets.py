@@ -25,6 +25,10 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# The same with a mode without thinking, which opens answers otherwise.
+THINKING = CHATML.removesuffix("{% endif %}") + (
+    "{% if not enable_thinking %}{{ '[no thoughts]\n' }}{% endif %}{% endif %}"
+)
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

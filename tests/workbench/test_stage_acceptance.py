@@ -114,6 +114,38 @@ def test_hybrid_target_is_decoded_and_its_trees_stay_offline(run_of):
     assert result.cost_model.replay
 
 
+def test_a_fault_in_decoding_is_said_and_its_cause_named(run_of, monkeypatch):
+    from dflash_lab.acceptance import target_run
+
+    target, run = run_of("qwen3_5")
+    monkeypatch.setattr(target_run, "restore_states", lambda cache, saved: None)
+    params = AcceptanceParams(run_dir=str(run), target=str(target), decode_best=False, force=True, **FAST)
+    result = execute(params)
+    assert result.facts["agreement"].endswith("decoding is at fault.")
+    assert result.figures["greedy_different"] > result.figures["greedy_ties"]
+    assert "rollback of the target" in result.facts["cause"] and "recurrent" in result.facts["cause"]
+    suspects = result.checks.filter(pl.col("verdict") == "suspect")
+    assert suspects["name"].to_list() == ["rollback of the target"]
+
+
+def test_thinking_that_the_training_text_did_not_have_is_named(tmp_path):
+    from acceptance_runs import build_run
+    from support.tiny_targets import THINKING, build_tiny
+
+    target = build_tiny("llama", tmp_path / "target", template=THINKING)
+    run = build_run(target, tmp_path / "run", steps=2)
+    prompts = tmp_path / "bench.jsonl"
+    prompts.write_text('{"prompt": "What?"}\n{"prompt": "Who?"}\n')
+    short: dict = {**FAST, "max_new_tokens": 8, "untrained_tokens": 0, "decode_best": False}
+    base = {"run_dir": str(run), "target": str(target), **short, "decode_tree": False}
+    for thinking, words in ((True, "these prompts with thinking on"), (False, "")):
+        result = execute(AcceptanceParams(prompts=str(prompts), thinking=thinking, **base))
+        assert words in result.facts.get("cause", "") and bool(words) == ("cause" in result.facts)
+        assert result.facts["protocol"]["thinking"] is thinking
+    held = execute(AcceptanceParams(thinking=True, **base))  # held-out prompts are as prepare rendered them
+    assert held.facts["protocol"]["thinking"] is False and "cause" not in held.facts
+
+
 def test_prompts_from_a_file_with_two_turns_and_a_second_drafter(run_of, tmp_path):
     target, run = run_of("llama")
     prompts = tmp_path / "bench.jsonl"
