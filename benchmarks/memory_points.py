@@ -254,7 +254,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
             points = [
                 Point(task_of(row).setup, brought(row, "fake"), brought(row, "measured")) for row in mine
             ]
-            found = fit(points, target=key)
+            found = fit(points)
             heldout += found.heldout
             group |= {"heldout": found.heldout_points, "median_error_pct": found.median_error_pct}
             group |= {"worst_error_pct": found.worst_error_pct, "coefficients": dict(found.coefficients)}

@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dflash_lab.memory.account import Account
+from dflash_lab.memory.calibrated import extraction_prediction, training_prediction
 from dflash_lab.memory.changes import Option, anchor_cap, batch_cap, extraction_options, training_options
-from dflash_lab.memory.extraction_account import extraction_account
+from dflash_lab.memory.fit import Calibration
 from dflash_lab.memory.planner import MARGIN, largest, usable
 from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
 from dflash_lab.memory.shapes import GIB, TargetShape
-from dflash_lab.memory.training_account import training_account, with_chunk
+from dflash_lab.memory.training_account import with_chunk
 
 _NO_HELP = 1e-3  # GiB
 
@@ -69,12 +70,13 @@ def advise_extraction(
     *,
     margin: float = MARGIN,
     cuda: bool = True,
+    calibration: Calibration | None = None,
 ) -> Advice:
     """Advise on one extraction batch under `budget_gib`."""
     room = usable(budget_gib, margin)
 
     def account(changed: ExtractionSetup) -> Account:
-        return extraction_account(shape, changed, cuda=cuda)
+        return extraction_prediction(shape, changed, cuda=cuda, calibration=calibration)
 
     def cap(changed: ExtractionSetup) -> tuple[int, Option]:
         most = largest(
@@ -99,13 +101,14 @@ def advise_training(
     *,
     margin: float = MARGIN,
     cuda: bool = True,
+    calibration: Calibration | None = None,
 ) -> Advice:
     """Advise on a training step of `drafter` (a `DrafterConfig`) under `budget_gib`."""
     room = usable(budget_gib, margin)
     setup = with_chunk(setup, shape.vocab, cuda=cuda)
 
     def account(changed: TrainingSetup) -> Account:
-        return training_account(shape, drafter, changed, cuda=cuda)
+        return training_prediction(shape, drafter, changed, cuda=cuda, calibration=calibration)
 
     def cap(changed: TrainingSetup) -> tuple[int, Option]:
         high = max(1, (changed.context - 1) // 8)

@@ -1,8 +1,8 @@
 """One question of a slider: accounts of an extraction batch and a training step, and what they do to a
 budget.
 
-Everything here is analytic, so that a figure can follow a slider: an account takes a fraction of a
-millisecond.
+Everything here is formulas (calibrated, where something was measured), so that a figure can follow a slider:
+an account takes a fraction of a millisecond.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dflash_lab.memory.account import Account
-from dflash_lab.memory.extraction_account import extraction_account
+from dflash_lab.memory.calibrated import extraction_prediction, training_prediction
+from dflash_lab.memory.fit import Calibration
 from dflash_lab.memory.planner import MARGIN, largest, usable
 from dflash_lab.memory.setups import ExtractionSetup, Placement, TrainingSetup
 from dflash_lab.memory.shapes import GIB, TargetShape
-from dflash_lab.memory.training_account import training_account
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,11 @@ def answer(
     *,
     cuda: bool = True,
     margin: float = MARGIN,
+    calibrated: tuple[Calibration | None, Calibration | None] = (None, None),
 ) -> Answer:
-    """Answer `question`; `extraction` and `training` hold what no slider moves."""
+    """Answer `question`; `extraction` and `training` hold what no slider moves, `calibrated` the
+    calibrations of the two.
+    """
     room = usable(question.budget_gib, margin)
     target = replace(shape, vocab=question.vocabulary) if question.vocabulary else shape
     one = replace(extraction, batch=question.batch, length=question.length)
@@ -68,21 +71,22 @@ def answer(
         context=max(training.context, question.anchors + 1),
     )
 
-    def batch_fits(batch: int) -> bool:
-        return extraction_account(target, replace(one, batch=batch), cuda=cuda).peak <= room
+    def extracted(batch: int) -> Account:
+        setup = replace(one, batch=batch)
+        return extraction_prediction(target, setup, cuda=cuda, calibration=calibrated[0])
 
-    def anchors_fit(eighth: int) -> bool:
-        return training_account(target, drafter, replace(step, anchors=8 * eighth), cuda=cuda).peak <= room
+    def trained(anchors: int) -> Account:
+        setup = replace(step, anchors=anchors)
+        return training_prediction(target, drafter, setup, cuda=cuda, calibration=calibrated[1])
 
-    extracted = extraction_account(target, one, cuda=cuda)
-    trained = training_account(target, drafter, step, cuda=cuda)
+    batch, anchors = extracted(question.batch), trained(question.anchors)
     return Answer(
-        extraction=extracted,
-        training=trained,
-        extraction_fits=extracted.peak <= room,
-        training_fits=trained.peak <= room,
-        largest_batch=largest(batch_fits, 4096),
-        largest_anchors=8 * largest(anchors_fit, (step.context - 1) // 8),
+        extraction=batch,
+        training=anchors,
+        extraction_fits=batch.peak <= room,
+        training_fits=anchors.peak <= room,
+        largest_batch=largest(lambda count: extracted(count).peak <= room, 4096),
+        largest_anchors=8 * largest(lambda n: trained(8 * n).peak <= room, (step.context - 1) // 8),
     )
 
 
@@ -93,15 +97,15 @@ def peak_map(
     lengths: Sequence[int],
     *,
     cuda: bool = True,
+    calibration: Calibration | None = None,
 ) -> list[list[float]]:
     """Return predicted peaks in GiB, one row a length, one column a batch."""
-    return [
-        [
-            extraction_account(shape, replace(setup, batch=batch, length=length), cuda=cuda).peak / GIB
-            for batch in batches
-        ]
-        for length in lengths
-    ]
+
+    def peak(batch: int, length: int) -> float:
+        sized = replace(setup, batch=batch, length=length)
+        return extraction_prediction(shape, sized, cuda=cuda, calibration=calibration).peak / GIB
+
+    return [[peak(batch, length) for batch in batches] for length in lengths]
 
 
 def ladder(low: int, high: int, steps: int) -> list[int]:

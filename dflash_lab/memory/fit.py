@@ -8,19 +8,23 @@ at 80. Points are split before fitting, and the error reported is that of the po
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from dflash_lab import files
 from dflash_lab.errors import InputError
-from dflash_lab.memory.account import STATIC_TERMS, Account
+from dflash_lab.memory.account import NOT_LIVE, STATIC_TERMS, Account
 from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
 from dflash_lab.memory.shapes import CHUNK
 
-SCHEMA = 1
+SCHEMA = 2
+BEYOND = "beyond the formulas"  # the term of what was measured on top of them
+Setup = ExtractionSetup | TrainingSetup
+S = TypeVar("S", ExtractionSetup, TrainingSetup)
+SIZES = ("batch", "length", "anchors", "context", "block_size")  # what a fit's points differ in
 
 
 def nnls(matrix: np.ndarray, target: np.ndarray, *, tolerance: float = 1e-10) -> np.ndarray:
@@ -56,12 +60,12 @@ def nnls(matrix: np.ndarray, target: np.ndarray, *, tolerance: float = 1e-10) ->
 class Point:
     """A setup, what was predicted for what the batch brings (bytes), and what was measured for it."""
 
-    setup: ExtractionSetup | TrainingSetup
+    setup: Setup
     predicted: int
     measured: int
 
 
-def features(setup: ExtractionSetup | TrainingSetup, predicted: int) -> dict[str, float]:
+def features(setup: Setup, predicted: int) -> dict[str, float]:
     """Return the regressors of one point; the prediction is one, so that a fit only has to correct it."""
     if isinstance(setup, ExtractionSetup):
         padded = setup.batch * CHUNK * -(-setup.length // CHUNK)
@@ -74,47 +78,69 @@ def features(setup: ExtractionSetup | TrainingSetup, predicted: int) -> dict[str
 
 @dataclass(frozen=True)
 class Calibration:
-    """Bytes an item of each feature, and the errors (percent) on points that took no part in the fit."""
+    """Bytes an item of each feature, and the errors (percent) on points that took no part in the fit.
+
+    `formulas_*`: errors of the bare predictions on the same points. `setup`: the fields of the setups that
+    were measured (all but `SIZES`), as JSON values. `scope`: what the measurements hold for, in words
+    (`calibrated.py`).
+    """
 
     coefficients: Mapping[str, float]
     fitted_points: int
     heldout_points: int
     median_error_pct: float
     worst_error_pct: float
-    device: str = ""
-    target: str = ""
+    formulas_median_error_pct: float = 0.0
+    formulas_worst_error_pct: float = 0.0
+    setup: Mapping[str, Any] = field(default_factory=dict)
+    scope: Mapping[str, str] = field(default_factory=dict)
     heldout: tuple[float, ...] = field(default=(), repr=False)  # signed errors, percent
 
-    def predict(self, setup: ExtractionSetup | TrainingSetup, predicted: int) -> int:
+    @property
+    def words(self) -> str:
+        """Where it comes from and how far off it was."""
+        return (
+            f"calibrated on {self.fitted_points} points of {self.scope.get('device', 'this device')}; "
+            f"{self.heldout_points} held out: median error {self.median_error_pct:.1f}%, worst "
+            f"{self.worst_error_pct:.1f}%"
+        )
+
+    def measured(self, setup: S) -> S:
+        """Return the setup that was measured, in the size of `setup`."""
+        fields: dict[str, Any] = dict(self.setup)
+        fields |= {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        return replace(setup, **fields)
+
+    def predict(self, setup: Setup, predicted: int) -> int:
         """Return the calibrated bytes that a batch of `setup` brings, from its prediction."""
         found = features(setup, predicted)
         return round(sum(self.coefficients.get(name, 0.0) * value for name, value in found.items()))
 
-    def account(self, account: Account, setup: ExtractionSetup | TrainingSetup) -> Account:
-        """Return `account` as a calibrated one: the difference goes into workspace or scales the moving
-        terms.
+    def account(self, account: Account, setup: S, base: Account) -> Account:
+        """Return `account` as a calibrated one; `base` is the account of `measured(setup)`.
+
+        What the measurements say beyond `base` becomes a term of its own; if they say less, moving terms
+        shrink in that ratio. So a change that was not measured keeps the gain that its formulas give.
         """
-        had = account.live - account.static
-        wanted = self.predict(setup, had)
-        terms = dict(account.terms)
+        had = base.live - base.static
+        wanted = self.predict(self.measured(setup), had)
+        terms, formulas = dict(account.terms), dict(account.formulas)
         if wanted >= had:
-            terms["workspace"] = terms.get("workspace", 0) + wanted - had
+            terms[BEYOND] = wanted - had
+            formulas[BEYOND] = "measured: non-negative least squares on size and prediction"
         else:
-            still = STATIC_TERMS | {"fragmentation"}
+            still = STATIC_TERMS | set(NOT_LIVE)
             terms = {n: size if n in still else size * wanted // max(had, 1) for n, size in terms.items()}
-        note = (
-            f"Calibrated on {self.fitted_points} points of {self.device or 'this device'}; "
-            f"{self.heldout_points} held out: median error {self.median_error_pct:.1f}%, "
-            f"worst {self.worst_error_pct:.1f}%."
-        )
-        return Account(
-            "calibrated", account.title, terms, account.formulas, account.moment, (*account.notes, note)
+        words = self.words[0].upper() + self.words[1:] + "."
+        return replace(
+            account, kind="calibrated", terms=terms, formulas=formulas, notes=(*account.notes, words)
         )
 
     def save(self, path: Path | str) -> None:
         """Write the calibration as JSON."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        files.write_json(path, {"schema": SCHEMA, **values, "coefficients": dict(self.coefficients)})
+        plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+        files.write_json(path, {"schema": SCHEMA, **plain})
 
     @classmethod
     def load(cls, path: Path | str) -> Calibration:
@@ -124,17 +150,19 @@ class Calibration:
             if values.pop("schema") == SCHEMA:
                 known = {name: float(value) for name, value in values["coefficients"].items()}
                 heldout = tuple(float(value) for value in values["heldout"])
-                return cls(**{**values, "coefficients": known, "heldout": heldout})
+                parts = {name: dict(values[name]) for name in ("setup", "scope")}
+                return cls(**{**values, **parts, "coefficients": known, "heldout": heldout})
             fault = "of another version"
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             fault = f"damaged, {type(error).__name__}: {error}"
         raise InputError(f"{path}: no calibration of this version ({fault}); measure again and fit.")
 
 
-def fit(points: Sequence[Point], *, every: int = 3, device: str = "", target: str = "") -> Calibration:
+def fit(points: Sequence[Point], *, every: int = 3, scope: Mapping[str, str] | None = None) -> Calibration:
     """Fit on one point of `every` (by size, smallest and largest included) and judge on all others.
 
-    Raises `InputError` with fewer than six points, or if none would be left to judge by.
+    The points' setups differ in `SIZES` only. Raises `InputError` with fewer than six points, or if none
+    would be left to judge by.
     """
     if len(points) < 6 or every < 2:
         raise InputError(
@@ -148,11 +176,18 @@ def fit(points: Sequence[Point], *, every: int = 3, device: str = "", target: st
     rows = np.array([[features(p.setup, p.predicted)[name] for name in names] for p in fitted])
     wanted = np.array([float(p.measured) for p in fitted])
     x = nnls(rows / wanted[:, None], np.ones(len(fitted)))
-    draft = Calibration(dict(zip(names, x.tolist())), len(fitted), len(heldout), 0.0, 0.0, device, target)
+    draft = Calibration(dict(zip(names, x.tolist())), len(fitted), len(heldout), 0.0, 0.0)
     errors = [100.0 * (draft.predict(p.setup, p.predicted) / p.measured - 1) for p in heldout]
-    median, worst = error_figures(errors)
+    bare = [100.0 * (p.predicted / p.measured - 1) for p in heldout]
     return Calibration(
-        draft.coefficients, len(fitted), len(heldout), median, worst, device, target, tuple(errors)
+        draft.coefficients,
+        len(fitted),
+        len(heldout),
+        *error_figures(errors),
+        *error_figures(bare),
+        setup={name: value for name, value in as_plain(points[0].setup).items() if name not in SIZES},
+        scope=dict(scope or {}),
+        heldout=tuple(errors),
     )
 
 
@@ -162,7 +197,7 @@ def error_figures(errors: Sequence[float]) -> tuple[float, float]:
     return (float(np.median(sizes)), float(sizes.max())) if len(sizes) else (0.0, 0.0)
 
 
-def as_plain(setup: ExtractionSetup | TrainingSetup) -> dict[str, Any]:
+def as_plain(setup: Setup) -> dict[str, Any]:
     """Return a setup as JSON values."""
     values = {name: getattr(setup, name) for name in setup.__dataclass_fields__}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

@@ -18,12 +18,15 @@ from dflash_lab import files
 from dflash_lab.errors import InputError
 from dflash_lab.memory.account import Account
 from dflash_lab.memory.advise import Advice, advise_extraction, advise_training
+from dflash_lab.memory.calibrated import Basis, extraction_prediction
 from dflash_lab.memory.crash import explain_crash, requested_bytes
-from dflash_lab.memory.extraction_account import extraction_account
+from dflash_lab.memory.fit import Calibration
 from dflash_lab.memory.planner import MARGIN, extraction_budget, length_buckets, padded, usable
 from dflash_lab.memory.setups import ExtractionSetup, Kernels, TrainingSetup
 from dflash_lab.memory.shapes import CHUNK, GIB, target_shape
 from dflash_lab.memory.snapshot import on_failure
+
+FORMULAS = Basis("formulas alone")
 
 
 class DoesNotFit(InputError):
@@ -55,6 +58,7 @@ class Clearance:
     token_budget: int = 0
     max_batch: int = 0
     advice: Advice | None = None  # on that batch or step under that memory
+    basis: str = ""  # what the prediction rests on: formulas alone, or a calibration
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,11 @@ def clear_extraction(
     cuda: bool = True,
     force: bool = False,
     margin: float = MARGIN,
+    basis: Basis = FORMULAS,
 ) -> Clearance:
     """Clear an extraction of samples of up to `longest` tokens; `token_budget` 0 takes the planner's.
+
+    `basis` is what `find_calibration` found for these layers.
 
     Raises `DoesNotFit` when the worst batch under the budgets is predicted not to fit `budget_gib` and
     `force` is false; `InputError` when not even one sample fits.
@@ -114,14 +121,16 @@ def clear_extraction(
             max_batch=max_batch,
             cuda=cuda,
             margin=margin,
+            calibration=basis.calibration,
         )
         token_budget = planned.token_budget
         max_batch = min(max_batch, planned.batches[min(planned.batches)])
-    worst = worst_batch(config, setup, token_budget, max_batch, cuda=cuda)
-    account = extraction_account(shape, worst, cuda=cuda)
+    how: dict[str, Any] = dict(cuda=cuda, calibration=basis.calibration)
+    worst = worst_batch(config, setup, token_budget, max_batch, **how)
+    account = extraction_prediction(shape, worst, **how)
     fits = account.peak <= usable(budget_gib, margin)
     budget = f"{budget_gib:.2f} GiB ({100 * margin:.0f}% kept free)"
-    advice = advise_extraction(shape, worst, budget_gib, margin=margin, cuda=cuda)
+    advice = advise_extraction(shape, worst, budget_gib, margin=margin, **how)
     if not fits and not force:
         raise DoesNotFit(
             f"A batch of {worst.batch} x {worst.length:,} tokens is predicted to need "
@@ -129,11 +138,17 @@ def clear_extraction(
             "token_budget or max_batch; force starts it all the same.",
             advice,
         )
-    return Clearance(account, budget_gib, not fits, token_budget, max_batch, advice)
+    return Clearance(account, budget_gib, not fits, token_budget, max_batch, advice, basis.words)
 
 
 def worst_batch(
-    config: Any, setup: ExtractionSetup, token_budget: int, max_batch: int, *, cuda: bool = True
+    config: Any,
+    setup: ExtractionSetup,
+    token_budget: int,
+    max_batch: int,
+    *,
+    cuda: bool = True,
+    calibration: Calibration | None = None,
 ) -> ExtractionSetup:
     """Return the batch of the largest predicted peak that budgets allow, for samples of up to `setup.length`.
 
@@ -150,7 +165,8 @@ def worst_batch(
         for length in lengths
         if 1 <= length <= setup.length
     ]
-    return max(batches, key=lambda batch: extraction_account(shape, batch, cuda=cuda).peak)
+    how: dict[str, Any] = dict(cuda=cuda, calibration=calibration)
+    return max(batches, key=lambda batch: extraction_prediction(shape, batch, **how).peak)
 
 
 def clear_training(
@@ -163,6 +179,7 @@ def clear_training(
     cuda: bool = True,
     force: bool = False,
     margin: float = MARGIN,
+    basis: Basis = FORMULAS,
     **options: Any,
 ) -> Clearance:
     """Clear a training run by its step; `options` are fields of `TrainingSetup`. Raises `DoesNotFit` as
@@ -170,7 +187,9 @@ def clear_training(
     """
     shape = target_shape(target_config)
     setup = TrainingSetup(anchors=anchors, context=context, block_size=drafter_config.block_size, **options)
-    advice = advise_training(shape, drafter_config, setup, budget_gib, margin=margin, cuda=cuda)
+    advice = advise_training(
+        shape, drafter_config, setup, budget_gib, margin=margin, cuda=cuda, calibration=basis.calibration
+    )
     if not advice.fits and not force:
         raise DoesNotFit(
             f"A step of {anchors} anchors x {setup.block_size} is predicted to need "
@@ -178,7 +197,7 @@ def clear_training(
             f"({100 * margin:.0f}% kept free). {suggestion(advice)} force starts it all the same.",
             advice,
         )
-    return Clearance(advice.account, budget_gib, not advice.fits, advice=advice)
+    return Clearance(advice.account, budget_gib, not advice.fits, advice=advice, basis=basis.words)
 
 
 def suggestion(advice: Advice) -> str:

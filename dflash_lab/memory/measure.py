@@ -136,6 +136,9 @@ def measure_training(
     shape = target if isinstance(target, TargetShape) else target_shape(target)
     setup = with_chunk(setup, shape.vocab)
     model, head, row = training_parts(shape, drafter, setup, torch.device(device))
+    if setup.compiled:
+        torch.compiler.reset()  # shapes of other points count against the compiler's limit
+        model.compile_layers()
     step = TrainingStep(model, head, row, setup, None)
     found = measure_cuda(step.run, device)
     given = sum(tensor.nbytes for tensor in (row.taps, row.final) if tensor is not None)

@@ -16,11 +16,10 @@ from typing import Any
 
 from dflash_lab.errors import InputError
 from dflash_lab.memory.account import Account
-from dflash_lab.memory.extraction_account import extraction_account
+from dflash_lab.memory.calibrated import extraction_prediction, training_prediction
 from dflash_lab.memory.fit import Calibration
 from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
 from dflash_lab.memory.shapes import CHUNK, GIB, MIB, TargetShape, target_shape
-from dflash_lab.memory.training_account import training_account
 
 MARGIN = 0.04  # of the budget, left for fragmentation and kernel scratch
 KNEE_TOKENS = (8192, 65536)
@@ -150,7 +149,8 @@ def extraction_budget(
         )
 
         def account(batch: int, setup: ExtractionSetup = setup) -> Account:
-            return _extraction(shape, replace(setup, batch=batch), cuda, calibration)
+            sized = replace(setup, batch=batch)
+            return extraction_prediction(shape, sized, cuda=cuda, calibration=calibration)
 
         found = largest(lambda batch, account=account: account(batch).peak <= room, max_batch)  # type: ignore[misc]
         one = account(max(found, 1))
@@ -197,7 +197,8 @@ def training_fits(
     room = usable(budget_gib, margin)
 
     def account(count: int) -> Account:
-        return _training(shape, drafter_config, replace(setup, anchors=count), cuda, calibration)
+        sized = replace(setup, anchors=count)
+        return training_prediction(shape, drafter_config, sized, cuda=cuda, calibration=calibration)
 
     eighths = largest(lambda count: account(8 * count).peak <= room, max(1, (context - 1) // 8))
     asked = account(anchors)
@@ -231,20 +232,6 @@ def device_budget_gib(device: Any) -> float:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024 / GIB
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-
-
-def _extraction(
-    shape: TargetShape, setup: ExtractionSetup, cuda: bool, calibration: Calibration | None
-) -> Account:
-    account = extraction_account(shape, setup, cuda=cuda)
-    return calibration.account(account, setup) if calibration else account
-
-
-def _training(
-    shape: TargetShape, drafter: Any, setup: TrainingSetup, cuda: bool, calibration: Calibration | None
-) -> Account:
-    account = training_account(shape, drafter, setup, cuda=cuda)
-    return calibration.account(account, setup) if calibration else account
 
 
 def _largest_moving(account: Account) -> str:

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import os
 import socket
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,9 @@ def train_pipeline(params: TrainDrafterParams, progress: Any = None) -> TrainRep
 
     from dflash_lab.drafter.crew import Job, run_crew
     from dflash_lab.drafter.pipeline import summary
+    from dflash_lab.workbench.stages.train_tenants import clear_pipeline
 
+    clear_pipeline(params)
     folder, values = params.folder, params.as_dict()
     for path in (folder / STOP, folder / STEPS, *(folder / WORKERS).glob("*")):
         path.unlink(missing_ok=True)
@@ -72,7 +75,7 @@ def train_pipeline(params: TrainDrafterParams, progress: Any = None) -> TrainRep
     with files.atomic_path(folder / DIARY) as temporary:
         diary.write_parquet(temporary)
     seconds = {job.name: results[job.name]["seconds"] for job in jobs if job.leads}
-    files.write_json(folder / SUMMARY, summary(diary, seconds))
+    files.write_json(folder / SUMMARY, {**summary(diary, seconds), **_of_targets(results)})
     return read_report(results["drafter-0"])
 
 
@@ -148,9 +151,11 @@ def target_process(values: dict[str, Any], number: int, pipes: list[Connection])
     from dflash_lab.target.sources import load_config
     from dflash_lab.workbench.stages.clearance import SNAPSHOT
     from dflash_lab.workbench.stages.train_setup import live_taps, open_live, packed_rows
+    from dflash_lab.workbench.stages.train_tenants import target_figures
 
     params = _placed(values, "targets", number)
-    device, width = torch.device(params.device), load_config(params.target).hidden_size
+    device, config = torch.device(params.device), load_config(params.target)
+    width = config.hidden_size
     sizes = {"context": params.context_tokens, "hidden": width, "taps": len(live_taps(params))}
     left = params.folder / f"{Path(SNAPSHOT).stem}-target-{number}.json"
     with explained(None, sizes, device=device, snapshot=left):
@@ -161,7 +166,17 @@ def target_process(values: dict[str, Any], number: int, pipes: list[Connection])
         making = Making(items, rows, heldout, givers, number, len(params.targets))
         result = serve(making, diary)
     diary.save(params.folder / WORKERS)
-    return result
+    return {**result, **target_figures(params, config, device, items.forward.path)}
+
+
+def _of_targets(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """What was predicted and measured of the target that held most."""
+    names = ("predicted_peak_gib", "measured_peak_gib", "memory_error_pct")
+    held = [found for found in results.values() if names[0] in found]
+    if not held:
+        return {}
+    most = max(held, key=lambda found: [found.get(name, 0.0) for name in (names[1], names[0])])
+    return {f"target_{name}": most[name] for name in names if name in most}
 
 
 def _placed(values: dict[str, Any], side: str, number: int) -> TrainDrafterParams:

@@ -102,3 +102,54 @@ def test_a_head_on_another_device_takes_the_loss_with_it():
     here, there = account(), account(head_elsewhere=True)
     assert "head and embedding" not in there.terms and "logits of one chunk" not in there.terms
     assert here.live - there.live >= here.terms["head and embedding"]
+
+
+def test_a_process_that_makes_rows_holds_what_was_counted(tiny_target, tmp_path):
+    """A live target fills a row while the row before is still on its way; live tensors counted."""
+    import numpy as np
+    import torch
+
+    from dflash_lab.data.samples import Sample, write_samples
+    from dflash_lab.drafter.live import LiveItems
+    from dflash_lab.drafter.rows import PackedRows
+    from dflash_lab.memory.process_account import target_process
+    from dflash_lab.memory.tracker import LiveTensors
+    from dflash_lab.target.loading import load_target
+
+    target = load_target(str(tiny_target("llama")), dtype="float32")
+    drafter = DrafterConfig.from_target(target.config, mask_token_id=0, num_layers=2, block_size=4)
+    samples = [
+        Sample(f"s{n}", (np.arange(2000) + n) % 200, np.ones(2000, np.uint8), "test") for n in range(4)
+    ]
+    write_samples(tmp_path / "samples.parquet", samples, heldout_fraction=0.0, provenance={})
+    items = LiveItems(
+        tmp_path / "samples.parquet", target, tap_ids=list(drafter.tap_ids), context_tokens=2000
+    )
+    rows = PackedRows(items, np.arange(4), drafter, context_tokens=2000, anchors=8, seed=0)
+    with torch.no_grad(), LiveTensors() as live:
+        live.add([*target.body.parameters(), target.head.weight], "target weights")
+        before = items.fill(rows.row(0, 0), 0, 0)
+        live.start_peak_here()
+        items.fill(rows.row(0, 1), 0, 1)
+        del before
+    setup = TrainingSetup(anchors=1, context=2000, block_size=4, dtype="float32", target_dtype="float32")
+    found = target_process(target_shape(target.config), drafter, setup, cuda=False)
+    assert found.terms["target weights"] == pytest.approx(live.by_label()["target weights"], rel=0.01)
+    assert found.peak == pytest.approx(live.peak, rel=0.05)
+
+
+def test_a_recorded_forward_of_a_process_keeps_its_pool_and_its_outputs_beside_two_rows():
+    from dflash_lab.memory.process_account import head_process, target_process
+
+    row = 8192 * 6 * 4096 * 2
+    plain, recorded = (
+        target_process(SHAPE, DRAFTER, replace(STEP, target_dtype="bfloat16", recorded=way))
+        for way in (False, True)
+    )
+    assert plain.terms["rows on their way"] == row and recorded.terms["rows on their way"] == 2 * row
+    assert recorded.terms["recorded forward's states"] == row
+    assert recorded.terms["recorded forward's pool"] == plain.terms["target's forward of a row"]
+    there = head_process(SHAPE, DRAFTER, STEP)
+    here, away = account(), account(head_elsewhere=True)
+    assert there.terms["head and embedding"] == here.terms["head and embedding"]
+    assert there.live >= here.live - away.live

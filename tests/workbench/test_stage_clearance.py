@@ -18,7 +18,11 @@ from dflash_lab.errors import InputError, StoreError
 from dflash_lab.extraction.fast import apply
 from dflash_lab.files import read_json
 from dflash_lab.memory import gate, planner, snapshot
+from dflash_lab.memory.calibrated import extraction_scope, training_scope
+from dflash_lab.memory.extraction_account import extraction_account
+from dflash_lab.memory.fit import SIZES, Calibration, as_plain
 from dflash_lab.memory.gate import DoesNotFit, NotPredicted
+from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
 from dflash_lab.memory.shapes import target_shape
 from dflash_lab.target.sources import load_config
 from dflash_lab.workbench import train_launch
@@ -299,3 +303,68 @@ def test_layers_that_stay_plain_are_asked_for_again_with_the_memory_there_was(ex
         for layers in ((), (0,), range(64))
     )
     assert fused.account.moving <= part.account.moving < plain.account.moving and plain.budget_gib == 90
+
+
+def calibrated(run, scope, *, factor: float, setup):
+    """Leave a calibration in `run` that multiplies what the formulas say."""
+    kind = "training" if isinstance(setup, TrainingSetup) else "extraction"
+    fields = {name: value for name, value in as_plain(setup).items() if name not in SIZES}
+    found = Calibration({"prediction": factor}, 5, 7, 0.1, 0.2, 1.0, 3.0, fields, scope)
+    found.save(run / "memory_sweep" / f"calibration-{kind}.json")
+
+
+def test_extraction_asks_with_the_calibration_of_its_run_and_says_so(extraction, tiny_target, caplog):
+    params = extraction()
+    before = execute(params).figures
+    assert before["memory_basis"].startswith("formulas alone: nothing was measured in this run")
+    shape = target_shape(load_config(params.target))
+    setup = ExtractionSetup(batch=1, length=1, tap_ids=(1, 3), dtype="float32", kernels="torch")
+    calibrated(params.run, extraction_scope(shape, setup, "cpu"), factor=1.5, setup=setup)
+    with caplog.at_level(logging.INFO):
+        after = execute(extraction(force=True)).figures
+    assert after["predicted_peak_gib"] > before["predicted_peak_gib"]
+    assert after["memory_basis"].startswith("calibrated on 5 points of cpu; 7 held out: median error 0.1%")
+    assert after["memory_basis"] in caplog.text
+    narrower = execute(extraction(dtype="bfloat16", store=str(params.run / "narrower"))).figures
+    assert "measured for another dtype (dtype float32, here bfloat16)" in narrower["memory_basis"]
+    other = extraction_scope(shape, setup, "a card")
+    calibrated(params.run, other, factor=1.5, setup=setup)
+    again = execute(extraction(force=True)).figures
+    assert "another device (device a card, here cpu)" in again["memory_basis"]
+    assert again["predicted_peak_gib"] == before["predicted_peak_gib"]
+
+
+def test_a_calibration_decides_what_extraction_may_do(extraction, monkeypatch):
+    params = extraction(token_budget=0)
+    config, ask = load_config(params.target), dict(tap_ids=[1, 3], longest=40)
+    shape = target_shape(config)
+    setup = ExtractionSetup(batch=1, length=1, tap_ids=(1, 3), dtype="float32", kernels="torch")
+    one = extraction_account(shape, dataclasses.replace(setup, batch=30, length=40), cuda=False)
+    monkeypatch.setattr(planner, "device_budget_gib", lambda device: 1.05 * one.peak_gib)
+    bare = ask_extraction(params, config, CPU, **ask)
+    calibrated(params.run, extraction_scope(shape, setup, "cpu"), factor=3.0, setup=setup)
+    wary = ask_extraction(params, config, CPU, **ask)
+    assert wary.max_batch < bare.max_batch and wary.account.kind == "calibrated"
+    with pytest.raises(DoesNotFit):
+        ask_extraction(extraction(token_budget=30 * 40), config, CPU, **ask)
+
+
+def test_training_asks_with_the_calibration_of_its_run_and_plans_anchors_by_it(
+    tiny_target, tmp_path, monkeypatch
+):
+    params = training_run(tiny_target, tmp_path, anchors=0)
+    config, drafter = rest_of(params)
+    bare = ask_training(dataclasses.replace(params, anchors=48), config, drafter, CPU, torch.float32)
+    assert bare.basis.startswith("formulas alone")
+    monkeypatch.setattr(planner, "device_budget_gib", lambda device: 1.06 * bare.account.peak_gib)
+    assert with_anchors(params).anchors == 48
+    setup = TrainingSetup(anchors=1, context=64, block_size=4, dtype="float32", soft_targets=False)
+    scope = training_scope(target_shape(config), drafter, setup, "cpu")
+    calibrated(params.run, scope, factor=1.5, setup=setup)
+    assert with_anchors(params).anchors == 48  # a run that was planned keeps its anchors
+    (params.folder / PLANNED).unlink()
+    assert 0 < with_anchors(params).anchors < 48
+    found = execute(dataclasses.replace(params, anchors=8)).figures
+    assert found["memory_basis"].startswith("calibrated on 5 points of cpu")
+    found = execute(dataclasses.replace(params, anchors=8, optimizer="muon")).figures
+    assert "another optimizer (optimizer adamw, here muon)" in found["memory_basis"]

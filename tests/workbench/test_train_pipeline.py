@@ -25,13 +25,20 @@ import torch
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.checkpoint import load_checkpoint
 from dflash_lab.drafter.crew import WorkerFailed
-from dflash_lab.errors import InputError
+from dflash_lab.errors import InputError, UnsupportedTarget
+from dflash_lab.memory import planner, shapes
+from dflash_lab.memory.gate import DoesNotFit
 from dflash_lab.memory.planner import MARGIN
+from dflash_lab.memory.shapes import GIB
+from dflash_lab.memory.tenants import clear_devices
+from dflash_lab.target import loading
 from dflash_lab.workbench.figures import train_drafter as figures
 from dflash_lab.workbench.progress import Stopped
 from dflash_lab.workbench.stage import execute
 from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+from dflash_lab.workbench.stages.train_memory import with_anchors
 from dflash_lab.workbench.stages.train_placement import check_placement, check_queue, queue_row_bytes
+from dflash_lab.workbench.stages.train_tenants import clear_pipeline, tenants
 
 TINY = dict(
     device="cpu",
@@ -191,6 +198,83 @@ def _child_named(name: str) -> int:
     import multiprocessing
 
     return next(child.pid for child in multiprocessing.active_children() if child.name == name)
+
+
+def test_a_pipeline_that_does_not_fit_is_refused_before_a_process_starts(
+    samples, tiny_target, tmp_path, monkeypatch
+):
+    chosen = params(tmp_path, samples, tiny_target, targets=[0, 1], drafters=[0])
+    monkeypatch.setattr(planner, "device_budget_gib", lambda device: 1e-5)
+    with pytest.raises(
+        DoesNotFit, match=r"cpu is predicted to hold drafter-0 .* \+ target-0 .* \+ target-1 "
+    ):
+        execute(chosen)
+    record = json.loads((chosen.folder / "failure.json").read_text())
+    assert {"drafter-0", "target-0", "target-1", "device"} <= set(record["details"]) and record["advice"]
+    assert not (chosen.folder / "workers").exists()
+    figures = execute(dataclasses.replace(chosen, force=True)).figures  # its processes find enough
+    assert figures["target_predicted_peak_gib"] > 0 and figures["predicted_peak_gib"] > 0
+
+
+@pytest.fixture
+def gpus(monkeypatch, tiny_target):
+    """Parameters that take this machine for one with GPUs."""
+    tiny_target("llama")
+    monkeypatch.setattr(loading, "choose_device", lambda name: torch.device("cuda", 0))
+
+
+def test_what_shares_a_gpu_is_added_up(samples, tiny_target, tmp_path, gpus):
+    common = dict(device="cuda", target="random:qwen3-8b", context_tokens=4096, anchors=512, tap_ids=[])
+    chosen = params(tmp_path, samples, tiny_target, targets=[0, 1], drafters=[1, 3], head=2, **common)
+    found = {(tenant.name, tenant.device): tenant for tenant in tenants(chosen)}
+    assert set(found) == {
+        ("drafter-0", "cuda:1"), ("drafter-1", "cuda:3"), ("target-0", "cuda:0"), ("target-1", "cuda:1"),
+        ("head of drafter-0", "cuda:2"), ("head of drafter-1", "cuda:2"),
+    }  # fmt: skip
+    target, drafter = found["target-1", "cuda:1"], found["drafter-0", "cuda:1"]
+    head = found["head of drafter-0", "cuda:2"]
+    assert target.account.terms["target weights"] == 2 * 8_190_735_360  # all of Qwen3-8B in bf16
+    assert "recorded forward's pool" in target.account.terms
+    assert "head and embedding" in head.account.terms and "head and embedding" not in drafter.account.terms
+    slots = 2 * 2 * 4096 * 6 * 4096 * 2  # two rows of each of two targets, five taps and the final states
+    assert drafter.account.terms["rows ahead"] == slots
+    enough = {f"cuda:{number}": 139.0 for number in range(4)}
+    assert clear_devices(list(found.values()), enough) == []
+    between = {**enough, "cuda:1": 1.1 * max(target.peak, drafter.peak) / GIB}
+    with pytest.raises(DoesNotFit, match=r"cuda:1 is predicted to hold drafter-0 .* \+ target-1 ") as caught:
+        clear_devices(list(found.values()), between)
+    assert caught.value.details["device"] == "cuda:1"
+    assert "drafter" not in str(clear_devices(list(found.values()), between, force=True))
+    alone = {**enough, "cuda:0": 10.0}
+    with pytest.raises(DoesNotFit, match="the largest part is target weights"):
+        clear_devices(list(found.values()), alone)
+
+
+def test_planned_anchors_leave_targets_their_memory(samples, tiny_target, tmp_path, monkeypatch):
+    """They are those with which the processes that share the memory are cleared together."""
+    chosen = params(tmp_path, samples, tiny_target, targets=[0, 0], drafters=[0], anchors=40)
+    budget_gib = 1.06 * sum(tenant.peak for tenant in tenants(chosen)) / GIB
+    monkeypatch.setattr(planner, "device_budget_gib", lambda device: budget_gib)
+    counts = {}
+    for targets in ([0], [0, 0]):
+        asked = dataclasses.replace(
+            chosen, run_dir=str(tmp_path / str(len(targets))), anchors=0, targets=targets
+        )
+        planned = with_anchors(asked)
+        clear_pipeline(planned)
+        counts[len(targets)] = planned.anchors
+    assert counts[1] > counts[2] >= 32
+
+
+def test_a_target_whose_memory_is_not_understood_feeds_without_a_prediction(
+    samples, tiny_target, tmp_path, monkeypatch, caplog
+):
+    def strange(config):
+        raise UnsupportedTarget("model type 'mystery' is not known")
+
+    monkeypatch.setattr(shapes, "target_shape", strange)
+    clear_pipeline(params(tmp_path, samples, tiny_target, targets=[0], drafters=[0]))
+    assert "'mystery'" in caplog.text
 
 
 def test_placement_is_checked(samples, tiny_target, tmp_path):

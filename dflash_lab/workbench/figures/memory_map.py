@@ -103,7 +103,8 @@ def scene_map(found: Scene, points: pl.DataFrame, budget_gib: float | None = Non
 
     budget = budget_gib or found.budget_gib
     batches, lengths = map_axes(points)
-    gib = compute(found.shape, found.extraction, batches, lengths, cuda=found.cuda)
+    how: dict[str, Any] = dict(cuda=found.cuda, calibration=found.calibrated[0])
+    gib = compute(found.shape, found.extraction, batches, lengths, **how)
     return peak_map(batches, lengths, gib, budget, points)
 
 

@@ -14,17 +14,37 @@ if TYPE_CHECKING:
     from dflash_lab.memory.account import Account
 
 GIB = 2**30
+BEYOND = "beyond the formulas"  # `memory.fit.BEYOND`, repeated, for that module is not light
 # Colour and order of the terms in a bar, by what they are.
 GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "weights": (BLUE, ("target weights", "head and embedding", "drafter weights", "before the batch")),
-    "optimizer": (PURPLE, ("fp32 masters", "optimizer moments", "gradients", "update temporaries", "update")),
+    "weights": (
+        BLUE,
+        ("target weights", "head and embedding", "drafter weights", "gathered weights", "before the batch"),
+    ),
+    "optimizer": (
+        PURPLE,
+        (
+            "fp32 masters",
+            "optimizer moments",
+            "gradients",
+            "gathered gradients",
+            "selector gradients",
+            "update temporaries",
+            "update",
+        ),
+    ),
     "captured states": (
         GREEN,
         (
             "captured states",
             "stored hidden states",
             "packed states",
+            "packed states in flight",
             "target final states",
+            "rows ahead",
+            "rows on their way",
+            "noisy states",
+            "recorded forward's states",
             "fc output and its norm",
         ),
     ),
@@ -42,9 +62,11 @@ GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
             "draft layers: norms",
             "draft layers: attention",
             "draft layers: MLP",
+            "draft layers: convolutions",
             "draft layers: stream",
             "draft layers: inputs",
             "gradients inside the backward",
+            "target's forward of a row",
             "backward",
             "activations",
             "the batch",
@@ -56,15 +78,23 @@ GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
             "logits",
             "logits of one chunk",
             "softmax and its gradient",
+            "selector's chunk",
             "loss inputs",
             "loss and block states",
         ),
     ),
     "cache, mask, indices": (RED, ("cache", "mask", "positions", "token ids")),
-    "workspace and fragments": (GREY, ("workspace", "fragmentation", "outside torch")),
+    "workspace and fragments": (
+        GREY,
+        ("workspace", "fragmentation", "recorded forward's pool", "outside torch", BEYOND),
+    ),
 }
 
-KINDS = {"analytic": "formulas", "fake": "counted on fake tensors"}  # how a peak was predicted
+KINDS = {
+    "analytic": "formulas",
+    "calibrated": "calibrated",
+    "fake": "counted on fake tensors",
+}  # how a peak was predicted
 
 
 def account_bars(bars: Mapping[str, Account], budget_gib: float) -> go.Figure:
@@ -77,7 +107,7 @@ def account_bars(bars: Mapping[str, Account], budget_gib: float) -> go.Figure:
 
 
 def term_bars(terms: pl.DataFrame, budget_gib: float) -> go.Figure:
-    """The stage's four accounts side by side: extraction and training, by formula and by count."""
+    """The stage's accounts side by side: extraction and training, by formula, calibrated, and by count."""
     sizes: dict[str, dict[str, float]] = {}
     formulas: dict[str, dict[str, str]] = {}
     for row in terms.iter_rows(named=True):

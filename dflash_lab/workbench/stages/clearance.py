@@ -1,7 +1,8 @@
 """Extraction and training ask the memory room before they start, and say afterwards how right its answer was.
 
 A run that is predicted not to fit does not start, unless `force` is set. A target whose memory is not
-understood starts without an answer, and log and result say why: only measuring can tell.
+understood starts without an answer, and log and result say why: only measuring can tell. They also say what a
+prediction rests on: a calibration that `memory_sweep` left in this run, or the formulas alone, and why.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from dflash_lab.drafter.config import DrafterConfig
+    from dflash_lab.memory.calibrated import Basis
     from dflash_lab.memory.gate import Clearance, NotPredicted
     from dflash_lab.workbench.stages.extract import ExtractParams
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
@@ -42,25 +44,32 @@ def ask_extraction(
     from dflash_lab.extraction.loop import BUFFERS
     from dflash_lab.memory.gate import clear_extraction
     from dflash_lab.memory.planner import device_budget_gib
+    from dflash_lab.memory.setups import ExtractionSetup
     from dflash_lab.target.loading import choose_dtype
+    from dflash_lab.workbench.stages.memory_calibration import extraction_basis
 
     cuda = device.type == "cuda"
+    layers: dict[str, Any] = dict(
+        dtype=str(choose_dtype(params.dtype, config)).removeprefix("torch."),
+        kernels="fla" if cuda and not params.allow_slow_kernels else "torch",
+        fused=cuda and params.fast != "off",
+    )
     try:
+        setup = ExtractionSetup(batch=1, length=1, tap_ids=tuple(tap_ids), **layers)
         return clear_extraction(
             config,
             budget_gib or device_budget_gib(device),
             tap_ids=tap_ids,
             longest=longest,
-            dtype=str(choose_dtype(params.dtype, config)).removeprefix("torch."),
             store_final=params.store_final,
-            kernels="fla" if cuda and not params.allow_slow_kernels else "torch",
-            fused=cuda and params.fast != "off",
             plain_layers=plain_layers,
             in_flight=BUFFERS if cuda else 0,
             token_budget=params.token_budget,
             max_batch=params.max_batch,
             cuda=cuda,
             force=params.force,
+            basis=_said(extraction_basis(params, config, setup, device)),
+            **layers,
         )
     except UnsupportedTarget as error:
         return _unpredicted(error)
@@ -98,9 +107,10 @@ def ask_training(
     """
     from dflash_lab.memory.gate import clear_training
     from dflash_lab.memory.planner import device_budget_gib
-    from dflash_lab.workbench.stages.train_memory import setup_options
+    from dflash_lab.workbench.stages.train_memory import basis_of, setup_options
 
     try:
+        options = setup_options(params, config, device, dtype, final_states=final_states, rows=rows)
         return clear_training(
             config,
             drafter,
@@ -109,21 +119,31 @@ def ask_training(
             context=params.context_tokens,
             cuda=device.type == "cuda",
             force=params.force,
-            **setup_options(params, config, device, dtype, final_states=final_states, rows=rows),
+            basis=_said(basis_of(params, config, drafter, device, options)),
+            **options,
         )
     except UnsupportedTarget as error:
         return _unpredicted(error)
 
 
 def memory_figures(cleared: Clearance | NotPredicted, device: torch.device) -> dict[str, float | int | str]:
-    """Return predicted and measured peak for the run's result, and whether it was started by force; or why
-    nothing was predicted.
+    """Return predicted and measured peak for the run's result, what the prediction rests on, and whether it
+    was started by force; or why nothing was predicted.
     """
     from dflash_lab.memory.gate import NotPredicted, outcome
 
     if isinstance(cleared, NotPredicted):
         return {"memory_not_predicted": cleared.reason}
-    return {**outcome(cleared, device), "memory_forced": int(cleared.forced)}
+    return {
+        **outcome(cleared, device),
+        "memory_basis": cleared.basis,
+        "memory_forced": int(cleared.forced),
+    }
+
+
+def _said(basis: Basis) -> Basis:
+    logger.info("memory predicted: %s", basis.words)
+    return basis
 
 
 def _unpredicted(error: UnsupportedTarget) -> NotPredicted:

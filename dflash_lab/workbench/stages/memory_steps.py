@@ -1,10 +1,10 @@
 """The grid of training steps in `memory_sweep`: anchors x block size, predicted, and on CUDA measured.
 
 The step that is measured is the training loop's own: real drafter, loss and optimizer, a head and an
-embedding of the target's shape without its values. Its layers are not compiled: that is what can be counted
-on fake tensors, and compiling every point would take the time that there is. On a CPU the loop takes other
-paths (dense attention, widened products), so a measurement there would say nothing about a device, and none
-is made.
+embedding of the target's shape without its values. Its layers are plain, which can be counted on fake
+tensors, or compiled (`compile_steps`), which cannot, and takes a minute more a shape. On a CPU the loop takes
+other paths (dense attention, widened products), so a measurement there would say nothing about a device, and
+none is made.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def step_points(
     from dflash_lab.memory.cached import fake_training
     from dflash_lab.memory.measure import measure_training
     from dflash_lab.memory.training_account import training_account
-    from dflash_lab.workbench.stages.memory_sweep import POINTS_SHARE
+    from dflash_lab.workbench.stages.memory_points import POINTS_SHARE
     from dflash_lab.workbench.stages.memory_tables import predicted_columns
 
     grid = [(a, b) for a in sorted(set(params.step_anchors)) for b in sorted(set(params.step_blocks))]
     rows, points = [], []
     for number, (anchors, block) in enumerate(grid):
         progress("training steps", number, len(grid))
-        setup = replace(found.training, anchors=anchors, block_size=block, compiled=False)
+        setup = replace(found.measured_step, anchors=anchors, block_size=block)
         drafter = replace(found.drafter, block_size=block)
         analytic = training_account(found.shape, drafter, setup, cuda=found.cuda)
-        fake = fake_training(found.config, drafter, setup)
+        fake = None if setup.compiled else fake_training(found.config, drafter, setup)
         columns = predicted_columns(analytic, fake)
         rows.append({"anchors": anchors, "block_size": block, **columns})
         points.append((setup, drafter))

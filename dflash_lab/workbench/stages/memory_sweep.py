@@ -2,15 +2,14 @@
 
 Three numbers a point, kept apart: the analytic account, the count of a run on fake tensors, and the
 measurement. On a CPU the measurement is a count of live tensors in a real run; on CUDA it is what the
-allocator reserved, and a calibration is fitted and judged on points that it has not seen. Points are
-measured largest first until the time given is up; a lack of memory is a result.
+allocator reserved. From nine sizes on a calibration is fitted, judged on points that it has not seen, and
+kept for the advice here and for the other stages of the run. Points are measured largest first until the time
+given is up; a lack of memory is a result.
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,10 +21,12 @@ from dflash_lab.workbench.params import StageParams, param
 
 if TYPE_CHECKING:
     from dflash_lab.drafter.config import DrafterConfig
+    from dflash_lab.memory.calibrated import Basis
+    from dflash_lab.memory.fit import Calibration
     from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
     from dflash_lab.memory.shapes import TargetShape
 
-POINTS_SHARE = 0.6  # of the time to measure for, where training steps are measured too
+logger = logging.getLogger(__name__)
 FRAMES = ("points", "steps", "terms", "advice", "buckets")
 PLACEMENTS = ("cached", "same device", "other device")
 POINT_SCHEMA: dict[str, Any] = {
@@ -73,8 +74,12 @@ class MemorySweepParams(StageParams):
     context_tokens: int = param(4096, "target positions of a training step", unit="tokens", low=2)
     chunk: int = param(0, "rows of logits at a time in the loss; 0: as the loss plans it", low=0)
     soft_targets: bool = param(True, "the loss compares with the target's distribution")
-    step_anchors: list[int] = param([128, 512], "anchors of the grid of training steps", low=1)
-    step_blocks: list[int] = param([8, 16], "block sizes of the grid of training steps", low=2, high=128)
+    step_anchors: list[int] = param([128, 256, 512], "anchors of the grid of training steps", low=1)
+    step_blocks: list[int] = param([8, 16, 24], "block sizes of the grid of training steps", low=2, high=128)
+    compile_steps: bool = param(
+        False,
+        "on CUDA, measure steps with compiled layers, as train_drafter runs them: a minute more a shape",
+    )
     placement: str = param("cached", "where the target is while the drafter trains", choices=PLACEMENTS)
     allow_slow_kernels: bool = param(False, "run a hybrid target on CUDA without its fast kernels")
 
@@ -102,6 +107,13 @@ class Scene:
     training: TrainingSetup
     budget_gib: float
     device: str
+    measured_step: TrainingSetup  # as steps are measured; its sizes are those of `training`
+    bases: tuple[Basis, Basis] | tuple[()] = ()  # what predictions of extraction and training rest on
+
+    @property
+    def calibrated(self) -> tuple[Calibration | None, Calibration | None]:
+        """The calibrations of extraction and of training, where there are any."""
+        return (self.bases[0].calibration, self.bases[1].calibration) if self.bases else (None, None)
 
     @property
     def cuda(self) -> bool:
@@ -143,6 +155,8 @@ class MemorySweepResult:
 
 def scene(params: MemorySweepParams) -> Scene:
     """Settle shapes, setups and budget from the parameters; no weight is read."""
+    from dataclasses import replace
+
     from dflash_lab.drafter.config import DrafterConfig
     from dflash_lab.memory.planner import device_budget_gib, expandable_segments
     from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
@@ -159,38 +173,59 @@ def scene(params: MemorySweepParams) -> Scene:
     drafter = DrafterConfig.from_target(
         config, mask_token_id=0, num_layers=params.num_layers, block_size=params.block_size, tap_ids=taps
     )
-    return Scene(
-        config=config,
-        shape=target_shape(config),
-        drafter=drafter,
-        extraction=ExtractionSetup(
-            batch=1,
-            length=1,
-            tap_ids=taps,
-            dtype=dtype,
-            store_final=params.store_final,
-            kernels="fla" if cuda and not params.allow_slow_kernels else "torch",
-            fused=cuda,
-            expandable=expandable_segments(),
-        ),
-        training=TrainingSetup(
-            anchors=params.anchors,
-            context=params.context_tokens,
-            block_size=params.block_size,
-            dtype=dtype,
-            chunk=params.chunk,
-            soft_targets=params.soft_targets,
-            placement=params.placement,  # type: ignore[arg-type]
-            expandable=expandable_segments(),
-            compiled=cuda,  # as train_drafter does
-        ),
-        budget_gib=params.budget_gib or device_budget_gib(device),
-        device=str(device),
+    extraction = ExtractionSetup(
+        batch=1,
+        length=1,
+        tap_ids=taps,
+        dtype=dtype,
+        store_final=params.store_final,
+        kernels="fla" if cuda and not params.allow_slow_kernels else "torch",
+        fused=cuda,
+        expandable=expandable_segments(),
     )
+    training = TrainingSetup(
+        anchors=params.anchors,
+        context=params.context_tokens,
+        block_size=params.block_size,
+        dtype=dtype,
+        chunk=params.chunk,
+        soft_targets=params.soft_targets,
+        placement=params.placement,  # type: ignore[arg-type]
+        expandable=expandable_segments(),
+        compiled=cuda,  # as train_drafter does
+    )
+    return with_calibrations(
+        params,
+        Scene(
+            config=config,
+            shape=target_shape(config),
+            drafter=drafter,
+            extraction=extraction,
+            training=training,
+            measured_step=replace(training, compiled=cuda and params.compile_steps),
+            budget_gib=params.budget_gib or device_budget_gib(device),
+            device=str(device),
+        ),
+    )
+
+
+def with_calibrations(params: MemorySweepParams, found: Scene) -> Scene:
+    """Return the scene with what was measured in this run for its layers, if anything was."""
+    from dataclasses import replace
+
+    from dflash_lab.workbench.stages.memory_calibration import extraction_basis, training_basis
+
+    bases = (
+        extraction_basis(params, found.config, found.extraction, found.device),
+        training_basis(params, found.config, found.drafter, found.training, found.device),
+    )
+    return replace(found, bases=bases)
 
 
 def run_memory_sweep(params: MemorySweepParams, progress: Any = None) -> MemorySweepResult:
     """Predict the grid, measure it, and say what fits."""
+    from dflash_lab.workbench.stages.memory_calibration import calibrate
+    from dflash_lab.workbench.stages.memory_points import measure_points, predict_points
     from dflash_lab.workbench.stages.memory_steps import step_points
     from dflash_lab.workbench.stages.memory_tables import advice_frame, bucket_frame, headline, term_frame
 
@@ -200,98 +235,17 @@ def run_memory_sweep(params: MemorySweepParams, progress: Any = None) -> MemoryS
         points = measure_points(params, found, points, progress or _silent)
     frame = pl.DataFrame(points, schema=POINT_SCHEMA)
     steps = pl.DataFrame(step_points(params, found, progress or _silent), schema=STEP_SCHEMA)
+    if params.measure:
+        calibrate(params, found, frame, steps)
+        found = with_calibrations(params, found)
+    for what, basis in zip(("extraction", "training"), found.bases):
+        logger.info("memory of %s: %s", what, basis.words)
     buckets = bucket_frame(params, found)
     advice, texts = advice_frame(params, found)
     figures = headline(found, frame, steps, buckets)
     result = MemorySweepResult(figures, frame, steps, term_frame(params, found), advice, buckets, texts)
     result.save(params.folder)
     return result
-
-
-def predict_points(
-    params: MemorySweepParams, found: Scene, progress: Callable[..., None]
-) -> list[dict[str, Any]]:
-    """Return a row a grid point with the analytic account and the fake-tensor count."""
-    from dataclasses import replace
-
-    from dflash_lab.memory.cached import fake_extraction
-    from dflash_lab.memory.extraction_account import extraction_account
-    from dflash_lab.workbench.stages.memory_tables import predicted_columns
-
-    lengths = sorted(set(params.lengths))
-    grid = [(batch, length) for batch in sorted(set(params.batches)) for length in lengths]
-    rows = []
-    for number, (batch, length) in enumerate(grid):
-        progress("predicting", number, len(grid))
-        setup = replace(found.extraction, batch=batch, length=length)
-        analytic = extraction_account(found.shape, setup, cuda=found.cuda)
-        fake = fake_extraction(found.config, setup)
-        rows.append({"batch": batch, "length": length, **predicted_columns(analytic, fake)})
-    progress("predicting", len(grid), len(grid))
-    return rows
-
-
-def measure_points(
-    params: MemorySweepParams,
-    found: Scene,
-    rows: list[dict[str, Any]],
-    progress: Callable[..., None],
-    *,
-    each: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
-) -> list[dict[str, Any]]:
-    """Load the target and fill in what was measured; `each` is called with all rows after each point.
-
-    Raises what `progress` raises between points, so a stop takes effect there.
-    """
-    from dataclasses import replace
-
-    from dflash_lab.extraction.fast.apply import skip_tuning, speed_up
-    from dflash_lab.memory.measure import measure_extraction
-    from dflash_lab.target.loading import load_target
-
-    last = found.extraction.last_layer(found.shape.layers)
-    target = load_target(
-        params.target,
-        device=params.device,
-        dtype=params.dtype,
-        seed=params.seed,
-        last_layer=None if last == found.shape.layers - 1 else last,
-        with_head=False,
-        allow_slow_kernels=params.allow_slow_kernels,
-    )
-    measured = [dict(row) for row in rows]
-    with contextlib.ExitStack() as afterwards:
-        if found.extraction.fused:
-            afterwards.callback(skip_tuning())
-            speed_up(target, "auto")
-        allowed_s = params.measure_s * (POINTS_SHARE if found.cuda else 1.0)
-        deadline = time.monotonic() + allowed_s
-        for order in params.orders:
-            sizes = sorted(rows, key=lambda row: row["batch"] * row["length"], reverse=order == "falling")
-            what, count = f"measuring, {order} sizes, for {allowed_s:.0f} s", 0
-            for row in sizes:
-                left_s = max(0.0, deadline - time.monotonic())
-                progress(
-                    what, count, len(sizes), batch=row["batch"], length=row["length"], left_s=round(left_s)
-                )
-                if not left_s:
-                    break
-                setup = replace(found.extraction, batch=row["batch"], length=row["length"])
-                outcome = measure_extraction(target, setup)
-                new = {**row, "order": order, **outcome}
-                same = [i for i, old in enumerate(measured) if _is(old, row) and old["order"] in ("", order)]
-                if same:
-                    measured[same[0]] = new
-                else:
-                    measured.append(new)
-                each(measured)
-                count += 1
-            progress(what, len(sizes), len(sizes), measured=count)
-    return measured
-
-
-def _is(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return (one["batch"], one["length"]) == (other["batch"], other["length"])
 
 
 def _silent(description: str, done: int, total: int, **fields: Any) -> None:

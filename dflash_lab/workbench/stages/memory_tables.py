@@ -14,42 +14,47 @@ GIB = 2**30
 ADVICE_FIELDS = ("name", "saves_gib", "peak_gib", "time_pct", "fits", "same_goal", "built_in", "why")
 
 
-def predicted_columns(analytic: Account, fake: Account) -> dict[str, Any]:
-    """Return the columns of a point that both predictions fill, before anything is measured there."""
+def predicted_columns(analytic: Account, fake: Account | None) -> dict[str, Any]:
+    """Return the columns of a point that both predictions fill, before anything is measured there; `fake` is
+    null where layers are compiled.
+    """
     return {
         "analytic_gib": analytic.live / 2**30,
-        "fake_gib": fake.live / 2**30,
-        "fake_reserved_gib": fake.reserved / 2**30,
+        "fake_gib": fake.live / 2**30 if fake else None,
+        "fake_reserved_gib": fake.reserved / 2**30 if fake else None,
         "analytic_moving": analytic.live - analytic.static,
-        "fake_moving": fake.live - fake.static,
+        "fake_moving": fake.live - fake.static if fake else None,
         "order": "",
         "out_of_memory": False,
     }
 
 
 def term_frame(params: MemorySweepParams, found: Scene) -> pl.DataFrame:
-    """Return terms of the largest batch of the grid and of the training step, analytic and counted on fake
-    tensors; where layers are compiled, which no count knows, also as they are without.
+    """Return terms of the largest batch of the grid and of the training step: by formulas, calibrated where
+    something was measured, and counted on fake tensors. Where layers are compiled, which no count knows, also
+    as they are without.
     """
     from dataclasses import replace
 
     from dflash_lab.memory.cached import fake_extraction, fake_training
-    from dflash_lab.memory.extraction_account import extraction_account
-    from dflash_lab.memory.training_account import training_account
+    from dflash_lab.memory.calibrated import extraction_prediction, training_prediction
 
-    setup = replace(found.extraction, batch=max(params.batches), length=max(params.lengths))
-    plain = replace(found.training, compiled=False)
-    steps = [found.training, *([plain] if found.training.compiled else [])]
-    accounts: dict[str, tuple[Account, ...]] = {
-        "extraction": (
-            extraction_account(found.shape, setup, cuda=found.cuda),
-            fake_extraction(found.config, setup),
-        ),
-        "training": (
-            *(training_account(found.shape, found.drafter, step, cuda=found.cuda) for step in steps),
-            fake_training(found.config, found.drafter, plain),
-        ),
+    batch = replace(found.extraction, batch=max(params.batches), length=max(params.lengths))
+    step, plain = found.training, replace(found.training, compiled=False)
+    batches, steps = found.calibrated
+    cuda, shape, drafter = found.cuda, found.shape, found.drafter
+    ways = [(step, None), *([(step, steps)] if steps else []), *([(plain, None)] if step.compiled else [])]
+    accounts = {
+        "extraction": [
+            extraction_prediction(shape, batch, cuda=cuda, calibration=known)
+            for known in (None, *([batches] if batches else []))
+        ],
+        "training": [
+            training_prediction(shape, drafter, way, cuda=cuda, calibration=known) for way, known in ways
+        ],
     }
+    accounts["extraction"].append(fake_extraction(found.config, batch))
+    accounts["training"].append(fake_training(found.config, drafter, plain))
     rows = [
         {
             "what": what,
@@ -73,8 +78,11 @@ def advice_frame(params: MemorySweepParams, found: Scene) -> tuple[pl.DataFrame,
     from dflash_lab.memory.advise import advise_extraction, advise_training
 
     setup = replace(found.extraction, batch=max(params.batches), length=max(params.lengths))
-    extraction = advise_extraction(found.shape, setup, found.budget_gib, cuda=found.cuda)
-    training = advise_training(found.shape, found.drafter, found.training, found.budget_gib, cuda=found.cuda)
+    batches, anchors = found.calibrated
+    extraction = advise_extraction(found.shape, setup, found.budget_gib, cuda=found.cuda, calibration=batches)
+    training = advise_training(
+        found.shape, found.drafter, found.training, found.budget_gib, cuda=found.cuda, calibration=anchors
+    )
     rows = [
         {"what": what, **{name: getattr(change, name) for name in ADVICE_FIELDS}}
         for what, advice in (("extraction", extraction), ("training", training))
@@ -102,6 +110,7 @@ def bucket_frame(params: MemorySweepParams, found: Scene) -> pl.DataFrame:
         in_flight=BUFFERS if found.cuda else 0,
         max_batch=params.max_batch,
         cuda=found.cuda,
+        calibration=found.calibrated[0],
     )
     rows = [
         {
@@ -140,8 +149,8 @@ def headline(
                 f"{prefix}median_error_pct": round(median, 3),
                 f"{prefix}worst_error_pct": round(worst, 3),
             }
-        figures |= _calibrated(found, measured)
     figures |= _step_figures(steps)
+    figures |= _basis_figures(found)
     figures["predicted_peak_gib"] = round(largest["fake_gib"], 4)
     figures["points_measured"] = measured.height
     figures["out_of_memory"] = int(points["out_of_memory"].sum())
@@ -156,11 +165,12 @@ def _step_figures(steps: pl.DataFrame) -> dict[str, float | int | str]:
     from dflash_lab.memory.fit import error_figures
 
     figures: dict[str, float | int | str] = {}
+    kind = "analytic" if steps["fake_gib"].null_count() else "fake"  # compiled steps are not counted
     if steps.height:
-        figures["predicted_step_gib"] = round(float(steps["fake_gib"].max()), 4)  # type: ignore[arg-type]
+        figures["predicted_step_gib"] = round(float(steps[f"{kind}_gib"].max()), 4)  # type: ignore[arg-type]
     measured = steps.filter(pl.col("measured_moving").is_not_null() & ~pl.col("out_of_memory"))
     if measured.height:
-        median, worst = error_figures(_errors(measured, "fake_moving"))
+        median, worst = error_figures(_errors(measured, f"{kind}_moving"))
         figures |= {"step_median_error_pct": round(median, 3), "step_worst_error_pct": round(worst, 3)}
     return figures
 
@@ -169,34 +179,16 @@ def _errors(measured: pl.DataFrame, column: str) -> list[float]:
     return (100 * (measured[column] / measured["measured_moving"] - 1)).to_list()
 
 
-def _calibrated(found: Scene, measured: pl.DataFrame) -> dict[str, float | int | str]:
-    """Fit on a third of the points of a device and judge on the rest; nothing on a CPU, where counts are
-    exact.
-    """
-    if not found.cuda or measured.height < 9:
-        return {}
-    from dataclasses import replace
-
-    from dflash_lab.memory.fit import Point, fit
-
-    points = [
-        Point(
-            replace(found.extraction, batch=row["batch"], length=row["length"]),
-            row["analytic_moving"],
-            row["measured_moving"],
-        )
-        for row in measured.iter_rows(named=True)
-    ]
-    calibration = fit(points, device=_device_name())
-    return {
-        "calibrated_median_error_pct": round(calibration.median_error_pct, 3),
-        "calibrated_worst_error_pct": round(calibration.worst_error_pct, 3),
-        "calibrated_heldout_points": calibration.heldout_points,
-    }
-
-
-def _device_name() -> str:
-    import torch
-
-    name: Any = torch.cuda.get_device_name()
-    return str(name)
+def _basis_figures(found: Scene) -> dict[str, float | int | str]:
+    """Return what the plan rests on, and a calibration's errors on points that took no part in the fit."""
+    figures: dict[str, float | int | str] = {}
+    kinds = (("extraction", "calibrated"), ("training", "step_calibrated"))
+    for (what, prefix), basis in zip(kinds, found.bases, strict=True):
+        figures[f"{what}_basis"] = basis.words
+        if calibration := basis.calibration:
+            figures |= {
+                f"{prefix}_median_error_pct": round(calibration.median_error_pct, 3),
+                f"{prefix}_worst_error_pct": round(calibration.worst_error_pct, 3),
+                f"{prefix}_heldout_points": calibration.heldout_points,
+            }
+    return figures

@@ -16,6 +16,7 @@ from dflash_lab.errors import InputError, StoreError, UnsupportedTarget
 if TYPE_CHECKING:
     import torch
 
+    from dflash_lab.memory.calibrated import Basis
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
 PLANNED = "anchors.json"
@@ -35,7 +36,6 @@ def setup_options(
     """Return the fields of `TrainingSetup` that these parameters say; see `clearance.ask_training`."""
     from dflash_lab.drafter.feed import DEPTH
     from dflash_lab.memory.planner import expandable_segments
-    from dflash_lab.memory.shapes import target_shape
 
     cuda, name = device.type == "cuda", _name(dtype)
     together = params.source == "live" and not params.targets  # the target is in the training process
@@ -64,17 +64,38 @@ def setup_options(
         head_elsewhere=cuda and params.head not in (-1, device.index or 0),
     )
     if together:
-        from dflash_lab.drafter.live_forward import unpackable
-        from dflash_lab.target.loading import choose_dtype
-
-        target_dtype, shape = choose_dtype(params.dtype, config), target_shape(config)
-        packed = rows == "packed" if rows else not unpackable(shape.delta is not None, target_dtype, cuda)
-        options |= dict(
-            placement="same device",
-            target_dtype=_name(target_dtype),
-            recorded=cuda and packed and shape.experts is None,
-        )
+        options |= target_options(params, config, device, rows)
     return options
+
+
+def target_options(
+    params: TrainDrafterParams, config: Any, device: torch.device, rows: str = ""
+) -> dict[str, Any]:
+    """Return the fields of `TrainingSetup` that say how a live target on `device` makes its rows."""
+    from dflash_lab.drafter.live_forward import unpackable
+    from dflash_lab.memory.planner import expandable_segments
+    from dflash_lab.memory.shapes import target_shape
+    from dflash_lab.target.loading import choose_dtype
+
+    cuda, dtype, shape = device.type == "cuda", choose_dtype(params.dtype, config), target_shape(config)
+    packed = rows == "packed" if rows else not unpackable(shape.delta is not None, dtype, cuda)
+    return dict(
+        placement="same device",
+        target_dtype=_name(dtype),
+        recorded=cuda and packed and shape.experts is None,
+        expandable=expandable_segments(),
+    )
+
+
+def basis_of(
+    params: TrainDrafterParams, config: Any, drafter: Any, device: torch.device, options: dict[str, Any]
+) -> Basis:
+    """Return what the prediction of such a step rests on; `options` are those of `setup_options`."""
+    from dflash_lab.memory.setups import TrainingSetup
+    from dflash_lab.workbench.stages.memory_calibration import training_basis
+
+    one = TrainingSetup(anchors=1, context=params.context_tokens, block_size=drafter.block_size, **options)
+    return training_basis(params, config, drafter, one, device)
 
 
 def with_anchors(params: TrainDrafterParams) -> TrainDrafterParams:
@@ -122,11 +143,15 @@ def with_anchors(params: TrainDrafterParams) -> TrainDrafterParams:
         if planned.get("asked") == asked:
             return dataclasses.replace(params, anchors=anchors)
     sizes: dict[str, Any] = dict(context=params.context_tokens, cuda=device.type == "cuda", **options)
-    budget_gib = _least_budget_gib(params, device)
-    found = training_fits(config, drafter, budget_gib, anchors=8, margin=MARGIN + _SPARE, **sizes)
+    budget_gib = _least_budget_gib(params, device, config, drafter)
+    basis = basis_of(params, config, drafter, device, options)
+    margin, calibration = MARGIN + _SPARE, basis.calibration
+    found = training_fits(
+        config, drafter, budget_gib, anchors=8, margin=margin, calibration=calibration, **sizes
+    )
     anchors = min(found.largest_anchors, params.context_tokens - 1)
     if not anchors:  # refused with advice, or forced to the least
-        clear_training(config, drafter, budget_gib, anchors=8, force=params.force, **sizes)
+        clear_training(config, drafter, budget_gib, anchors=8, force=params.force, basis=basis, **sizes)
         anchors = min(8, params.context_tokens - 1)
     logger.info("anchors = %d: the most that %.2f GiB are predicted to hold", anchors, budget_gib)
     params.folder.mkdir(parents=True, exist_ok=True)
@@ -134,15 +159,24 @@ def with_anchors(params: TrainDrafterParams) -> TrainDrafterParams:
     return dataclasses.replace(params, anchors=anchors)
 
 
-def _least_budget_gib(params: TrainDrafterParams, device: torch.device) -> float:
-    """Return the GiB that each training process may take, of the device with the least."""
+def _least_budget_gib(params: TrainDrafterParams, device: torch.device, config: Any, drafter: Any) -> float:
+    """Return the GiB that each training process may take, of the device with the least; what targets hold
+    there is left to them.
+    """
     from dflash_lab.memory.extraction_account import OUTSIDE_TORCH
-    from dflash_lab.memory.planner import device_budget_gib
+    from dflash_lab.memory.planner import MARGIN, device_budget_gib
+    from dflash_lab.workbench.stages.train_tenants import placed, target_account
 
-    if device.type != "cuda" or (params.world == 1 and not params.drafters):
-        return device_budget_gib(device) / (params.world if device.type == "cpu" else 1)
+    beside: dict[int, float] = {}
+    for number in params.targets:
+        account = target_account(params, config, drafter, placed(device, number))
+        beside[number] = beside.get(number, 0.0) + account.peak_gib / (1 - MARGIN)
+    if device.type == "cpu":
+        return (device_budget_gib(device) - sum(beside.values())) / params.world
+    if params.world == 1 and not params.drafters:
+        return device_budget_gib(device)
     numbers = params.drafters or range(params.processes)
-    free_gib = min(device_budget_gib(f"cuda:{number}") for number in numbers)
+    free_gib = min(device_budget_gib(f"cuda:{number}") - beside.get(number, 0.0) for number in numbers)
     # A process of its own opens a context there beside this one's, and NCCL takes as much again.
     return free_gib - 2 * OUTSIDE_TORCH / 2**30
 

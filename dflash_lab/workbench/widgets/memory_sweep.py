@@ -33,7 +33,8 @@ class Planner:
         from dflash_lab.memory.explore import answer
 
         found = self.found
-        return answer(question, found.shape, found.drafter, found.extraction, found.training, cuda=found.cuda)
+        parts = (found.shape, found.drafter, found.extraction, found.training)
+        return answer(question, *parts, cuda=found.cuda, calibrated=found.calibrated)
 
     def draw(self, question: Question) -> tuple[go.Figure, go.Figure, str]:
         """Return (map with the budget's contour, stacked bars, verdict as HTML)."""
@@ -49,7 +50,8 @@ class Planner:
         from dflash_lab.memory.explore import peak_map as compute
 
         shape = self.found.shape if not vocabulary else replace(self.found.shape, vocab=vocabulary)
-        return compute(shape, self.found.extraction, self.batches, self.lengths, cuda=self.found.cuda)
+        how: dict[str, Any] = dict(cuda=self.found.cuda, calibration=self.found.calibrated[0])
+        return compute(shape, self.found.extraction, self.batches, self.lengths, **how)
 
 
 def verdict(question: Question, told: Answer) -> str:
@@ -130,10 +132,15 @@ def planner(result: MemorySweepResult, params: MemorySweepParams) -> ipywidgets.
 
 
 def redraw(live: go.FigureWidget, fresh: go.Figure) -> None:
-    """Bring a live figure to the state of `fresh`, which has the same traces; its size stays."""
+    """Bring a live figure to the state of `fresh`, which has the same traces; its size stays.
+
+    Most traces do not change, and comparing is cheaper than setting.
+    """
     with live.batch_update():
         for trace, new in zip(live.data, fresh.data, strict=True):
-            trace.update(new.to_plotly_json(), overwrite=True)
+            wanted = new.to_plotly_json()
+            if wanted != {name: value for name, value in trace.to_plotly_json().items() if name != "uid"}:
+                trace.update(wanted, overwrite=True)
         live.layout.title.text = fresh.layout.title.text
         live.layout.shapes = fresh.layout.shapes
         live.layout.annotations = fresh.layout.annotations
@@ -170,7 +177,8 @@ class SweepRun:
     def _work(self) -> None:
         from dflash_lab.release import release
         from dflash_lab.workbench.progress import Stopped
-        from dflash_lab.workbench.stages.memory_sweep import measure_points, scene
+        from dflash_lab.workbench.stages.memory_points import measure_points
+        from dflash_lab.workbench.stages.memory_sweep import scene
 
         def report(description: str, done: int, total: int, **_fields: Any) -> None:
             self.done, self.total = done, total

@@ -1,0 +1,101 @@
+"""The grid of extraction batches in `memory_sweep`: batch x length, predicted, and measured on the target
+itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dflash_lab.workbench.stages.memory_sweep import MemorySweepParams, Scene
+
+POINTS_SHARE = 0.6  # of the time to measure for, where training steps are measured too
+
+
+def predict_points(
+    params: MemorySweepParams, found: Scene, progress: Callable[..., None]
+) -> list[dict[str, Any]]:
+    """Return a row a grid point with the analytic account and the fake-tensor count."""
+    from dataclasses import replace
+
+    from dflash_lab.memory.cached import fake_extraction
+    from dflash_lab.memory.extraction_account import extraction_account
+    from dflash_lab.workbench.stages.memory_tables import predicted_columns
+
+    lengths = sorted(set(params.lengths))
+    grid = [(batch, length) for batch in sorted(set(params.batches)) for length in lengths]
+    rows = []
+    for number, (batch, length) in enumerate(grid):
+        progress("predicting", number, len(grid))
+        setup = replace(found.extraction, batch=batch, length=length)
+        analytic = extraction_account(found.shape, setup, cuda=found.cuda)
+        fake = fake_extraction(found.config, setup)
+        rows.append({"batch": batch, "length": length, **predicted_columns(analytic, fake)})
+    progress("predicting", len(grid), len(grid))
+    return rows
+
+
+def measure_points(
+    params: MemorySweepParams,
+    found: Scene,
+    rows: list[dict[str, Any]],
+    progress: Callable[..., None],
+    *,
+    each: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> list[dict[str, Any]]:
+    """Load the target and fill in what was measured; `each` is called with all rows after each point.
+
+    Raises what `progress` raises between points, so a stop takes effect there.
+    """
+    from dataclasses import replace
+
+    from dflash_lab.extraction.fast.apply import skip_tuning, speed_up
+    from dflash_lab.memory.measure import measure_extraction
+    from dflash_lab.target.loading import load_target
+
+    last = found.extraction.last_layer(found.shape.layers)
+    target = load_target(
+        params.target,
+        device=params.device,
+        dtype=params.dtype,
+        seed=params.seed,
+        last_layer=None if last == found.shape.layers - 1 else last,
+        with_head=False,
+        allow_slow_kernels=params.allow_slow_kernels,
+    )
+    measured = [dict(row) for row in rows]
+    with contextlib.ExitStack() as afterwards:
+        if found.extraction.fused:
+            afterwards.callback(skip_tuning())
+            speed_up(target, "auto")
+        allowed_s = params.measure_s * (POINTS_SHARE if found.cuda else 1.0)
+        deadline = time.monotonic() + allowed_s
+        for order in params.orders:
+            sizes = sorted(rows, key=lambda row: row["batch"] * row["length"], reverse=order == "falling")
+            what, count = f"measuring, {order} sizes, for {allowed_s:.0f} s", 0
+            for row in sizes:
+                left_s = max(0.0, deadline - time.monotonic())
+                progress(
+                    what, count, len(sizes), batch=row["batch"], length=row["length"], left_s=round(left_s)
+                )
+                if not left_s:
+                    break
+                setup = replace(found.extraction, batch=row["batch"], length=row["length"])
+                outcome = measure_extraction(target, setup)
+                new = {**row, "order": order, **outcome}
+                same = [i for i, old in enumerate(measured) if _is(old, row) and old["order"] in ("", order)]
+                if same:
+                    measured[same[0]] = new
+                else:
+                    measured.append(new)
+                each(measured)
+                count += 1
+            progress(what, len(sizes), len(sizes), measured=count)
+    return measured
+
+
+def _is(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return (one["batch"], one["length"]) == (other["batch"], other["length"])

@@ -1,0 +1,145 @@
+"""What the processes of an online pipeline hold, device by device, asked before any of them starts.
+
+Targets make rows on their GPUs, drafters train on theirs, and a frozen head may lie on one of its own; a GPU
+may be named for several. Each process writes afterwards what it held beside what was predicted.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import multiprocessing
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dflash_lab.errors import UnsupportedTarget
+
+if TYPE_CHECKING:
+    import torch
+
+    from dflash_lab.drafter.config import DrafterConfig
+    from dflash_lab.memory.account import Account
+    from dflash_lab.memory.tenants import Tenant
+    from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+
+logger = logging.getLogger(__name__)
+
+
+def clear_pipeline(params: TrainDrafterParams) -> None:
+    """`DoesNotFit` where a GPU of the pipeline is predicted to be named for more than it holds, unless
+    forced; a target whose memory is not understood is told in the log.
+    """
+    from dflash_lab.memory.tenants import clear_devices
+
+    try:
+        found = tenants(params)
+    except UnsupportedTarget as error:
+        logger.warning("started without a prediction of its memory: %s", error)
+        return
+    budgets_gib = free_gib(sorted({tenant.device for tenant in found}))
+    over = clear_devices(found, budgets_gib, force=params.force)
+    for tenant in found:
+        words = "too much together with the others, forced" if tenant.device in over else "cleared"
+        logger.info(
+            "%s on %s: %.2f GiB predicted, %s", tenant.name, tenant.device, tenant.peak / 2**30, words
+        )
+
+
+def tenants(params: TrainDrafterParams) -> list[Tenant]:
+    """Return what each process of the pipeline is predicted to hold, on each device that it uses."""
+    from dflash_lab.memory.advise import advise_training
+    from dflash_lab.memory.calibrated import training_prediction
+    from dflash_lab.memory.extraction_account import OUTSIDE_TORCH
+    from dflash_lab.memory.process_account import head_process
+    from dflash_lab.memory.setups import TrainingSetup
+    from dflash_lab.memory.shapes import target_shape
+    from dflash_lab.memory.tenants import Tenant
+    from dflash_lab.target.loading import choose_device
+    from dflash_lab.target.sources import load_config
+    from dflash_lab.workbench.stages import train_setup
+    from dflash_lab.workbench.stages.train_memory import basis_of, setup_options
+
+    config, drafter = load_config(params.target), train_setup.drafter_config(params, None)
+    shape, home = target_shape(config), choose_device(params.device)
+    cuda = home.type == "cuda"
+    found = []
+    for number, gpu in enumerate(params.drafters):
+        device = placed(home, gpu)
+        dtype = train_setup.drafter_dtype(params, device)
+        options = setup_options(params, config, device, dtype)
+        setup = TrainingSetup(
+            anchors=params.anchors, context=params.context_tokens, block_size=drafter.block_size, **options
+        )
+        known: dict[str, Any] = dict(
+            cuda=cuda, calibration=basis_of(params, config, drafter, device, options).calibration
+        )
+        found.append(
+            Tenant(
+                f"drafter-{number}",
+                str(device),
+                training_prediction(shape, drafter, setup, **known),
+                partial(advise_training, shape, drafter, setup, **known),
+                OUTSIDE_TORCH if cuda and len(params.drafters) > 1 else 0,  # NCCL's buffers
+            )
+        )
+        if setup.head_elsewhere:
+            account = head_process(shape, drafter, setup, cuda=cuda)
+            found.append(Tenant(f"head of drafter-{number}", str(placed(home, params.head)), account))
+    for number, gpu in enumerate(params.targets):
+        device = placed(home, gpu)
+        found.append(Tenant(f"target-{number}", str(device), target_account(params, config, drafter, device)))
+    return found
+
+
+def target_account(
+    params: TrainDrafterParams, config: Any, drafter: DrafterConfig, device: torch.device, rows: str = ""
+) -> Account:
+    """Return the account of a target's process; `rows`: see `clearance.ask_training`."""
+    from dflash_lab.memory.process_account import target_process
+    from dflash_lab.memory.setups import TrainingSetup
+    from dflash_lab.memory.shapes import target_shape
+    from dflash_lab.workbench.stages.train_memory import target_options
+
+    setup = TrainingSetup(
+        anchors=1,
+        context=params.context_tokens,
+        block_size=drafter.block_size,
+        **target_options(params, config, device, rows),
+    )
+    return target_process(target_shape(config), drafter, setup, cuda=device.type == "cuda")
+
+
+def target_figures(
+    params: TrainDrafterParams, config: Any, device: torch.device, rows: str
+) -> dict[str, float]:
+    """Return what a target's process was predicted to hold, as it ran its rows, and what it held."""
+    from dflash_lab.memory.gate import Clearance, outcome
+    from dflash_lab.workbench.stages import train_setup
+
+    try:
+        account = target_account(params, config, train_setup.drafter_config(params, None), device, rows)
+    except UnsupportedTarget:
+        return {}  # told before it started
+    return outcome(Clearance(account, 0.0, params.force), device)
+
+
+def free_gib(devices: list[str]) -> dict[str, float]:
+    """Return what is free on `devices`; of GPUs a process of its own looks, whose context ends with it."""
+    if devices == ["cpu"]:
+        return _free_gib(devices)
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(_free_gib, devices).result()
+
+
+def _free_gib(devices: list[str]) -> dict[str, float]:
+    from dflash_lab.memory.planner import device_budget_gib
+
+    return {device: device_budget_gib(device) for device in devices}
+
+
+def placed(device: torch.device, number: int) -> torch.device:
+    """Return GPU `number`, or the CPU where the run is on one."""
+    import torch
+
+    return torch.device("cuda", number) if device.type == "cuda" else device
