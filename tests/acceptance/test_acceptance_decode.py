@@ -123,6 +123,38 @@ def test_sampled_decoding_follows_the_targets_law(loaded):
         assert same_law(ours, theirs)
 
 
+def test_drafts_that_are_often_accepted_leave_the_law_alone(loaded, monkeypatch):
+    """Drafts of the very tokens that the target may say, in other proportions: most rounds accept one, and
+    the second token is still the target's.
+    """
+    target = loaded("llama")
+    options = {"temperature": 0.7, "top_k": 3, "stop_ids": (), "max_new_tokens": 2}
+    with torch.no_grad():
+        ids = torch.tensor([PROMPT])
+        for _ in range(2):
+            logits = target.head.logits(target.body(input_ids=ids, use_cache=False).last_hidden_state[0, -1])
+            ids = torch.cat([ids, logits.argmax()[None, None]], dim=1)
+    first, (values, tokens) = int(ids[0, -2]), logits.topk(3)
+
+    class Tilted(decode_module.Proposer):
+        def draft(self, anchor, block_size):
+            draft = super().draft(anchor, block_size)
+            draft.logits.fill_(-30.0)[:, tokens] = 0.7 * torch.log(torch.tensor([0.2, 0.3, 0.5]))
+            return draft
+
+    monkeypatch.setattr(decode_module, "Proposer", Tilted)
+    generator = torch.Generator().manual_seed(0)
+    drafter, count, accepted = random_drafter(target), torch.zeros(3), 0
+    while count.sum() < 400:
+        answer = decode(target, drafter, PROMPT, block_size=2, generator=generator, **options)
+        if answer.tokens[0] == first:
+            count += torch.tensor([answer.tokens[1] == int(token) for token in tokens]).float()
+            accepted += answer.rounds[0].accepted
+    law = torch.softmax(values / 0.7, -1)
+    assert float(((count - 400 * law) ** 2 / (400 * law)).sum()) < 13.8  # chi-square, 2 degrees: 1 in 1,000
+    assert 0.3 < accepted / 400 < 0.95
+
+
 def test_rounds_time_and_rejected_tokens_are_recorded(loaded, plain, monkeypatch):
     target, tokens = loaded("llama"), plain("llama")
     monkeypatch.setattr(decode_module, "Proposer", oracle(PROMPT + tokens, 0.5))

@@ -10,6 +10,7 @@ from dflash_lab.acceptance.decode import decode, plain_decode
 from dflash_lab.acceptance.offline import answer_segments, offline
 from dflash_lab.acceptance.offline_report import OfflineReport
 from dflash_lab.acceptance.proposals import Proposer
+from dflash_lab.acceptance.study import token_class
 from dflash_lab.acceptance.target_run import TargetRun
 from dflash_lab.data.items import FeatureItem
 from dflash_lab.errors import InputError
@@ -169,8 +170,9 @@ def test_expected_acceptance_under_sampling_equals_simulation(loaded):
     must meet.
     """
     from dflash_lab.acceptance.live import answered_items
-    from dflash_lab.acceptance.rejection import draw, probabilities, verify_sampled
+    from dflash_lab.acceptance.rejection import probabilities, verify_sampled
     from dflash_lab.acceptance.study import Study
+    from dflash_lab.target.choice import draw
 
     target = loaded("llama")
     drafter = random_drafter(target, block_size=2, initializer_range=0.1)
@@ -195,3 +197,19 @@ def test_expected_acceptance_under_sampling_equals_simulation(loaded):
         offline(
             [item_of(target, drafter, PROMPTS[0], [65, 66, 67])], target.head, drafter, temperatures=(1.0,)
         )
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("\n\n", "line break"),
+        ("  ", "space"),
+        ("<|im_end|>", "special"),
+        (" 12", "number"),
+        (" word", "word start"),
+        ("ing", "word piece"),
+        ("):", "punctuation"),
+    ],
+)
+def test_token_classes(text, kind):
+    assert token_class(text) == kind

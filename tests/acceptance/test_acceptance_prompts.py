@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from dflash_lab.acceptance.prompts import (
     load_prompts,
     split_dev,
 )
+from dflash_lab.acceptance.study import next_turn
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.errors import InputError
 
@@ -57,6 +59,24 @@ def test_styles(tmp_path, tokenizer, record, words, turns):
     assert text.endswith("<|im_start|>assistant\n")
     assert len(prompt.turns) == turns
     assert prompt.source == "set"
+
+
+def test_later_turns_hold_the_models_own_answers_and_the_thinking_mode(tmp_path):
+    from support.tiny_targets import THINKING, tiny_tokenizer
+
+    tokenizer = tiny_tokenizer(THINKING)
+    path = write_lines(tmp_path / "mt.jsonl", {"question_id": 1, "turns": ["First?", "Second?"]})
+    target = SimpleNamespace(tokenizer=tokenizer)
+    for thinking in (True, False):
+        opening = "<|im_start|>assistant\n" + ("" if thinking else "[no thoughts]\n")
+        (prompt,) = file_prompts(path, tokenizer, thinking=thinking)
+        assert tokenizer.decode(prompt.input_ids) == f"<|im_start|>user\nFirst?<|im_end|>\n{opening}"
+        follow = next_turn(target, thinking)
+        reply = tokenizer.encode("Mine.<|im_end|>", add_special_tokens=False)
+        text = tokenizer.decode(follow(prompt, [reply]))
+        assert "<|im_start|>assistant\nMine.<|im_end|>\n<|im_start|>user\nSecond?<|im_end|>" in text
+        assert text.endswith(f"<|im_end|>\n{opening}")
+        assert follow(prompt, [reply, reply]) is None
 
 
 def test_bad_lines_are_named(tmp_path, tokenizer):

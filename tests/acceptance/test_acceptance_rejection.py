@@ -6,9 +6,14 @@ import math
 
 import pytest
 import torch
+from drafters import random_drafter, second_drafter
+from torch.profiler import ProfilerActivity, profile
 
-from dflash_lab.acceptance.rejection import draw, probabilities, verify_sampled
+from dflash_lab.acceptance.decode import Sampling
+from dflash_lab.acceptance.proposals import Draft
+from dflash_lab.acceptance.rejection import probabilities, verify_sampled
 from dflash_lab.errors import InputError
+from dflash_lab.target.choice import choose, draw
 
 VOCAB = 5
 
@@ -69,6 +74,28 @@ def test_bonus_follows_the_last_row_and_equal_laws_accept_everything():
     assert _chi_square_p(counts, p[2].double() * count) > 1e-3
 
 
+@pytest.mark.parametrize("second", [False, True])
+def test_sampled_drafts_follow_the_law_that_they_are_judged_by(loaded, second):
+    """Of plain DFlash, and of DFlash 2's selector, whose law of a slot depends on the token drawn before."""
+    target = loaded("llama")
+    drafter = (second_drafter if second else random_drafter)(target, initializer_range=0.05)
+    generator = torch.Generator().manual_seed(0)
+    size, wide = 2, target.vocab_size
+    hidden = torch.randn(size, target.hidden_size, generator=generator)
+    logits = 0.5 * torch.randn(size, wide, generator=generator)
+    draft = Draft(drafter, torch.tensor([7]), hidden, logits)
+    observed, expected = torch.zeros(size, wide, dtype=torch.float64), torch.zeros(size, wide).double()
+    every = torch.arange(size)
+    for _ in range(4000):
+        tokens, chances = draft.sampled(0.8, 1.0, 6, generator)
+        assert torch.allclose(chances.sum(-1), torch.ones(size)) and (chances[every, tokens] > 0).all()
+        observed[every, tokens] += 1
+        expected += chances.detach()
+    for slot in range(size):
+        assert len(set(observed[slot].nonzero())) > 3
+        assert _chi_square_p(observed[slot], expected[slot]) > 1e-3
+
+
 def test_disjoint_support_rejects_at_once_and_never_emits_an_impossible_token():
     q = torch.tensor([[[1.0, 0, 0, 0, 0]]])
     p = torch.tensor([[[0, 0.5, 0.5, 0, 0], [0.2, 0.2, 0.2, 0.2, 0.2]]])
@@ -88,3 +115,40 @@ def test_filters():
     for bad in ({"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.0}, {"temperature": 1.0, "top_k": -1}):
         with pytest.raises(InputError, match="top_p"):
             probabilities(logits, **bad)
+
+
+def test_a_draw_is_the_one_that_multinomial_makes():
+    for seed in range(5):
+        chances = probabilities(torch.randn(40, 3, 500, generator=torch.Generator().manual_seed(seed)), 0.7)
+        known = torch.multinomial(chances.view(-1, 500), 1, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(draw(chances, torch.Generator().manual_seed(seed)).view(-1, 1), known)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0, 3.0])
+def test_logits_race_to_the_tokens_that_their_probabilities_do(dtype, temperature):
+    logits = (4 * torch.randn(500, 2000, generator=torch.Generator().manual_seed(0))).to(dtype)
+    logits[:, ::7] = -torch.inf
+    one, other = (torch.Generator().manual_seed(1) for _ in range(2))
+    found = choose(logits, temperature, one)
+    known = torch.multinomial(torch.softmax(logits.float() / temperature, -1), 1, generator=other)[:, 0]
+    assert (found == known).all() and (logits.gather(1, found[:, None]) > -torch.inf).all()
+    assert torch.equal(choose(logits, 0.0, None), logits.argmax(-1))
+
+
+def test_a_draw_from_logits_follows_their_law():
+    logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -torch.inf, 0.5])
+    found = choose(logits.expand(200_000, -1), 0.8, torch.Generator().manual_seed(2))
+    expected = torch.softmax(logits / 0.8, -1).double() * len(found)
+    counts = torch.bincount(found, minlength=len(logits)).double()
+    assert counts[4] == 0 and _chi_square_p(counts, expected) > 1e-3
+
+
+def test_sampling_without_filters_makes_four_passes_over_the_logits():
+    """And none that the host waits for, as `torch.multinomial` does twice."""
+    logits, generator = torch.randn(8, 1000), torch.Generator().manual_seed(0)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        Sampling(0.7, generator=generator).choose(logits)
+    calls = {event.key.removeprefix("aten::"): event.count for event in seen.key_averages()}
+    calls = {name: count for name, count in calls.items() if not name.startswith("empty")}
+    assert calls == {"exponential_": 1, "log_": 1, "sub": 1, "argmin": 1}

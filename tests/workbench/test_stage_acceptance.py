@@ -84,6 +84,7 @@ def test_tables_add_up(llama_result):
     tests = result.budgets.filter(pl.col("part") == "test").sort("budget")
     assert tests["tau"].to_list()[1:] == sorted(tests["tau"].to_list()[1:])
     assert result.points["speedup"].to_list() == sorted(result.points["speedup"], reverse=True)
+    assert result.answers["asked"].str.ends_with("<|im_start|>assistant\n").all()
 
 
 def test_result_is_read_back_and_not_made_again(llama_result):
@@ -144,6 +145,8 @@ def test_thinking_that_the_training_text_did_not_have_is_named(tmp_path):
         assert result.facts["protocol"]["thinking"] is thinking
     held = execute(AcceptanceParams(thinking=True, **base))  # held-out prompts are as prepare rendered them
     assert held.facts["protocol"]["thinking"] is False and "cause" not in held.facts
+    assert set(held.breaks["source"]) == {"tiny"} and (held.breaks["entropy"] > 0).all()
+    assert set(result.breaks["source"]) == {"bench"}
 
 
 def test_prompts_from_a_file_with_two_turns_and_a_second_drafter(run_of, tmp_path):
