@@ -79,11 +79,12 @@ class Answers:
     def thinking(self) -> bool:
         """Return whether the prompts were rendered with thinking on."""
         _, given = self.made_by()
-        return bool(read_provenance(self._params.samples_path)["thinking"]) if given is None else given
+        return bool(read_provenance(self._params.samples_path).get("thinking")) if given is None else given
 
-    def sources(self, prompts: Sequence[Prompt]) -> dict[str, str]:
-        """Return the source of each sample by its hash."""
+    def sources(self, prompts: Sequence[Prompt], plain: Study) -> dict[str, str]:
+        """Return the source of each sample that `items` holds, by its hash."""
         if not self.stored:
-            return {prompt.hash: prompt.source for prompt in prompts}
+            names, _ = self.texts(prompts, plain)
+            return {name: prompts[number].source for name, number in zip(names, plain.prompt, strict=True)}
         known = scan_samples(self._params.samples_path).select("content_hash", "source").collect()
         return dict(known.iter_rows())

@@ -100,6 +100,7 @@ class Evaluator:
             name: study.phase_share() for name, study in self.studies.items() if name != "plain"
         }
         studies = list(self.studies.values())
+        sources = self.answers.sources(self.prompts, self.studies["plain"])
         tokens = pl.concat(
             tokens_frame(study, self._token).with_columns(method=pl.lit(study.method))
             for study in studies
@@ -116,7 +117,7 @@ class Evaluator:
             costs=operating.costs,
             points=operating.points,
             checks=checks,
-            breaks=breaks_frame(report, self._token, self.answers.sources(self.prompts), self.params.prompts),
+            breaks=breaks_frame(report, self._token, sources),
             offline=report,
             facts=self.facts,
         )

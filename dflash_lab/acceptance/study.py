@@ -211,7 +211,7 @@ def tokens_frame(study: Study, decode_one: Callable[[int], str]) -> pl.DataFrame
 
 
 def breaks_frame(
-    report: OfflineReport, text_of: Callable[[int], str], source_of: dict[str, str], otherwise: str
+    report: OfflineReport, text_of: Callable[[int], str], source_of: dict[str, str]
 ) -> pl.DataFrame:
     """Return one row for every round of the offline walk whose chain broke: `answer`, `place`, `accepted`,
     `entropy`, `p_top`, `p_label`, the texts `label` (the answer's token) and `drafted`, `source`, and
@@ -230,7 +230,7 @@ def breaks_frame(
         "p_label",
         label=pl.col("label").replace_strict(texts, return_dtype=pl.String),
         drafted=pl.col("drafted").replace_strict(texts, return_dtype=pl.String),
-        source=pl.col("sample").replace_strict(source_of, default=otherwise, return_dtype=pl.String),
+        source=pl.col("sample").replace_strict(source_of, default="unknown", return_dtype=pl.String),
     ).with_columns(kind=pl.col("label").map_elements(token_class, return_dtype=pl.String))
 
 
