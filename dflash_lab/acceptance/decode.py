@@ -23,10 +23,11 @@ import torch
 
 from dflash_lab.acceptance.clock import PHASES, Clock
 from dflash_lab.acceptance.proposals import Draft, Proposer, check_pair
-from dflash_lab.acceptance.rejection import draw, probabilities, verify_sampled
+from dflash_lab.acceptance.rejection import probabilities, verify_sampled
 from dflash_lab.acceptance.target_run import TargetRun, check_tree_target
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError
+from dflash_lab.target.choice import choose, draw
 from dflash_lab.target.head import TargetHead
 from dflash_lab.target.model import Target
 
@@ -85,8 +86,8 @@ class Sampling:
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose one token for each row of logits [n, V]."""
-        if self.temperature <= 0:
-            return logits.argmax(-1)
+        if self.temperature <= 0 or (self.top_p == 1 and self.top_k == 0):
+            return choose(logits, max(self.temperature, 0.0), self.generator)
         return draw(self.chances(logits), self.generator)
 
     def chances(self, logits: torch.Tensor) -> torch.Tensor:

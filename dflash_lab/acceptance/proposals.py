@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dflash_lab.acceptance.rejection import draw, probabilities
+from dflash_lab.acceptance.rejection import probabilities
 from dflash_lab.acceptance.tree import (
     UNITS_A_NAT,
     DraftTree,
@@ -26,6 +26,7 @@ from dflash_lab.acceptance.tree_levels import Choices
 from dflash_lab.drafter.cache import DraftCache
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError
+from dflash_lab.target.choice import draw
 from dflash_lab.target.head import TargetHead
 from dflash_lab.target.model import Target
 

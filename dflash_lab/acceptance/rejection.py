@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from dflash_lab.errors import InputError
+from dflash_lab.target.choice import draw
 
 
 def probabilities(
@@ -26,23 +27,17 @@ def probabilities(
             f"temperature {temperature}, top_p {top_p}, top_k {top_k}: sampling needs temperature > 0, "
             "0 < top_p <= 1 and top_k >= 0 (0 switches top-k off)."
         )
-    scores = logits.float() / temperature
+    scores = logits if temperature == 1 else logits.float() / temperature
     if 0 < top_k < scores.shape[-1]:
         values, tokens = scores.topk(top_k, dim=-1)
         scores = torch.full_like(scores, -torch.inf).scatter(-1, tokens, values)
-    chances = torch.softmax(scores, dim=-1)
+    chances = torch.softmax(scores, dim=-1, dtype=torch.float32)
     if top_p < 1:
         ordered, tokens = chances.sort(dim=-1, descending=True)
         ordered = torch.where(ordered.cumsum(-1) - ordered < top_p, ordered, 0.0)
         chances = torch.zeros_like(chances).scatter(-1, tokens, ordered)
         chances = chances / chances.sum(-1, keepdim=True)
     return chances
-
-
-def draw(chances: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """Draw one token for each row of `chances` [..., V]; returns [...]."""
-    flat = chances.reshape(-1, chances.shape[-1])
-    return torch.multinomial(flat, 1, generator=generator).view(chances.shape[:-1])
 
 
 def verify_sampled(
@@ -64,11 +59,10 @@ def verify_sampled(
     accepted = (uniform * q < p).int().cumprod(-1).sum(-1).long()
     every = torch.arange(rows, device=drafts.device)
     wanted = target_chances[every, accepted]
-    # After full acceptance q = 0.
-    padded = torch.cat([draft_chances, torch.zeros_like(draft_chances[:, :1])], dim=1)
-    residual = (wanted - padded[every, accepted]).clamp_min(0)
-    mass = residual.sum(-1, keepdim=True)
-    # Zero mass means p == q up to rounding, where a rejection has probability ~0; p itself is then the right
+    broken = (accepted < length)[:, None]  # after full acceptance q = 0
+    refused = draft_chances[every, accepted.clamp_max(length - 1)] * broken
+    residual = (wanted - refused).clamp_min(0)
+    # No mass means p == q up to rounding, where a rejection has probability ~0; p itself is then the right
     # draw.
-    residual = torch.where(mass > 0, residual / mass.clamp_min(torch.finfo(mass.dtype).tiny), wanted)
-    return accepted, draw(residual, generator)
+    some = residual.amax(-1, keepdim=True) > 0
+    return accepted, draw(torch.where(some, residual, wanted), generator)

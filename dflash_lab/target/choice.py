@@ -1,4 +1,10 @@
-"""How a token is taken from logits."""
+"""How a token is taken from logits or probabilities.
+
+A draw is a race of exponential clocks with the probabilities as rates: the first to ring has exactly its
+rate's share of all races. Rates need no common scale, so logits race as they are, in logarithms: four
+passes over them, where softmax first would make six. No step waits for the device, as `torch.multinomial`,
+which runs the same race, does to check its rates.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +12,18 @@ import torch
 from torch import Tensor
 
 
-def choose(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """Take a token a row, logits [R, V] -> [R]: the most probable at temperature 0, else a draw from
+def choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    """Take a token a row, logits [.., V] -> [..]: the most probable at temperature 0, else a draw from
     softmax(logits / temperature).
-
-    The draw is a race of exponential clocks with the probabilities as rates: the first to ring has exactly
-    its rate's share of all races, and no step of it waits for the device.
     """
     if temperature == 0:
         return logits.argmax(-1)
-    rates = torch.softmax(logits.float() / temperature, -1)
+    times = torch.empty_like(logits, dtype=torch.float32).exponential_(generator=generator).log_()
+    return torch.sub(times, logits, alpha=1 / temperature, out=times).argmin(-1)
+
+
+def draw(rates: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Draw a token a row, [.., V] -> [..], each in proportion to its rate: fp32, not negative, and not all
+    zero.
+    """
     return (rates / torch.empty_like(rates).exponential_(generator=generator)).argmax(-1)

@@ -150,5 +150,5 @@ def test_sampling_without_filters_makes_four_passes_over_the_logits():
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         Sampling(0.7, generator=generator).choose(logits)
     calls = {event.key.removeprefix("aten::"): event.count for event in seen.key_averages()}
-    calls = {name: count for name, count in calls.items() if not name.startswith("empty")}
+    calls = {name: count for name, count in calls.items() if not name.startswith(("empty", "as_strided"))}
     assert calls == {"exponential_": 1, "log_": 1, "sub": 1, "argmin": 1}
