@@ -18,6 +18,9 @@ PROMISED = {
     "plan_peak_rss_gib",
     "stats_913k_peak_rss_gib",
     "stats_10m_peak_rss_gib",
+    "slider_median_ms",
+    "slider_worst_ms",
+    "slider_moves",
 }
 
 
@@ -37,3 +40,4 @@ def test_the_committed_result_meets_the_goals():
     assert figures["plan_seconds"] <= 5 and figures["stats_913k_seconds"] <= 10
     assert figures["padding_waste_8k_pct"] <= 3 and figures["padding_waste_32k_pct"] <= 1
     assert max(value for name, value in figures.items() if name.endswith("peak_rss_gib")) < 2
+    assert figures["slider_moves"] >= 50 and figures["slider_worst_ms"] <= 200
