@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +15,8 @@ from dflash_lab.drafter.resume import keep_best
 
 if TYPE_CHECKING:
     from dflash_lab.drafter.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 
 def log(run: Trainer) -> None:
@@ -68,9 +71,19 @@ def evaluate(run: Trainer) -> None:
     if run.journal:
         run.journal.write("heldout", run.step, **report)
         run.journal.flush()
+        logger.info("held-out rows at step %d: %s", run.step, _told(report))
     if report["streak"] is not None and (place["best"] is None or report["streak"] > place["best"]):
         place["best"], place["best_step"] = report["streak"], run.step
         keep_best(run, report)
+
+
+def _told(report: dict[str, Any]) -> str:
+    """The measure in a line, with what data tokens cap: how often the target itself would have said them."""
+    names = [name for name in ("loss", "accuracy", "streak") if report[name] is not None]
+    agrees = report["agreement"]
+    known = "not known without final states" if agrees is None else f"{agrees:.1%}"
+    told = [f"{name} {report[name]:.3f}" for name in names]
+    return ", ".join([*told, f"the target's argmax is the data token: {known}"])
 
 
 def _memory_gib(device: torch.device) -> float:

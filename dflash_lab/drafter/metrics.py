@@ -5,20 +5,20 @@ over blocks of accepted drafts + 1, the +1 being the token that every verify rou
 tau. It ends at the response's end, which biases it low there; decoding starts each block after a miss, which
 biases tau below it. `top_k_streak` is the same if the label only had to be among the k best: what a tree or a
 selector could reach. `agreement` is how often the target's own argmax is the data token: the ceiling that the
-data sets.
+data sets. `ce`, `kl` and `entropy` are plain means over slots; `loss_<term>` is the part that a term has in
+the loss, with its factor and the slots' weights.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from dflash_lab.drafter.objective import RowLoss
+from dflash_lab.drafter.objective import TERMS, RowLoss
 
 TOP_K = (1, 2, 4, 8, 16)  # powers of two, in order
 BINS = 15  # of confidence, for calibration
@@ -47,6 +47,7 @@ class Tally:
             "selected_run": (),
             "selectable": (),
             "loss": (),
+            "parts": (len(TERMS),),  # of the loss, by term
             "denominator": (),
         }
         sizes = [math.prod(shape) for shape in shapes.values()]
@@ -96,6 +97,7 @@ class Tally:
             "selected_run": none if right is None else right[:, 1:].long().cumprod(1).sum(),
             "selectable": none if right is None else count,
             "loss": row.total.detach(),
+            "parts": row.parts,
             "denominator": row.below,
         }
         self.flat += torch.cat([found[name].reshape(-1).to(torch.float64) for name in self.sums])
@@ -136,6 +138,9 @@ class Tally:
             "position_accuracy": _ratios(sums["correct"][1:], sums["slots"][1:]),
             "conditional_accuracy": _ratios(sums["accepted"][1:], sums["reached"][1:]),
         }
+        for name, part in zip(TERMS, sums["parts"].tolist(), strict=True):
+            if part:  # those of terms that are off are 0
+                report[f"loss_{name}"] = _ratio(part, sums["denominator"])
         if sums["selectable"]:
             report["selector_accuracy"] = _ratio(sums["selected"], sums["selectable"])
             report["selector_streak"] = 1 + float(sums["selected_run"]) / float(sums["blocks"])

@@ -36,13 +36,19 @@ def add_noise(taps: Tensor, std: float, generator: torch.Generator) -> Tensor:
     return noise.mul_(2).sub_(1).mul_(std).to(taps.dtype).add_(taps)
 
 
+# The terms of a loss, in the order of `RowLoss.parts`; `selector` is DFlash 2's.
+TERMS = ("ce", "kl", "cap", "tv", "lk", "length", "selector")
+
+
 @dataclass(frozen=True)
 class RowLoss:
-    """What a row costs: `total` (differentiable, unnormalised), `below` (what it is divided by),
-    statistics of its slots, and the tokens [A, B] that DFlash 2's selector chose (None without one).
+    """What a row costs: `total` (differentiable, unnormalised), the part that each of TERMS has in it [7],
+    `below` (what it is divided by), statistics of its slots, and the tokens [A, B] that DFlash 2's selector
+    chose (None without one).
     """
 
     total: Tensor
+    parts: Tensor
     below: Tensor
     rows: RowStats
     chosen: Tensor | None
@@ -60,6 +66,19 @@ class Objective:
             settings.loss, logit_scale=config.output_multiplier, logit_softcap=config.final_logit_softcapping
         )
         self.fused = FusedDraftLoss(scaled, plan_group=plan_group)
+        on = settings.loss
+        factors = [
+            on.hard_weight,
+            on.soft_weight,
+            on.cap_weight,
+            on.tv_weight,
+            on.lk_weight,
+            on.length_weight,
+        ]
+        factors.append(settings.selector_weight)
+        self.factors = dict(zip(TERMS, factors, strict=True))
+        self._factors = torch.tensor(factors, dtype=torch.float64).to(head.weight.device)
+        self._none = torch.zeros_like(self._factors[0])
 
     def __call__(
         self, model: nn.Module, drafter: Drafter, row: Row, taps: Tensor, *, teacher: bool
@@ -90,9 +109,12 @@ class Objective:
             target_hidden=target_hidden,
             target_rows=None if target_hidden is None else row.target_rows,
         )
-        total, chosen = loss.total, None
+        total, chosen, sums = loss.total, None, loss.sums
         if drafter.candidate_selector is not None and self.settings.selector_weight:
             selector, chosen = selector_loss(drafter, hidden, head.weight, row.labels, loss.rows)
             total = total + self.settings.selector_weight * selector
+            sums = {**sums, "selector": selector.detach()}
+        found = [sums[name] if name in sums and self.factors[name] else self._none for name in TERMS]
+        parts = torch.stack(found) * self._factors
         below = loss.weight_sum if self.settings.denominator == "weights" else loss.row_count
-        return RowLoss(total, below, loss.rows, chosen)
+        return RowLoss(total, parts, below, loss.rows, chosen)

@@ -31,7 +31,8 @@ def stats(correct, live, *, rank=None, confidence=None, agree=None):
 def row(*arguments, chosen=None, **values):
     """A row whose loss is 6 over 3."""
     found = stats(*arguments, **values)
-    return SimpleNamespace(rows=found, total=torch.tensor(6.0), below=torch.tensor(3.0), chosen=chosen)
+    parts = torch.tensor([4.5, 0, 1.5, 0, 0, 0, 0])
+    return SimpleNamespace(rows=found, total=parts.sum(), parts=parts, below=torch.tensor(3.0), chosen=chosen)
 
 
 def test_streak_and_conditional_accuracy_by_hand():
@@ -47,6 +48,8 @@ def test_streak_and_conditional_accuracy_by_hand():
     assert report["position_accuracy"] == pytest.approx([2 / 3, 2 / 2, 1 / 2])
     assert report["conditional_accuracy"] == pytest.approx([2 / 3, 1 / 1, 0 / 1])
     assert report["loss"] == pytest.approx(2.0) and report["ce"] == pytest.approx(2.0)
+    assert report["loss_ce"] == pytest.approx(1.5) and report["loss_cap"] == pytest.approx(0.5)
+    assert "loss_kl" not in report
     assert report["agreement"] is None and report["kl"] is None
 
 

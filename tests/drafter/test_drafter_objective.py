@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.tiny_drafters import tiny_config, tiny_drafter, tiny_head, tiny_items
+from support.tiny_drafters import SECOND, tiny_config, tiny_drafter, tiny_head, tiny_items
 
 from dflash_lab.data.items import FeatureItem
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.loss.config import LossConfig
+from dflash_lab.drafter.metrics import Tally
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.drafter.objective import Objective
+from dflash_lab.drafter.objective import TERMS, Objective
 from dflash_lab.drafter.rows import pack
 from dflash_lab.drafter.settings import TrainSettings
 from dflash_lab.target.loading import load_target
@@ -101,3 +102,24 @@ def test_a_loss_is_divided_by_the_sum_of_weights_or_by_the_number_of_slots():
     assert below["mask"] == int(slots.sum())
     assert below["weights"] == pytest.approx(float(decayed))
     assert totals["mask"] == totals["weights"]
+
+
+def test_the_parts_of_all_terms_add_up_to_the_loss():
+    config = tiny_config(**SECOND)
+    items, drafter = tiny_items(3, heldout=0), tiny_drafter(config)
+    row = pack(items, config, 100, 1000, torch.Generator().manual_seed(0))
+    every = dict(soft_weight=0.5, cap_weight=0.25, tv_weight=0.125, lk_weight=0.3, length_weight=0.2)
+    every |= dict(hard_weight=0.7)
+    for loss in (LossConfig(**every), LossConfig(cap_weight=0.1)):
+        objective = Objective(tiny_head(), config, chosen(gamma=2.0, selector_weight=0.6, loss=loss))
+        found = objective(drafter, drafter, row, row.taps.float(), teacher=True)
+        assert float(found.parts.sum()) == pytest.approx(float(found.total.detach()), rel=1e-5)
+        tally = Tally(config.block_size, "cpu")
+        tally.add(found)
+        report = tally.report()
+        told = {name: report.get(f"loss_{name}") for name in TERMS}
+        on = {name for name, factor in objective.factors.items() if factor}
+        assert {name for name, value in told.items() if value} == on
+        assert sum(value for value in told.values() if value) == pytest.approx(report["loss"], rel=1e-5)
+        kl = (found.rows.weight * found.rows.kl).sum() / found.below
+        assert (told["kl"] or 0) == pytest.approx(float(loss.soft_weight * kl), rel=1e-4)

@@ -285,6 +285,17 @@ def test_probe_metrics_are_recorded(tmp_path):
     assert records(tmp_path, "heldout")[-1]["chained_tau"] == 1.5
 
 
+@pytest.mark.parametrize("final", [True, False])
+def test_the_log_says_how_often_the_target_agrees_with_the_data(tmp_path, caplog, final):
+    caplog.set_level("INFO", "dflash_lab")
+    hard = settings(loss=LossConfig(), max_steps=1, eval_every=1)
+    report = train(tiny_items(final=final), tiny_head(), fresh(), hard, folder=tmp_path)
+    line = next(text for text in reversed(caplog.messages) if text.startswith("held-out rows at step 1"))
+    agreement = report.last["agreement"]
+    known = f"{agreement:.1%}" if final else "not known without final states"
+    assert line.endswith(f"the target's argmax is the data token: {known}") and "streak" in line
+
+
 def test_soft_loss_without_final_states_says_what_to_do(tmp_path):
     with pytest.raises(InputError, match="store_final"):
         train(tiny_items(final=False), tiny_head(), fresh(), settings(), folder=tmp_path)

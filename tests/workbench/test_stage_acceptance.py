@@ -185,6 +185,19 @@ def test_sampled_decoding_runs_and_is_not_held_against_plain(run_of):
     assert result.figures["tau_trained"] > 1
 
 
+@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 0.01}])
+def test_filters_of_sampling_reach_every_method(run_of, llama_result, narrow):
+    """Only the best token left: sampled answers are the greedy ones."""
+    target, run = run_of("llama")
+    common = {**FAST, "decode_best": False, "untrained_tokens": 8, "batch": 2, "force": True}
+    result = execute(
+        AcceptanceParams(run_dir=str(run), target=str(target), temperature=2.0, **narrow, **common)
+    )
+    greedy = llama_result[1].tokens.filter(method="trained").select("answer", "place", "text")
+    for method in ("trained", "tree", "together"):
+        assert result.tokens.filter(method=method).select("answer", "place", "text").equals(greedy)
+
+
 def test_wrong_parameters_say_what_to_type(run_of, tmp_path):
     target, run = run_of("llama")
     with pytest.raises(InputError, match="budgets"):

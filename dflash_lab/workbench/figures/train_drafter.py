@@ -24,6 +24,8 @@ from dflash_lab.workbench.figures.style import (
 )
 
 _TERMS = {"loss": BLUE, "ce": ORANGE, "kl": GREEN, "entropy": PURPLE}
+# What each term adds to the loss, its factor included; cross-entropy's and KL's show in their own lines.
+_PARTS = {"loss_cap": PURPLE, "loss_tv": SKY, "loss_lk": RED, "loss_length": GREY, "loss_selector": GREEN}
 
 
 def losses(steps: pl.DataFrame, metrics: pl.DataFrame) -> go.Figure:
@@ -46,6 +48,13 @@ def losses(steps: pl.DataFrame, metrics: pl.DataFrame) -> go.Figure:
                     name=f"{term}, {kind}",
                     line={"color": colour, "dash": dash},
                 )
+        for part in (name for name in _PARTS if name in frame.columns and frame[name].count()):
+            fig.add_scatter(
+                x=frame["step"],
+                y=frame[part],
+                name=f"{part.removeprefix('loss_')} in the loss, {kind}",
+                line={"color": _PARTS[part], "dash": "dot" if kind == "train" else "dashdot"},
+            )
     for step, fault in steps.filter(pl.col("skipped").is_not_null()).select("step", "skipped").rows()[:50]:
         fig.add_vline(
             x=step,

@@ -293,6 +293,7 @@ def collect(params: TrainDrafterParams, report: TrainReport, config: DrafterConf
         "chained_tau_first": report.first.get("chained_tau"),
         "chained_tau_last": report.last.get("chained_tau"),
         "best_step": report.best_step,
+        "labels": params.labels,
         "agreement": report.last.get("agreement"),
         "train_seconds": seconds,
         "compile_seconds": report.compile_seconds,
