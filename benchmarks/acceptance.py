@@ -113,7 +113,7 @@ def offline_rate(lab: Evaluator, samples: Path, most: int, seconds: float) -> di
     start, done, anchors = time.perf_counter(), 0, 0
     items = sample_items(lab.target, lab.drafter.config.tap_ids, samples, [], extra=most, heldout_only=False)
     while done < len(items) and time.perf_counter() - start < seconds:
-        part = items[done : done + 128]
+        part = items[done : done + 32]
         report = offline(part, lab.target.head, lab.drafter, budgets=lab.params.budgets)
         done, anchors = done + len(part), anchors + len(report.anchors)
     spent = time.perf_counter() - start
