@@ -6,15 +6,20 @@ block.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from shlex import quote
 
 from dflash_lab import files
 from dflash_lab.drafter.config import SLIDING, DrafterConfig
 
 
 def serving_notes(config: DrafterConfig, drafter: str, target: str) -> str:
-    """The text of `serve.md` for a drafter in folder `drafter`."""
+    """The text of `serve.md` for a drafter in folder `drafter`; `target` is a name or folder that servers
+    load.
+    """
     drafted = config.block_size - 1
+    speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": drafted}
     kinds = ", ".join(f"{i}: {kind.removesuffix('_attention')}" for i, kind in enumerate(config.layer_types))
     mixed = len(set(config.layer_types)) > 1
     notes = [
@@ -33,16 +38,16 @@ Target: `{target}`. Block size {config.block_size}: each round drafts {drafted} 
 vLLM:
 
 ```bash
-vllm serve {target} \\
-  --speculative-config '{{"method": "dflash", "model": "{drafter}", "num_speculative_tokens": {drafted}}}'
+vllm serve {quote(target)} \\
+  --speculative-config {quote(json.dumps(speculative))}
 ```
 
 SGLang:
 
 ```bash
-python -m sglang.launch_server --model-path {target} \\
+python -m sglang.launch_server --model-path {quote(target)} \\
   --speculative-algorithm DFLASH \\
-  --speculative-draft-model-path {drafter} \\
+  --speculative-draft-model-path {quote(drafter)} \\
   --speculative-num-draft-tokens {config.block_size}
 ```
 

@@ -34,6 +34,11 @@ class Source:
     trust_remote_code: bool = False
 
 
+def served_name(target: str) -> str:
+    """Return what a server loads for a target: the embedded one is the folder that it was converted to."""
+    return str(smollm2.cached_folder()) if target == "smollm2" else target
+
+
 def is_folder(target: str) -> bool:
     """Say whether a name means a local folder; one too long for the file system means none."""
     return os.path.isdir(os.path.expanduser(target))

@@ -5,6 +5,8 @@ right.
 from __future__ import annotations
 
 import json
+import re
+import shlex
 
 import pytest
 import torch
@@ -217,6 +219,17 @@ def test_serving_notes_hold_the_commands():
     notes = serving_notes(DrafterConfig.from_json(RELEASED), "runs/x/drafter", "Qwen/Qwen3.6-27B")
     assert '{"method": "dflash", "model": "runs/x/drafter", "num_speculative_tokens": 15}' in notes
     assert "--speculative-num-draft-tokens 16" in notes and "[2, 17, 32, 47, 62]" in notes and "V2" in notes
+
+
+def test_serving_commands_hold_paths_as_a_shell_needs_them():
+    notes = serving_notes(DrafterConfig.from_json(RELEASED), "my runs/it's", "a target")
+    for block in re.findall(r"```bash\n(.*?)```", notes, re.S):
+        words = shlex.split(block.replace("\\\n", " "))
+        assert "a target" in words
+        if words[0] == "vllm":
+            assert json.loads(words[words.index("--speculative-config") + 1])["model"] == "my runs/it's"
+        else:
+            assert words[words.index("--speculative-draft-model-path") + 1] == "my runs/it's"
 
 
 def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):

@@ -16,7 +16,7 @@ from dflash_lab.target import smollm2
 from dflash_lab.target.checkpoint import Checkpoint
 from dflash_lab.target.generation import generate
 from dflash_lab.target.loading import load_target
-from dflash_lab.target.sources import load_config
+from dflash_lab.target.sources import load_config, served_name
 from dflash_lab.target.template import closing_id, render, render_prompt
 
 
@@ -47,6 +47,12 @@ def test_the_cached_load_is_fast(target):
     assert again.dtype == torch.float32 and again.num_layers == 30 and again.hidden_size == 576
     assert again.head_weight is again.embedding.weight  # tied
     assert again.stop_ids == [2]
+
+
+def test_a_server_is_given_the_converted_folder(target):
+    folder = served_name("smollm2")
+    assert torch.equal(load_target(folder).layers[3].mlp.up_proj.weight, target.layers[3].mlp.up_proj.weight)
+    assert served_name("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
 
 
 def test_weights_are_those_of_the_file(target):

@@ -234,6 +234,7 @@ def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> Train
     """Train, export, and collect what the figures need."""
     from dflash_lab.drafter.checkpoint import copy_checkpoint, read_config
     from dflash_lab.drafter.serving import write_serving_notes
+    from dflash_lab.target.sources import served_name
     from dflash_lab.workbench.stages import train_setup
     from dflash_lab.workbench.stages.train_here import train_here
     from dflash_lab.workbench.stages.train_memory import with_anchors
@@ -254,7 +255,7 @@ def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> Train
     chosen = report.best if params.export == "best" else report.last_checkpoint
     copy_checkpoint(chosen, params.drafter_path)
     config = read_config(params.drafter_path)
-    write_serving_notes(params.drafter_path, config, params.target)
+    write_serving_notes(params.drafter_path, config, served_name(params.target))
     result = collect(params, report, config)
     result.save(params.folder)
     return result
