@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from result_file import told
 
 from dflash_lab import files, provenance
 from dflash_lab.data.lengths import synthetic_lengths
@@ -65,7 +66,7 @@ class Work:
     def config(self) -> dict[str, Any]:
         """The target's config."""
         path = Path(self.shape) if self.shape.endswith(".json") else SHAPES / f"{self.shape}.json"
-        return json.loads(path.read_text())
+        return files.read_json(path)
 
 
 def make_samples(work: Work, path: Path) -> None:
@@ -353,4 +354,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(told(main))
