@@ -59,7 +59,9 @@ class OptimizerConfig:
 
 
 class Optimizer:
-    """Holds masters and moments by parameter name; `step` reads `.grad` and never changes it."""
+    """Holds masters and moments by parameter name; `step` reads `.grad` and never changes it. Offloaded
+    `state` is being copied for a while after a step: `tensors` waits for it.
+    """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
         self.config = config
@@ -224,8 +226,8 @@ class Optimizer:
 
     def tensors(self) -> dict[str, Tensor]:
         """All state as flat tensors, `<kind>.<parameter>`."""
-        if self.config.offload and torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # copies into these very tensors may be under way
+        if self.config.offload and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # copies into these very tensors may be under way
         return {f"{kind}.{name}": t for name, state in self.state.items() for kind, t in state.items()}
 
     def load(self, tensors: dict[str, Tensor], steps: int) -> None:

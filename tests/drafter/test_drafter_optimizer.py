@@ -142,7 +142,7 @@ def test_cuda_moves_like_the_cpu(kind, changes):
         optimizer = Optimizer(
             parameters.items(), OptimizerConfig(kind=kind, lr=1e-2, muon_lr=1e-2, **changes)
         )
-        start = {n: s["master"].cpu().clone() for n, s in optimizer.state.items()}
+        start = {n: p.detach().float().cpu() for n, p in parameters.items()}  # masters may be on their way
         generator = torch.Generator().manual_seed(1)
         for _ in range(6):
             for parameter in parameters.values():
@@ -155,6 +155,17 @@ def test_cuda_moves_like_the_cpu(kind, changes):
     for name, wanted in moved[0].items():
         loose = 0.12 if changes.get("moments") else 0.1 if optimizer.takes_muon(name) else 1e-5
         assert relative_error(moved[1][name], wanted) < loose
+
+
+def test_offloaded_state_is_given_out_after_its_copies_have_ended(monkeypatch):
+    """Those of the drafter's GPU, which need not be the current one."""
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
+    for offload in (True, False):
+        optimizer = Optimizer(named().items(), OptimizerConfig(offload=offload))
+        optimizer.device = torch.device("cuda", 1)
+        optimizer.tensors()
+    assert waited == [torch.device("cuda", 1)]
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (16, 16)])
