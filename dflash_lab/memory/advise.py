@@ -89,7 +89,7 @@ def advise_extraction(
         ("more GPUs (data parallel)", "each holds a whole copy of the target and whole batches"),
         ("empty_cache() between batches", "it frees nothing live, and the allocator reuses its cache anyway"),
     ]
-    options = extraction_options(shape, setup, most)
+    options = extraction_options(shape, setup, most, cuda=cuda)
     return _advice("batch", setup.batch, most, setup, account, cap, options, useless, budget_gib, room)
 
 
@@ -201,7 +201,10 @@ def _plan(
     """
     helpful = [c for c in changes if c.setting and c.built_in and c.saves_gib > _NO_HELP]
     order = sorted(helpful, key=lambda c: (not c.same_goal, max(c.time_pct, 0.0) / c.saves_gib, -c.saves_gib))
-    current, names = setup, []
+    current = setup
+    names: dict[
+        tuple[str, ...], str
+    ] = {}  # by the fields that are set: a later change of one takes its place
     for change in order:
         name, setting = change.name, change.setting
         if set(setting) & {"batch", "anchors"}:
@@ -213,7 +216,8 @@ def _plan(
         if account(changed).peak >= account(current).peak:
             continue
         current = changed
-        names.append(name)
+        names.pop(tuple(setting), None)
+        names[tuple(setting)] = name
         if account(current).peak <= room:
-            return tuple(names), account(current)
+            return tuple(names.values()), account(current)
     return (), account(setup)

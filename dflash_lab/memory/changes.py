@@ -39,7 +39,9 @@ class Option:
     built_in: bool = True
 
 
-def extraction_options(shape: TargetShape, setup: ExtractionSetup, most: int) -> list[Option]:
+def extraction_options(
+    shape: TargetShape, setup: ExtractionSetup, most: int, *, cuda: bool = True
+) -> list[Option]:
     """Return what can be changed in an extraction batch; `most` rows of this length fit as it is."""
     options = []
     taps = len(setup.tap_ids)
@@ -54,7 +56,7 @@ def extraction_options(shape: TargetShape, setup: ExtractionSetup, most: int) ->
     if setup.mask:
         why = "exact for causal layers, and no [L, L] tensor is built"
         options.append(Option("right padding, no mask", {"mask": False}, -5.0, why))
-    if setup.kernels == "torch" and shape.delta is not None:
+    if cuda and setup.kernels == "torch" and shape.delta is not None:
         why = "no fp32 tensors of whole chunks"
         options.append(Option("flash-linear-attention kernels", {"kernels": "fla"}, -40.0, why))
     if not setup.stop_early:
@@ -69,7 +71,7 @@ def extraction_options(shape: TargetShape, setup: ExtractionSetup, most: int) ->
         kept = tuple(setup.tap_ids[round(place * (taps - 1) / 2)] for place in range(3))
         why = "drafts get shorter: 5.38 against 5.64 tokens a round with 3 taps against 5 in the DFlash paper"
         options.append(Option("capture 3 layers", {"tap_ids": kept}, 0.0, why, same_goal=False))
-    if not setup.expandable:
+    if cuda and not setup.expandable:
         options.append(Option("expandable segments", {"expandable": True}, 0.0, _EXPANDABLE))
     return options
 
@@ -119,10 +121,15 @@ def training_options(setup: TrainingSetup, most: int, *, cuda: bool = True) -> l
         options.append(Option("extract first, train from the store", {"placement": "cached"}, -50.0, why))
     if setup.vocabulary_shards == 1:
         why = "two GPUs hold half of the head each and make half of the logits"
-        options.append(Option("vocabulary-parallel head over 2 GPUs", {"vocabulary_shards": 2}, 3.0, why))
+        change = {"vocabulary_shards": 2}
+        options.append(Option("vocabulary-parallel head over 2 GPUs", change, 3.0, why, built_in=False))
     if setup.soft_targets and not setup.target_logits_elsewhere:
         why = "the target's side is projected there; with chunks, one chunk of its logits still comes here"
-        options.append(Option("target logits on a second GPU", {"target_logits_elsewhere": True}, -8.0, why))
+        change = {"target_logits_elsewhere": True}
+        options.append(Option("target logits on a second GPU", change, -8.0, why, built_in=False))
+    if cuda and not setup.head_elsewhere:
+        why = "head: N; embedding, head and loss leave this device, block states cross over and back"
+        options.append(Option("head and loss on another GPU", {"head_elsewhere": True}, 2.0, why))
     if setup.optimizer == "adamw":
         why = "moments: int8, a byte each with a scale a block; making the codes takes room for a moment"
         options.append(Option("8-bit optimizer", {"optimizer": "adamw8bit"}, 1.0, why))
@@ -139,6 +146,6 @@ def training_options(setup: TrainingSetup, most: int, *, cuda: bool = True) -> l
         why = "no target logits and no final states, but no KL to the target either"
         option = Option("hard labels only", {"soft_targets": False}, -15.0, why, same_goal=False)
         options.append(option)
-    if not setup.expandable:
+    if cuda and not setup.expandable:
         options.append(Option("expandable segments", {"expandable": True}, 0.0, _EXPANDABLE))
     return options

@@ -155,7 +155,8 @@ class TargetShape:
 def target_shape(config: Any) -> TargetShape:
     """Read a `TargetShape` from a transformers config (a multimodal wrapper's text config is used).
 
-    Raises `UnsupportedTarget` for a model type, layer type or activation whose memory is not understood.
+    Raises `UnsupportedTarget` for a model type, layer type, activation, bias or quantisation whose memory is
+    not understood.
     """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     kind = getattr(config, "model_type", type(config).__name__)
@@ -165,6 +166,7 @@ def target_shape(config: Any) -> TargetShape:
             f"{', '.join(KNOWN_TYPES)}. Measure it instead (dflash_lab.memory.measure), or add its layers to "
             "dflash_lab/memory/shapes.py."
         )
+    _refuse_options(config, kind)
     count = int(config.num_hidden_layers)
     types = tuple(getattr(config, "layer_types", None) or (FULL,) * count)
     for index, layer_type in enumerate(types):
@@ -213,6 +215,21 @@ def dtype_bytes(dtype: Any) -> int:
     if name not in DTYPE_BYTES:
         raise InputError(f"dtype {dtype!r}: memory is known for {', '.join(DTYPE_BYTES)}.")
     return DTYPE_BYTES[name]
+
+
+def _refuse_options(config: Any, kind: str) -> None:
+    """What a known type can be configured to, and the account does not know."""
+    activation = getattr(config, "hidden_act", "silu")
+    odd = {
+        f"hidden_act={activation!r}": activation not in ("silu", "swish"),
+        "mlp_bias=True": bool(getattr(config, "mlp_bias", False)),
+        "quantization_config": bool(getattr(config, "quantization_config", None)),
+    }
+    if named := [name for name, given in odd.items() if given]:
+        raise UnsupportedTarget(
+            f"Memory of {kind!r} with {', '.join(named)} is not understood, and it is not guessed. Measure "
+            "it instead (dflash_lab.memory.measure)."
+        )
 
 
 def _partial_rotary(config: Any) -> float:

@@ -159,9 +159,30 @@ def test_another_goal_is_never_first_where_the_same_one_fits():
 
 
 def test_nothing_helps_when_the_static_part_is_too_large():
-    advice = advise_training(SHAPE, DRAFTER, TrainingSetup(anchors=8, context=64, block_size=8), 10)
+    advice = advise_training(SHAPE, DRAFTER, TrainingSetup(anchors=8, context=64, block_size=8), 5)
     assert not advice.fits and advice.plan == () and "None of the changes" in advice.paragraph
     assert advice.largest == 0
+
+
+def test_a_plan_names_what_can_be_done_and_each_choice_once():
+    """Not what the trainer does not offer, and of two optimizers the one that it ends with."""
+    advice = advise_training(SHAPE, DRAFTER, TrainingSetup(anchors=8, context=64, block_size=8), 10)
+    assert "optimizer on the CPU" in advice.plan and "8-bit optimizer" not in advice.plan
+    assert "head and loss on another GPU" in advice.plan and advice.after.peak <= usable(10)
+    built_in = {change.name: change.built_in for change in advice.changes}
+    assert (
+        not built_in["vocabulary-parallel head over 2 GPUs"] and not built_in["target logits on a second GPU"]
+    )
+    cpu = advise_training(SHAPE, DRAFTER, TrainingSetup(anchors=8, context=64, block_size=8), 10, cuda=False)
+    batch = ExtractionSetup(batch=8, length=64, tap_ids=TAPS, kernels="torch")
+    names = {
+        change.name for change in (*cpu.changes, *advise_extraction(SHAPE, batch, 60, cuda=False).changes)
+    }
+    assert not names & {
+        "head and loss on another GPU",
+        "expandable segments",
+        "flash-linear-attention kernels",
+    }
 
 
 def test_margin_is_kept_and_the_machine_tells_what_is_free():

@@ -64,7 +64,7 @@ def test_training_is_cleared_refused_or_forced():
         clear_training(CONFIG, DRAFTER, 36.0, anchors=1024, context=4096, compiled=True)
     assert clear_training(CONFIG, DRAFTER, 48.0, anchors=1024, context=4096, force=True).forced
     with pytest.raises(DoesNotFit, match="the largest part is optimizer moments"):
-        clear_training(CONFIG, DRAFTER, 10.0, anchors=8, context=64)
+        clear_training(CONFIG, DRAFTER, 5.0, anchors=8, context=64)
 
 
 def test_the_outcome_on_a_cpu_is_the_prediction_alone():

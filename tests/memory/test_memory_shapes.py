@@ -49,5 +49,12 @@ def test_unknown_structures_are_refused_by_name():
     config.layer_types = ["full_attention"] * 7 + ["chunked_attention"]
     with pytest.raises(UnsupportedTarget, match=r"Layer 7.*'chunked_attention'"):
         target_shape(config)
+    for options, name in (
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ):
+        with pytest.raises(UnsupportedTarget, match=f"'llama' with {name}.*not guessed"):
+            target_shape(AutoConfig.for_model("llama", **options))
     with pytest.raises(InputError, match="float8"):
         dtype_bytes("float8")

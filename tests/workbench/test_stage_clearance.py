@@ -368,3 +368,19 @@ def test_training_asks_with_the_calibration_of_its_run_and_plans_anchors_by_it(
     assert found["memory_basis"].startswith("calibrated on 5 points of cpu")
     found = execute(dataclasses.replace(params, anchors=8, optimizer="muon")).figures
     assert "another optimizer (optimizer adamw, here muon)" in found["memory_basis"]
+
+
+def test_the_gpu_of_a_head_is_asked_for_too(monkeypatch):
+    free = {"cuda": 140.0, "cuda:1": 1.0}
+    monkeypatch.setattr(planner, "device_budget_gib", lambda device: free[str(device)])
+    params = TrainDrafterParams(target="random:qwen3-8b", context_tokens=4096, head=1)
+    config = load_config(params.target)
+    drafter = DrafterConfig.from_target(config, mask_token_id=0, block_size=16, num_layers=5)
+    asked = (config, drafter, torch.device("cuda"), torch.bfloat16)
+    with pytest.raises(
+        DoesNotFit, match=r"cuda:1 is predicted to hold head of process 0 .*head and embedding"
+    ):
+        ask_training(params, *asked)
+    assert ask_training(dataclasses.replace(params, force=True), *asked).account.terms
+    free["cuda:1"] = 10.0
+    assert not ask_training(params, *asked).forced

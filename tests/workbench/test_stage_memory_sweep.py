@@ -142,6 +142,27 @@ def test_nothing_measured_still_draws(tmp_path, tiny_target):
     assert len(scene_map(scene(params), result.points).data[2].x) == 0
 
 
+def test_the_drafter_and_its_optimizer_are_those_to_be_trained(tmp_path, tiny_target, monkeypatch):
+    """A drafter of its own sizes, and an optimizer that no count knows: formulas alone."""
+    from dflash_lab.memory.training_account import drafter_parameters
+
+    monkeypatch.setenv("DFLASH_LAB_CACHE", str(tmp_path / "cache"))
+    own = dict(num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=32)
+    params = params_for(
+        tmp_path, tiny_target("llama"), measure=False, offload=True, gradient_checkpointing=True, **own
+    )
+    result, found = execute(params), scene(params)
+    assert {name: getattr(found.drafter, name) for name in own} == own
+    assert (found.training.optimizer, found.training.checkpointing) == ("cpu-offload", "layers")
+    terms = result.terms.filter(what="training")
+    assert terms["kind"].unique().to_list() == ["analytic"]
+    weights = terms.filter(term="drafter weights")["gib"].item()
+    assert weights * 2**30 == 4 * drafter_parameters(found.drafter)[0]
+    assert result.steps["fake_gib"].null_count() == 2 and result.figures["predicted_step_gib"] > 0
+    for figure in (figures.term_bars(result.terms, 0.5), figures.step_bars(result.steps, 0.5)):
+        figure.to_json()
+
+
 def test_a_point_that_did_not_fit_is_marked():
     points = pl.DataFrame(
         {

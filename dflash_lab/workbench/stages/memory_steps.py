@@ -25,11 +25,10 @@ def step_points(
     """
     from dataclasses import replace
 
-    from dflash_lab.memory.cached import fake_training
     from dflash_lab.memory.measure import measure_training
     from dflash_lab.memory.training_account import training_account
     from dflash_lab.workbench.stages.memory_points import POINTS_SHARE
-    from dflash_lab.workbench.stages.memory_tables import predicted_columns
+    from dflash_lab.workbench.stages.memory_tables import counted_step, predicted_columns
 
     grid = [(a, b) for a in sorted(set(params.step_anchors)) for b in sorted(set(params.step_blocks))]
     rows, points = [], []
@@ -38,7 +37,7 @@ def step_points(
         setup = replace(found.measured_step, anchors=anchors, block_size=block)
         drafter = replace(found.drafter, block_size=block)
         analytic = training_account(found.shape, drafter, setup, cuda=found.cuda)
-        fake = None if setup.compiled else fake_training(found.config, drafter, setup)
+        fake = counted_step(found, drafter, setup)
         columns = predicted_columns(analytic, fake)
         rows.append({"anchors": anchors, "block_size": block, **columns})
         points.append((setup, drafter))

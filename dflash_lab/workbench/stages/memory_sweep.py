@@ -69,6 +69,14 @@ class MemorySweepParams(StageParams):
     measure_s: float = param(600.0, "seconds to measure for; the largest points come first", unit="s", low=1)
     orders: list[str] = param(["falling"], "orders of measuring", choices=("falling", "rising"))
     num_layers: int = param(5, "layers of the drafter", low=1, high=64)
+    num_heads: int = param(0, "attention heads of the drafter; 0: the target's", low=0, high=4096)
+    num_kv_heads: int = param(0, "key/value heads of the drafter; 0: the target's", low=0, high=4096)
+    head_dim: int = param(0, "size of a head of the drafter; 0: the target's", low=0, high=4096)
+    intermediate_size: int = param(0, "feed-forward width of the drafter; 0: the target's", low=0, high=2**20)
+    optimizer: str = param("adamw", "of a training step", choices=("adamw", "muon"))
+    moments: str = param("fp32", "Adam's moments; int8: a byte each", choices=("fp32", "int8"))
+    offload: bool = param(False, "masters and moments in host memory")
+    gradient_checkpointing: bool = param(False, "recompute draft layers in the backward pass")
     anchors: int = param(512, "blocks of a training step", low=1)
     block_size: int = param(16, "slots of a block", low=2, high=128)
     context_tokens: int = param(4096, "target positions of a training step", unit="tokens", low=2)
@@ -164,6 +172,8 @@ def scene(params: MemorySweepParams) -> Scene:
     from dflash_lab.target.loading import choose_device, choose_dtype
     from dflash_lab.target.sources import load_config
     from dflash_lab.target.taps import default_tap_ids
+    from dflash_lab.workbench.stages.train_memory import optimizer_of
+    from dflash_lab.workbench.stages.train_setup import own_shape
 
     config = load_config(params.target)
     device = choose_device(params.device)
@@ -171,7 +181,12 @@ def scene(params: MemorySweepParams) -> Scene:
     taps = tuple(params.tap_ids or default_tap_ids(config.num_hidden_layers, params.num_taps))
     cuda = device.type == "cuda"
     drafter = DrafterConfig.from_target(
-        config, mask_token_id=0, num_layers=params.num_layers, block_size=params.block_size, tap_ids=taps
+        config,
+        mask_token_id=0,
+        num_layers=params.num_layers,
+        block_size=params.block_size,
+        tap_ids=taps,
+        **own_shape(params),
     )
     extraction = ExtractionSetup(
         batch=1,
@@ -193,6 +208,8 @@ def scene(params: MemorySweepParams) -> Scene:
         placement=params.placement,  # type: ignore[arg-type]
         expandable=expandable_segments(),
         compiled=cuda,  # as train_drafter does
+        checkpointing="layers" if params.gradient_checkpointing else "none",
+        optimizer=optimizer_of(params),  # type: ignore[arg-type]
     )
     return with_calibrations(
         params,

@@ -8,6 +8,7 @@ import polars as pl
 
 if TYPE_CHECKING:
     from dflash_lab.memory.account import Account
+    from dflash_lab.memory.setups import TrainingSetup
     from dflash_lab.workbench.stages.memory_sweep import MemorySweepParams, Scene
 
 GIB = 2**30
@@ -16,7 +17,7 @@ ADVICE_FIELDS = ("name", "saves_gib", "peak_gib", "time_pct", "fits", "same_goal
 
 def predicted_columns(analytic: Account, fake: Account | None) -> dict[str, Any]:
     """Return the columns of a point that both predictions fill, before anything is measured there; `fake` is
-    null where layers are compiled.
+    None where nothing counts it.
     """
     return {
         "analytic_gib": analytic.live / 2**30,
@@ -29,6 +30,17 @@ def predicted_columns(analytic: Account, fake: Account | None) -> dict[str, Any]
     }
 
 
+def counted_step(found: Scene, drafter: Any, step: TrainingSetup) -> Account | None:
+    """Return the count of a training step on fake tensors; None where layers are compiled or the optimizer
+    lies on the host, which no count knows.
+    """
+    from dflash_lab.memory.cached import fake_training
+
+    if step.compiled or step.optimizer == "cpu-offload":
+        return None
+    return fake_training(found.config, drafter, step)
+
+
 def term_frame(params: MemorySweepParams, found: Scene) -> pl.DataFrame:
     """Return terms of the largest batch of the grid and of the training step: by formulas, calibrated where
     something was measured, and counted on fake tensors. Where layers are compiled, which no count knows, also
@@ -36,7 +48,7 @@ def term_frame(params: MemorySweepParams, found: Scene) -> pl.DataFrame:
     """
     from dataclasses import replace
 
-    from dflash_lab.memory.cached import fake_extraction, fake_training
+    from dflash_lab.memory.cached import fake_extraction
     from dflash_lab.memory.calibrated import extraction_prediction, training_prediction
 
     batch = replace(found.extraction, batch=max(params.batches), length=max(params.lengths))
@@ -54,7 +66,8 @@ def term_frame(params: MemorySweepParams, found: Scene) -> pl.DataFrame:
         ],
     }
     accounts["extraction"].append(fake_extraction(found.config, batch))
-    accounts["training"].append(fake_training(found.config, drafter, plain))
+    if (counted := counted_step(found, drafter, plain)) is not None:
+        accounts["training"].append(counted)
     rows = [
         {
             "what": what,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from dflash_lab.memory.calibrated import Basis
+    from dflash_lab.workbench.stages.memory_sweep import MemorySweepParams
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
 PLANNED = "anchors.json"
@@ -52,7 +53,7 @@ def setup_options(
             or (params.length_weight and params.acceptance == "overlap")
         ),
         checkpointing="layers" if params.gradient_checkpointing else "none",
-        optimizer=_optimizer(params),
+        optimizer=optimizer_of(params),
         expandable=expandable_segments(),
         compiled=params.compile and cuda,
         shards=params.world if sharded else 1,
@@ -185,7 +186,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _optimizer(params: TrainDrafterParams) -> str:
+def optimizer_of(params: TrainDrafterParams | MemorySweepParams) -> str:
+    """Return the memory room's name of the optimizer that these parameters choose."""
     if params.offload:
         return "cpu-offload"
     if params.optimizer == "muon":

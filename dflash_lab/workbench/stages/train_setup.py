@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dflash_lab.extraction.store import FeatureStore
     from dflash_lab.target.head import TargetHead
     from dflash_lab.workbench.progress import ProgressCallback
+    from dflash_lab.workbench.stages.memory_sweep import MemorySweepParams
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
     States = FeatureStore | SampleItems
@@ -147,9 +148,6 @@ def drafter_config(params: TrainDrafterParams, states: Any) -> DrafterConfig:
     second: dict[str, Any] = dict(
         conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16, is_causal=False
     )
-    shape = {
-        n: getattr(params, n) or None for n in ("num_heads", "num_kv_heads", "head_dim", "intermediate_size")
-    }
     return DrafterConfig.from_target(
         target,
         mask_token_id=mask,
@@ -158,9 +156,15 @@ def drafter_config(params: TrainDrafterParams, states: Any) -> DrafterConfig:
         tap_ids=states.tap_ids if params.source == "store" else live_taps(params),
         sliding_layers=tuple(params.sliding_layers),
         sliding_window=params.sliding_window,
-        **shape,
+        **own_shape(params),
         **(second if params.second else {}),
     )
+
+
+def own_shape(params: TrainDrafterParams | MemorySweepParams) -> dict[str, Any]:
+    """The drafter's sizes that the parameters give, None for the target's."""
+    names = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+    return {name: getattr(params, name) or None for name in names}
 
 
 def train_settings(params: TrainDrafterParams, items: States, config: DrafterConfig) -> TrainSettings:
