@@ -41,15 +41,15 @@ class Stop(Exception):
 
 
 def train_apart(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
-    """Train with `params.processes` processes of this machine and wait for them."""
+    """Train with `params.gpus` processes of this machine and wait for them."""
     folder = params.folder
     for path in (*(folder / name for name in (_REPORT, STOP, STEPS)), *folder.glob(_WORDS.format("*"))):
         path.unlink(missing_ok=True)
     files.write_json(folder / _PARAMETERS, params.as_dict())
     # By number, for a machine's own name need not be known to it.
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command += ["--nproc-per-node", str(params.processes), "-m", __name__, str(folder / _PARAMETERS)]
-    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // params.processes)), **os.environ}
+    command += ["--nproc-per-node", str(params.gpus), "-m", __name__, str(folder / _PARAMETERS)]
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // params.gpus)), **os.environ}
     with naming(folder / _OUTPUT), open(folder / _OUTPUT, "w", encoding="utf-8") as output:
         workers = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -64,7 +64,7 @@ def train_apart(params: TrainDrafterParams, progress: Any = None) -> TrainReport
         raise
     if workers.returncode != 0 or not (folder / _REPORT).exists():
         raise WorkerFailed(
-            f"training in {params.processes} processes failed:\n{_last_words(folder / _OUTPUT)}",
+            f"training in {params.gpus} processes failed:\n{_last_words(folder / _OUTPUT)}",
             _first_words(folder),
         )
     return read_report(files.read_json(folder / _REPORT))

@@ -115,11 +115,11 @@ def test_unknown_structures_start_without_an_answer_and_say_why(extraction, capl
 
 def test_a_share_of_a_sharded_drafter_is_asked_for(tiny_target):
     whole = ask_training(*training(tiny_target("llama")), CPU, torch.float32).account
-    params, *rest = training(tiny_target("llama"), processes=2, parallel="fsdp")
+    params, *rest = training(tiny_target("llama"), gpus=2, parallel="fsdp")
     share = ask_training(params, *rest, CPU, torch.float32).account
     for term in ("drafter weights", "optimizer moments"):
         assert share.terms[term] == -(-whole.terms[term] // 2)
-    params, *rest = training(tiny_target("llama"), processes=2)
+    params, *rest = training(tiny_target("llama"), gpus=2)
     copy = ask_training(params, *rest, CPU, torch.float32).account
     assert copy.terms["drafter weights"] == whole.terms["drafter weights"]
     assert copy.terms["gradients"] == whole.terms["drafter weights"]  # DDP's buckets, at any moment
@@ -174,7 +174,7 @@ def test_a_live_run_writes_what_was_predicted(tiny_target, tmp_path):
 
 @pytest.mark.slow
 def test_a_sharded_run_writes_what_was_predicted(tiny_target, tmp_path):
-    params = training_run(tiny_target, tmp_path, processes=2, parallel="fsdp")
+    params = training_run(tiny_target, tmp_path, gpus=2, parallel="fsdp")
     asked = ask_training(params, *rest_of(params), CPU, torch.float32)
     assert "gathered weights" in asked.account.terms
     found = execute(params).figures
@@ -185,7 +185,7 @@ def test_a_lack_of_memory_in_a_process_reaches_the_launcher_with_its_advice(
     tiny_target, tmp_path, monkeypatch
 ):
     """The word of the process that knows why is what `failure.json` of the run says."""
-    params = training_run(tiny_target, tmp_path, processes=2, parallel="ddp")
+    params = training_run(tiny_target, tmp_path, gpus=2, parallel="ddp")
     script = tmp_path / "lacking.py"
     script.write_text(
         "import sys, torch\n"

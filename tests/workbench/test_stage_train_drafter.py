@@ -270,7 +270,7 @@ def test_two_processes_started_from_the_stage(run_dir, tiny_target, tmp_path):
         tmp_path,
         tiny_target,
         store=str(run_dir / "store"),
-        processes=2,
+        gpus=2,
         max_steps=0,
         epochs=0.5,
         eval_every=1,
@@ -293,7 +293,7 @@ def test_a_dead_process_ends_the_stage_with_its_traceback(result, run_dir, tiny_
         tmp_path,
         tiny_target,
         store=str(run_dir / "store"),
-        processes=2,
+        gpus=2,
         start_from=str(damaged),
         drafter=str(tmp_path / "out"),
     )
@@ -410,7 +410,7 @@ def test_live_samples_are_checked_before_a_target_is_loaded(tiny_target, tmp_pat
         return [Sample(f"s{n}", np.full(9, n), np.r_[0, np.ones(8)].astype(np.uint8), "t") for n in numbers]
 
     path = tmp_path / "samples.parquet"
-    for placed in ({}, {"targets": [0], "drafters": [0]}, {"processes": 2}):
+    for placed in ({}, {"targets": [0], "drafters": [0]}, {"gpus": 2}):
         chosen = params(tmp_path, tiny_target, source="live", **placed)
         path.unlink(missing_ok=True)
         with pytest.raises(InputError, match=r"samples\.parquet: no such samples file"):

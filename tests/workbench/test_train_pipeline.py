@@ -283,7 +283,7 @@ def test_placement_is_checked(samples, tiny_target, tmp_path):
     with pytest.raises(InputError, match="source: live"):
         params(tmp_path, samples, tiny_target, targets=[0], drafters=[1], source="store", tap_ids=[])
     with pytest.raises(InputError, match="drafters says how many"):
-        params(tmp_path, samples, tiny_target, targets=[0], drafters=[1], processes=2)
+        params(tmp_path, samples, tiny_target, targets=[0], drafters=[1], gpus=2)
     with pytest.raises(InputError, match="name each GPU once"):
         params(tmp_path, samples, tiny_target, targets=[0], drafters=[1, 1])
     with pytest.raises(InputError, match=r"head = 2 names a GPU .* this trains on a CPU"):
@@ -299,7 +299,7 @@ def test_gpus_that_are_not_there_are_named(samples, tiny_target, tmp_path, monke
         (dict(targets=[0, 2], drafters=[1]), r"targets = \[0, 2\], but this machine shows 2 GPUs"),
         (dict(targets=[0], drafters=[3]), r"drafters = \[3\]"),
         (dict(head=2), "head = 2, but this machine shows 2 GPUs"),
-        (dict(processes=3), "processes = 3, one a GPU"),
+        (dict(gpus=3), "gpus = 3, but this machine shows"),
     ):
         with pytest.raises(InputError, match=words):
             check_placement(params(tmp_path, samples, tiny_target, device="cuda", **changes))

@@ -27,7 +27,7 @@ CHANGED = dict(
 ELSEWHERE = {
     "run_dir", "target", "device", "dtype", "interactive", "force", "source", "store", "check_store",
     "samples", "drafter", "start_from", "drafter_dtype", "epochs", "tau_samples", "compile", "compile_target",
-    "processes", "parallel", "targets", "drafters", "head", "queue_rows", "export",
+    "gpus", "parallel", "targets", "drafters", "head", "queue_rows", "export",
 }  # fmt: skip
 
 

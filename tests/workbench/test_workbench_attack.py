@@ -28,7 +28,7 @@ LEFT_OUT = {
     "run_dir",
     "interactive",
     "force",
-    "processes",
+    "gpus",
     "compile",
     "compile_target",
     "targets",

@@ -117,7 +117,7 @@ class TrainDrafterParams(StageParams):
     compile: bool = param(True, "on CUDA: compile each layer of the drafter into one graph")
     compile_target: bool = param(False, "on CUDA, live: the target's layers too; states then differ a little")
     attention: str = param("auto", "auto: flex on CUDA, else dense", choices=("auto", "dense", "flex"))
-    processes: int = param(1, "processes to train with, one a GPU", low=1, high=1024)
+    gpus: int = param(1, "GPUs to train with, a process each; on a CPU: processes", low=1, high=1024)
     parallel: str = param(
         "ddp", "of several processes: whole drafter in each, or sharded", choices=("ddp", "fsdp")
     )
@@ -146,7 +146,7 @@ class TrainDrafterParams(StageParams):
         self.require(
             not apart or self.source == "live", "targets", "targets that feed drafters need source: live"
         )
-        self.require(not apart or self.processes == 1, "processes", "drafters says how many processes train")
+        self.require(not apart or self.gpus == 1, "gpus", "drafters says on which GPUs to train")
         once = len(set(self.drafters)) == len(self.drafters)
         self.require(once, "drafters", "name each GPU once: drafters that train as one cannot share a GPU")
         over = [layer for layer in self.sliding_layers if layer >= self.num_layers]
@@ -169,7 +169,7 @@ class TrainDrafterParams(StageParams):
     @property
     def world(self) -> int:
         """Processes that train one drafter."""
-        return len(self.drafters) or self.processes
+        return len(self.drafters) or self.gpus
 
     @property
     def samples_path(self) -> Path:
@@ -248,7 +248,7 @@ def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> Train
     files.make_folder(params.drafter_path)
     if params.targets:
         report = train_pipeline(params, progress)
-    elif params.processes > 1:
+    elif params.gpus > 1:
         report = train_apart(params, progress)
     else:
         report = train_here(params, progress)

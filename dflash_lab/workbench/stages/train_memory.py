@@ -176,7 +176,7 @@ def _least_budget_gib(params: TrainDrafterParams, device: torch.device, config: 
         return (device_budget_gib(device) - sum(beside.values())) / params.world
     if params.world == 1 and not params.drafters:
         return device_budget_gib(device)
-    numbers = params.drafters or range(params.processes)
+    numbers = params.drafters or range(params.gpus)
     free_gib = min(device_budget_gib(f"cuda:{number}") - beside.get(number, 0.0) for number in numbers)
     # A process of its own opens a context there beside this one's, and NCCL takes as much again.
     return free_gib - 2 * OUTSIDE_TORCH / 2**30

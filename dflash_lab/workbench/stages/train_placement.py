@@ -41,10 +41,8 @@ def check_placement(params: TrainDrafterParams) -> None:
             raise InputError(
                 f"train_drafter: {name} = {given}, but this machine shows {count} GPUs, numbered from 0."
             )
-    if params.processes > count:
-        raise InputError(
-            f"train_drafter: processes = {params.processes}, one a GPU, but this machine shows {count}."
-        )
+    if params.gpus > count:
+        raise InputError(f"train_drafter: gpus = {params.gpus}, but this machine shows {count}.")
     if len(set(params.targets)) < len(params.targets):
         logger.warning("targets = %s: a GPU named twice holds two targets, which share it", params.targets)
 
