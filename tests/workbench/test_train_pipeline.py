@@ -282,7 +282,7 @@ def test_placement_is_checked(samples, tiny_target, tmp_path):
         params(tmp_path, samples, tiny_target, targets=[0])
     with pytest.raises(InputError, match="source: live"):
         params(tmp_path, samples, tiny_target, targets=[0], drafters=[1], source="store", tap_ids=[])
-    with pytest.raises(InputError, match="drafters says how many"):
+    with pytest.raises(InputError, match="drafters says on which GPUs"):
         params(tmp_path, samples, tiny_target, targets=[0], drafters=[1], gpus=2)
     with pytest.raises(InputError, match="name each GPU once"):
         params(tmp_path, samples, tiny_target, targets=[0], drafters=[1, 1])
