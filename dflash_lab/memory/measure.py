@@ -73,14 +73,14 @@ def measure_cuda(
     """
     device = torch.device(device)
     clean(device)
-    message = _attempt(run) if warm else ""
+    message = attempt(run) if warm else ""
     if message:
         return _failed(device, torch.cuda.memory_allocated(device), message)
     clean(device)
     static = torch.cuda.memory_allocated(device)  # with the libraries' workspaces, which stay
     torch.cuda.reset_peak_memory_stats(device)
     start = time.perf_counter()
-    message = _attempt(run)
+    message = attempt(run)
     if message:
         return _failed(device, static, message)
     torch.cuda.synchronize(device)
@@ -134,15 +134,26 @@ def measure_training(
     `target` is a `TargetShape` or a config: only embedding and head of that shape are made, without values.
     """
     shape = target if isinstance(target, TargetShape) else target_shape(target)
-    setup = with_chunk(setup, shape.vocab)
-    model, head, row = training_parts(shape, drafter, setup, torch.device(device))
+    setup, device = with_chunk(setup, shape.vocab), torch.device(device)
+    built: list[TrainingStep] = []
+    message = attempt(lambda: built.append(_training_step(shape, drafter, setup, device)))
+    if message:  # weights, masters and moments alone are too much
+        found, given = _failed(device, 0, message), 0
+    else:
+        step = built.pop()
+        found = measure_cuda(step.run, device)
+        given = sum(tensor.nbytes for tensor in (step.row.taps, step.row.final) if tensor is not None)
+    return {**_row(found.allocated, found.moving + given, found.seconds), **_device_part(found)}
+
+
+def _training_step(
+    shape: TargetShape, drafter: Any, setup: TrainingSetup, device: torch.device
+) -> TrainingStep:
+    model, head, row = training_parts(shape, drafter, setup, device)
     if setup.compiled:
         torch.compiler.reset()  # shapes of other points count against the compiler's limit
         model.compile_layers()
-    step = TrainingStep(model, head, row, setup, None)
-    found = measure_cuda(step.run, device)
-    given = sum(tensor.nbytes for tensor in (row.taps, row.final) if tensor is not None)
-    return {**_row(found.allocated, found.moving + given, found.seconds), **_device_part(found)}
+    return TrainingStep(model, head, row, setup, None)
 
 
 def forward_once(
@@ -200,8 +211,8 @@ def count_forward(target: Any, setup: ExtractionSetup, *, seed: int = 0) -> tupl
     return account, tracker
 
 
-def _attempt(run: Callable[[], Any]) -> str:
-    """Run; return the message of a lack of memory, or an empty string."""
+def attempt(run: Callable[[], Any]) -> str:
+    """Run; return the message of a lack of memory, or an empty string. Other errors are raised."""
     try:
         run()
     except Exception as error:

@@ -5,6 +5,8 @@ import torch
 
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.extraction.fast.apply import speed_up
+from dflash_lab.memory import measure
+from dflash_lab.memory.crash import requested_bytes
 from dflash_lab.memory.extraction_account import extraction_account
 from dflash_lab.memory.fake import count_extraction
 from dflash_lab.memory.fake_training import count_training
@@ -54,6 +56,26 @@ def test_a_measurement_is_an_account_of_its_kind():
         "fragmentation": 100,
         "outside torch": 50,
     }
+
+
+def test_a_drafter_whose_parts_do_not_fit_is_a_result(monkeypatch):
+    """Weights, masters and moments are made before a step runs; their lack is no crash of the sweep."""
+
+    def lacking(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
+
+    def read(_device, static, seconds, message):
+        return Measurement(0, 0, static, 0, requested_bytes(message), True, seconds, message)
+
+    monkeypatch.setattr(measure, "training_parts", lacking)
+    monkeypatch.setattr(measure, "_read", read)
+    config = shape_config("smollm2-135m")
+    drafter = DrafterConfig.from_target(config, mask_token_id=0, num_layers=2, block_size=16)
+    row = measure_training(config, drafter, TrainingSetup(anchors=8, context=64, block_size=16), "cpu")
+    assert row["out_of_memory"] and row["failed_gib"] == 3.0
+    monkeypatch.setattr(measure, "training_parts", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        measure_training(config, drafter, TrainingSetup(anchors=8, context=64, block_size=16), "cpu")
 
 
 @pytest.mark.gpu

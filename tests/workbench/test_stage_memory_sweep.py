@@ -142,6 +142,24 @@ def test_nothing_measured_still_draws(tmp_path, tiny_target):
     assert len(scene_map(scene(params), result.points).data[2].x) == 0
 
 
+def test_weights_that_do_not_fit_are_a_result(tmp_path, tiny_target, monkeypatch, caplog):
+    import torch
+
+    from dflash_lab.target import loading
+
+    def lacking(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setenv("DFLASH_LAB_CACHE", str(tmp_path / "cache"))
+    params = params_for(tmp_path, tiny_target("llama"))
+    monkeypatch.setattr(loading, "load_target", lacking)
+    result = execute(params)
+    assert result.figures["out_of_memory"] == result.points.height == 6
+    assert result.figures["points_measured"] == 0 and result.points["failed_gib"].to_list() == [2.0] * 6
+    assert "the target's weights do not fit" in caplog.text
+    assert list(scene_map(scene(params), result.points).data[2].marker.symbol) == ["x"] * 6
+
+
 def test_the_drafter_and_its_optimizer_are_those_to_be_trained(tmp_path, tiny_target, monkeypatch):
     """A drafter of its own sizes, and an optimizer that no count knows: formulas alone."""
     from dflash_lab.memory.training_account import drafter_parameters
@@ -204,7 +222,9 @@ def large():
         run_dir="nowhere", target="random:qwen3.6-27b", device="cpu", dtype="bfloat16", budget_gib=94.97,
         batches=[16, 128], lengths=[335, 3316], context_tokens=65536,
     )  # fmt: skip
-    points = pl.DataFrame({"batch": [128], "length": [3316], "measured_gib": [None]})
+    points = pl.DataFrame(
+        {"batch": [128], "length": [3316], "measured_gib": [None], "out_of_memory": [False]}
+    )
     points = points.with_columns(pl.col("measured_gib").cast(pl.Float64))
     return params, SimpleNamespace(points=points)
 

@@ -64,8 +64,8 @@ def peak_map(
         name="budget",
         showlegend=crossed,
     )
-    measured = points.filter(pl.col("measured_gib").is_not_null()) if points is not None else None
-    rows = measured.to_dicts() if measured is not None else []
+    tried = pl.col("measured_gib").is_not_null() | pl.col("out_of_memory")
+    rows = points.filter(tried).to_dicts() if points is not None else []
     figure.add_scatter(
         x=[row["batch"] for row in rows],
         y=[row["length"] for row in rows],

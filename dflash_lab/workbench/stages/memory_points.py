@@ -5,6 +5,7 @@ itself.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dflash_lab.workbench.stages.memory_sweep import MemorySweepParams, Scene
 
+logger = logging.getLogger(__name__)
 POINTS_SHARE = 0.6  # of the time to measure for, where training steps are measured too
 
 
@@ -48,17 +50,18 @@ def measure_points(
 ) -> list[dict[str, Any]]:
     """Load the target and fill in what was measured; `each` is called with all rows after each point.
 
-    Raises what `progress` raises between points, so a stop takes effect there.
+    A target whose weights alone do not fit is a result too: every point is marked as out of memory. Raises
+    what `progress` raises between points, so a stop takes effect there.
     """
     from dataclasses import replace
 
     from dflash_lab.extraction.fast.apply import skip_tuning, speed_up
-    from dflash_lab.memory.measure import measure_extraction
+    from dflash_lab.memory.crash import requested_bytes
+    from dflash_lab.memory.measure import attempt, measure_extraction
     from dflash_lab.target.loading import load_target
 
     last = found.extraction.last_layer(found.shape.layers)
-    target = load_target(
-        params.target,
+    how: dict[str, Any] = dict(
         device=params.device,
         dtype=params.dtype,
         seed=params.seed,
@@ -66,6 +69,12 @@ def measure_points(
         with_head=False,
         allow_slow_kernels=params.allow_slow_kernels,
     )
+    loaded: list[Any] = []
+    if message := attempt(lambda: loaded.append(load_target(params.target, **how))):
+        logger.warning("no point is measured, for the target's weights do not fit: %s", message)
+        lacking = {"out_of_memory": True, "order": params.orders[0]}
+        return [{**row, **lacking, "failed_gib": requested_bytes(message) / 2**30} for row in rows]
+    target = loaded.pop()
     measured = [dict(row) for row in rows]
     with contextlib.ExitStack() as afterwards:
         if found.extraction.fused:

@@ -189,8 +189,8 @@ class SweepRun:
         def keep(rows: list[dict[str, Any]]) -> None:
             self.rows = [dict(row) for row in rows]
 
-        unmeasured = {"order": "", "measured_gib": None, "measured_moving": None, "reserved_gib": None}
-        start = [{**row, **unmeasured} for row in self.rows]
+        unmeasured = dict.fromkeys(("measured_gib", "measured_moving", "reserved_gib"))
+        start = [{**row, **unmeasured, "order": "", "out_of_memory": False} for row in self.rows]
         try:
             measure_points(self.params, scene(self.params), start, report, each=keep)
         except Stopped:
