@@ -129,6 +129,29 @@ def test_a_fault_in_decoding_is_said_and_its_cause_named(run_of, monkeypatch):
     assert suspects["name"].to_list() == ["rollback of the target"]
 
 
+def test_states_that_are_not_the_targets_are_said_and_their_cause_named(run_of, monkeypatch):
+    """Decoding is right, and the offline tau is of other states."""
+    from dataclasses import replace
+
+    from dflash_lab.acceptance.answers import Answers
+
+    target, run = run_of("llama")
+    plain = Answers.items
+
+    def spoilt(*arguments, **options):
+        return [replace(item, taps=item.taps.flip(0)) for item in plain(*arguments, **options)]
+
+    monkeypatch.setattr(Answers, "items", spoilt)
+    base = dict(
+        run_dir=str(run), target=str(target), decode_best=False, decode_tree=False, force=True, **FAST
+    )
+    result = execute(AcceptanceParams(**base))
+    assert result.facts["agreement"].endswith("they disagree.") and result.figures["greedy_different"] == 0
+    assert "stored states" in result.facts["cause"]
+    silent = execute(AcceptanceParams(**base, diagnose="never"))
+    assert "cause" not in silent.facts and silent.checks.height == 0
+
+
 def test_thinking_that_the_training_text_did_not_have_is_named(tmp_path):
     from acceptance_runs import build_run
     from support.tiny_targets import THINKING, build_tiny
