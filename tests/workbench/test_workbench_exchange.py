@@ -162,4 +162,4 @@ def test_import_names_the_file_that_is_wrong(tmp_path, drafter, capsys):
     config = tmp_path / "drafter" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "hidden_size": "wide"}))
     assert cli.main(["export", str(tmp_path / "drafter"), str(tmp_path / "o2"), "--target", "a/b"]) == 1
-    assert "config.json: no configuration of a drafter" in capsys.readouterr().err
+    assert f"{config}: 'hidden_size' is \"wide\"; it must be a whole number" in capsys.readouterr().err
