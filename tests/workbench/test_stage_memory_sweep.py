@@ -161,7 +161,7 @@ def test_weights_that_do_not_fit_are_a_result(tmp_path, tiny_target, monkeypatch
 
 
 def test_the_drafter_and_its_optimizer_are_those_to_be_trained(tmp_path, tiny_target, monkeypatch):
-    """A drafter of its own sizes, and an optimizer that no count knows: formulas alone."""
+    """A drafter of its own sizes, one of the second kind, an optimizer on the host: formulas alone."""
     from dflash_lab.memory.training_account import drafter_parameters
 
     monkeypatch.setenv("DFLASH_LAB_CACHE", str(tmp_path / "cache"))
@@ -169,6 +169,11 @@ def test_the_drafter_and_its_optimizer_are_those_to_be_trained(tmp_path, tiny_ta
     params = params_for(
         tmp_path, tiny_target("llama"), measure=False, offload=True, gradient_checkpointing=True, **own
     )
+    second = params_for(tmp_path, tiny_target("llama"), measure=False, second=True)
+    assert scene(second).drafter.selector_rank == 256
+    shown = execute(second)
+    assert "draft layers: convolutions" in shown.terms["term"].to_list()
+    assert shown.terms.filter(what="training")["kind"].unique().to_list() == ["analytic"]
     result, found = execute(params), scene(params)
     assert {name: getattr(found.drafter, name) for name in own} == own
     assert (found.training.optimizer, found.training.checkpointing) == ("cpu-offload", "layers")

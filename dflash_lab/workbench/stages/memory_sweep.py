@@ -73,6 +73,7 @@ class MemorySweepParams(StageParams):
     num_kv_heads: int = param(0, "key/value heads of the drafter; 0: the target's", low=0, high=4096)
     head_dim: int = param(0, "size of a head of the drafter; 0: the target's", low=0, high=4096)
     intermediate_size: int = param(0, "feed-forward width of the drafter; 0: the target's", low=0, high=2**20)
+    second: bool = param(False, "the drafter is a DFlash 2, whose steps no fake tensor counts")
     optimizer: str = param("adamw", "of a training step", choices=("adamw", "muon"))
     moments: str = param("fp32", "Adam's moments; int8: a byte each", choices=("fp32", "int8"))
     offload: bool = param(False, "masters and moments in host memory")

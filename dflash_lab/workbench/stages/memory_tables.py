@@ -31,12 +31,12 @@ def predicted_columns(analytic: Account, fake: Account | None) -> dict[str, Any]
 
 
 def counted_step(found: Scene, drafter: Any, step: TrainingSetup) -> Account | None:
-    """Return the count of a training step on fake tensors; None where layers are compiled or the optimizer
-    lies on the host, which no count knows.
+    """Return the count of a training step on fake tensors; None of what no count knows: compiled layers, an
+    optimizer on the host, DFlash 2.
     """
     from dflash_lab.memory.cached import fake_training
 
-    if step.compiled or step.optimizer == "cpu-offload":
+    if step.compiled or step.optimizer == "cpu-offload" or drafter.selector_rank:
         return None
     return fake_training(found.config, drafter, step)
 

@@ -144,10 +144,6 @@ def drafter_config(params: TrainDrafterParams, states: Any) -> DrafterConfig:
     if params.source == "store":
         weights = identify(resolve(params.target), seed=params.seed)["weights"]
         states.check_made_by(params.target, weights, target.hidden_size)
-    # As DFlash 2 was released: bidirectional in every layer, the convolutions being causal.
-    second: dict[str, Any] = dict(
-        conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16, is_causal=False
-    )
     return DrafterConfig.from_target(
         target,
         mask_token_id=mask,
@@ -157,14 +153,17 @@ def drafter_config(params: TrainDrafterParams, states: Any) -> DrafterConfig:
         sliding_layers=tuple(params.sliding_layers),
         sliding_window=params.sliding_window,
         **own_shape(params),
-        **(second if params.second else {}),
     )
 
 
 def own_shape(params: TrainDrafterParams | MemorySweepParams) -> dict[str, Any]:
-    """The drafter's sizes that the parameters give, None for the target's."""
+    """The drafter's sizes that the parameters give, None for the target's, and what makes it a DFlash 2."""
     names = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size")
-    return {name: getattr(params, name) or None for name in names}
+    # As DFlash 2 was released: bidirectional in every layer, the convolutions being causal.
+    second: dict[str, Any] = dict(
+        conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16, is_causal=False
+    )
+    return {name: getattr(params, name) or None for name in names} | (second if params.second else {})
 
 
 def train_settings(params: TrainDrafterParams, items: States, config: DrafterConfig) -> TrainSettings:
