@@ -91,11 +91,12 @@ def find_calibration(path: Path, scope: Mapping[str, str]) -> Basis:
         found = Calibration.load(path)
     except LabError as error:
         return Basis(f"formulas alone: {error}")
+    where = f"{path.parent.name}/{path.name}"
     odd = [name for name in {**scope, **found.scope} if scope.get(name) != found.scope.get(name)]
     if not odd:
-        return Basis(f"{found.words} ({path})", found)
+        return Basis(f"{found.words} ({where})", found)
     told = "; ".join(f"{name} {found.scope.get(name)}, here {scope.get(name)}" for name in odd)
-    return Basis(f"formulas alone: {path} was measured for another {', '.join(odd)} ({told})")
+    return Basis(f"formulas alone: {where} was measured for another {', '.join(odd)} ({told})")
 
 
 def _common(shape: TargetShape, dtype: str, device: str) -> dict[str, str]:

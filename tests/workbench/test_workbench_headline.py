@@ -43,3 +43,10 @@ def test_every_figure_is_there_once_reading_down_the_columns(count):
 def test_text_is_escaped():
     table = headline({"<b>": "<script>alert(1)</script>"})._repr_html_()
     assert "<script>" not in table and "&lt;script&gt;" in table and "&lt;b&gt;" in table
+
+
+def test_a_sentence_stands_below_the_columns_on_a_line_of_its_own():
+    words = "formulas alone: nothing was measured in this run"
+    shown = headline({"memory_basis": words, "steps": 3, "anchors": 8})._repr_html_()
+    assert shown.index("anchors") < shown.index("memory basis") and shown.count("<tr>") == 2
+    assert 'colspan="5"' in shown and shown.count(words) == 1

@@ -8,6 +8,7 @@ from typing import Any
 from dflash_lab.workbench.figures.style import escape
 
 _COLUMNS = 3
+_LONG = 32  # characters of a value that takes a line of its own, below the others
 _NAME = "text-align: left; padding: 2px 8px 2px 24px"
 
 
@@ -23,8 +24,9 @@ class Headline:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in shown)
 
     def _repr_html_(self) -> str:
-        """Columns are read from top to bottom, as the figures' order groups them."""
-        shown = [(name, shown_number(value)) for name, value in self.figures.items()]
+        """Columns are read from top to bottom, as the figures' order groups them; sentences stand below."""
+        whole = [(name, shown_number(value)) for name, value in self.figures.items()]
+        shown = [(name, value) for name, value in whole if len(value) <= _LONG]
         rows = -(-len(shown) // _COLUMNS)
         lines = []
         for row in range(rows):
@@ -34,6 +36,10 @@ class Headline:
                 for name, value in shown[row::rows]
             )
             lines.append(f"<tr>{cells}</tr>")
+        for name, value in whole:
+            if len(value) > _LONG:
+                cell = f'<td colspan="{2 * _COLUMNS - 1}" style="text-align: left">{escape(value)}</td>'
+                lines.append(f'<tr><td style="{_NAME}">{escape(name).replace("_", " ")}</td>{cell}</tr>')
         return f"<table>{''.join(lines)}</table>"
 
 
