@@ -123,9 +123,10 @@ def file_prompts(
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
-        turns, name = _turns(f"{path}:{number}", line)
+        turns, name, kind = _turns(f"{path}:{number}", line)
         ids = render_prompt(tokenizer, [{"role": "user", "content": turns[0]}], thinking=thinking)
         source = path.name.removesuffix(".gz").removesuffix(".jsonl")
+        source = f"{source}: {kind}" if kind else source
         prompts.append(Prompt(name or f"{path.name}:{number}", tuple(ids), source, turns=tuple(turns)))
     if not prompts:
         raise InputError(f"{path}: no record in it.")
@@ -142,8 +143,10 @@ def _lines(path: Path) -> list[bytes]:
         raise InputError(f"{path}: not a whole gzip file ({error}). Copy it again, or unpack it.") from error
 
 
-def _turns(where: str, line: bytes) -> tuple[list[str], str]:
-    """Return the user turns of one record and its id."""
+def _turns(where: str, line: bytes) -> tuple[list[str], str, str]:
+    """Return the user turns of one record, its id, and what kind of question it says it is (MT-Bench's
+    category, MATH's subject).
+    """
     try:
         record = json.loads(line)
     except UnicodeDecodeError as error:
@@ -162,7 +165,11 @@ def _turns(where: str, line: bytes) -> tuple[list[str], str]:
                 raise InputError(f"{where}: {', '.join(fields)} is not of the kind expected.") from error
             if not turns or not all(isinstance(turn, str) and turn for turn in turns):
                 raise InputError(f"{where}: no user turn with text in it.")
-            return turns, str(record.get("task_id", record.get("question_id", record.get("id", ""))))
+            name, kind = (
+                str(next((record[key] for key in keys if key in record), ""))
+                for keys in (("task_id", "question_id", "unique_id", "id"), ("category", "subject"))
+            )
+            return turns, name, kind
     known = "; ".join(f"{name}: {', '.join(fields)}" for name, (fields, _) in STYLES.items())
     raise InputError(f"{where}: no known style has the fields {sorted(record)[:12]}. Known styles: {known}.")
 

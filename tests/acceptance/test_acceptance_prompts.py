@@ -61,6 +61,17 @@ def test_styles(tmp_path, tokenizer, record, words, turns):
     assert prompt.source == "set"
 
 
+def test_prompts_keep_their_id_and_kind(tmp_path, tokenizer):
+    records = (
+        {"question_id": 81, "category": "writing", "turns": ["First"]},
+        {"problem": "x", "subject": "Algebra", "unique_id": "test/7.json"},
+        {"question": "How many?", "answer": "3"},
+    )
+    prompts = file_prompts(write_lines(tmp_path / "mix.jsonl", *records), tokenizer)
+    assert [prompt.id for prompt in prompts] == ["81", "test/7.json", "mix.jsonl:3"]
+    assert [prompt.source for prompt in prompts] == ["mix: writing", "mix: Algebra", "mix"]
+
+
 def test_later_turns_hold_the_models_own_answers_and_the_thinking_mode(tmp_path):
     from support.tiny_targets import THINKING, tiny_tokenizer
 
