@@ -202,9 +202,7 @@ def _plan(
     helpful = [c for c in changes if c.setting and c.built_in and c.saves_gib > _NO_HELP]
     order = sorted(helpful, key=lambda c: (not c.same_goal, max(c.time_pct, 0.0) / c.saves_gib, -c.saves_gib))
     current = setup
-    names: dict[
-        tuple[str, ...], str
-    ] = {}  # by the fields that are set: a later change of one takes its place
+    names: dict[tuple[str, ...], str] = {}  # by the fields set: a later change of the same takes its place
     for change in order:
         name, setting = change.name, change.setting
         if set(setting) & {"batch", "anchors"}:

@@ -45,9 +45,7 @@ def train_pipeline(params: TrainDrafterParams, progress: Any = None) -> TrainRep
 
     from dflash_lab.drafter.crew import Job, run_crew
     from dflash_lab.drafter.pipeline import summary
-    from dflash_lab.workbench.stages.train_tenants import clear_pipeline
 
-    clear_pipeline(params)
     folder, values = params.folder, params.as_dict()
     for path in (folder / STOP, folder / STEPS, *(folder / WORKERS).glob("*")):
         path.unlink(missing_ok=True)

@@ -38,7 +38,7 @@ from dflash_lab.workbench.stage import execute
 from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 from dflash_lab.workbench.stages.train_memory import with_anchors
 from dflash_lab.workbench.stages.train_placement import check_placement, check_queue, queue_row_bytes
-from dflash_lab.workbench.stages.train_tenants import clear_pipeline, tenants
+from dflash_lab.workbench.stages.train_tenants import clear_processes, tenants
 
 TINY = dict(
     device="cpu",
@@ -250,6 +250,25 @@ def test_what_shares_a_gpu_is_added_up(samples, tiny_target, tmp_path, gpus):
         clear_devices(list(found.values()), alone)
 
 
+def test_the_heads_of_several_processes_are_added_up_on_their_gpu(samples, tiny_target, tmp_path, gpus):
+    """Also with the process that trains there, whose head is its own."""
+    common = dict(device="cuda", target="random:qwen3-8b", context_tokens=4096, anchors=512, tap_ids=[])
+    chosen = params(tmp_path, samples, tiny_target, gpus=3, head=0, **common)
+    found = tenants(chosen)
+    assert [(tenant.name, tenant.device) for tenant in found] == [
+        ("drafter-0", "cuda:0"), ("drafter-1", "cuda:1"), ("head of drafter-1", "cuda:0"),
+        ("drafter-2", "cuda:2"), ("head of drafter-2", "cuda:0"),
+    ]  # fmt: skip
+    assert "head and embedding" in found[0].account.terms
+    budgets = {f"cuda:{number}": 1.1 * found[number].peak / GIB for number in range(3)}
+    with pytest.raises(DoesNotFit, match=r"cuda:0 .* head of drafter-1 .* \+ head of drafter-2"):
+        clear_devices(found, budgets)
+    one = tenants(params(tmp_path, samples, tiny_target, head=1, **common))
+    assert [(tenant.name, tenant.device) for tenant in one] == [
+        ("drafter-0", "cuda:0"), ("head of drafter-0", "cuda:1")
+    ]  # fmt: skip
+
+
 def test_planned_anchors_leave_targets_their_memory(samples, tiny_target, tmp_path, monkeypatch):
     """They are those with which the processes that share the memory are cleared together."""
     chosen = params(tmp_path, samples, tiny_target, targets=[0, 0], drafters=[0], anchors=40)
@@ -261,7 +280,7 @@ def test_planned_anchors_leave_targets_their_memory(samples, tiny_target, tmp_pa
             chosen, run_dir=str(tmp_path / str(len(targets))), anchors=0, targets=targets
         )
         planned = with_anchors(asked)
-        clear_pipeline(planned)
+        clear_processes(planned)
         counts[len(targets)] = planned.anchors
     assert counts[1] > counts[2] >= 32
 
@@ -273,7 +292,7 @@ def test_a_target_whose_memory_is_not_understood_feeds_without_a_prediction(
         raise UnsupportedTarget("model type 'mystery' is not known")
 
     monkeypatch.setattr(shapes, "target_shape", strange)
-    clear_pipeline(params(tmp_path, samples, tiny_target, targets=[0], drafters=[0]))
+    clear_processes(params(tmp_path, samples, tiny_target, targets=[0], drafters=[0]))
     assert "'mystery'" in caplog.text
 
 

@@ -111,8 +111,6 @@ def ask_training(
 
     try:
         options = setup_options(params, config, device, dtype, final_states=final_states, rows=rows)
-        if options["head_elsewhere"]:
-            _clear_head(params, config, drafter, options)
         return clear_training(
             config,
             drafter,
@@ -126,23 +124,6 @@ def ask_training(
         )
     except UnsupportedTarget as error:
         return _unpredicted(error)
-
-
-def _clear_head(params: TrainDrafterParams, config: Any, drafter: DrafterConfig, options: dict) -> None:
-    """`DoesNotFit` if the GPU of the frozen head does not hold it and the loss, once for each process."""
-    from dflash_lab.memory.planner import device_budget_gib
-    from dflash_lab.memory.process_account import head_process
-    from dflash_lab.memory.setups import TrainingSetup
-    from dflash_lab.memory.shapes import target_shape
-    from dflash_lab.memory.tenants import Tenant, clear_devices
-
-    setup = TrainingSetup(
-        anchors=params.anchors, context=params.context_tokens, block_size=drafter.block_size, **options
-    )
-    where = f"cuda:{params.head}"
-    account = head_process(target_shape(config), drafter, setup)
-    heads = [Tenant(f"head of process {number}", where, account) for number in range(params.world)]
-    clear_devices(heads, {where: device_budget_gib(where)}, force=params.force)
 
 
 def memory_figures(cleared: Clearance | NotPredicted, device: torch.device) -> dict[str, float | int | str]:

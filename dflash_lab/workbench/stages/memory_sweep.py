@@ -86,8 +86,7 @@ class MemorySweepParams(StageParams):
     step_anchors: list[int] = param([128, 256, 512], "anchors of the grid of training steps", low=1)
     step_blocks: list[int] = param([8, 16, 24], "block sizes of the grid of training steps", low=2, high=128)
     compile_steps: bool = param(
-        False,
-        "on CUDA, measure steps with compiled layers, as train_drafter runs them: a minute more a shape",
+        False, "on CUDA, measure steps as train_drafter compiles them: a minute more a shape"
     )
     placement: str = param("cached", "where the target is while the drafter trains", choices=PLACEMENTS)
     allow_slow_kernels: bool = param(False, "run a hybrid target on CUDA without its fast kernels")

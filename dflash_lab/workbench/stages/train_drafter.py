@@ -239,12 +239,15 @@ def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> Train
     from dflash_lab.workbench.stages.train_here import train_here
     from dflash_lab.workbench.stages.train_memory import with_anchors
     from dflash_lab.workbench.stages.train_placement import check_placement
+    from dflash_lab.workbench.stages.train_tenants import clear_processes
     from dflash_lab.workbench.train_launch import train_apart
     from dflash_lab.workbench.train_pipeline import train_pipeline
 
     check_placement(params)
     train_setup.check_states(params, progress)  # before targets load and processes start
     params = with_anchors(params)
+    if params.targets or params.head >= 0:  # a GPU may be named for several
+        clear_processes(params)
     files.make_folder(params.drafter_path)
     if params.targets:
         report = train_pipeline(params, progress)

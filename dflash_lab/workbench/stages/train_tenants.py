@@ -1,7 +1,8 @@
-"""What the processes of an online pipeline hold, device by device, asked before any of them starts.
+"""What the processes of a run hold, device by device, asked before any of them starts.
 
 Targets make rows on their GPUs, drafters train on theirs, and a frozen head may lie on one of its own; a GPU
-may be named for several. Each process writes afterwards what it held beside what was predicted.
+may be named for several. Once one of them has loaded, what is free says nothing about the others any more.
+Each process writes afterwards what it held beside what was predicted.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def clear_pipeline(params: TrainDrafterParams) -> None:
-    """`DoesNotFit` where a GPU of the pipeline is predicted to be named for more than it holds, unless
+def clear_processes(params: TrainDrafterParams) -> None:
+    """`DoesNotFit` where a GPU of the run is predicted to be named for more than it holds, unless
     forced; a target whose memory is not understood is told in the log.
     """
     from dflash_lab.memory.tenants import clear_devices
@@ -36,7 +37,8 @@ def clear_pipeline(params: TrainDrafterParams) -> None:
     except UnsupportedTarget as error:
         logger.warning("started without a prediction of its memory: %s", error)
         return
-    budgets_gib = free_gib(sorted({tenant.device for tenant in found}))
+    here = params.world == 1 and not params.targets  # what this process holds unused is its own to take
+    budgets_gib = free_gib(sorted({tenant.device for tenant in found}), here=here)
     over = clear_devices(found, budgets_gib, force=params.force)
     for tenant in found:
         words = "too much together with the others, forced" if tenant.device in over else "cleared"
@@ -46,7 +48,7 @@ def clear_pipeline(params: TrainDrafterParams) -> None:
 
 
 def tenants(params: TrainDrafterParams) -> list[Tenant]:
-    """Return what each process of the pipeline is predicted to hold, on each device that it uses."""
+    """Return what each process of the run is predicted to hold, on each device that it uses."""
     from dflash_lab.memory.advise import advise_training
     from dflash_lab.memory.calibrated import training_prediction
     from dflash_lab.memory.extraction_account import OUTSIDE_TORCH
@@ -59,14 +61,16 @@ def tenants(params: TrainDrafterParams) -> list[Tenant]:
     from dflash_lab.workbench.stages import train_setup
     from dflash_lab.workbench.stages.train_memory import basis_of, setup_options
 
-    config, drafter = load_config(params.target), train_setup.drafter_config(params, None)
+    store = train_setup.open_bare(params) if params.source == "store" else None
+    config, drafter = load_config(params.target), train_setup.drafter_config(params, store)
     shape, home = target_shape(config), choose_device(params.device)
-    cuda = home.type == "cuda"
+    cuda, final = home.type == "cuda", bool(getattr(store, "has_final", False))
+    gpus = params.drafters or (range(params.gpus) if params.gpus > 1 else [home.index or 0])
     found = []
-    for number, gpu in enumerate(params.drafters):
+    for number, gpu in enumerate(gpus):
         device = placed(home, gpu)
         dtype = train_setup.drafter_dtype(params, device)
-        options = setup_options(params, config, device, dtype)
+        options = setup_options(params, config, device, dtype, final_states=final)
         setup = TrainingSetup(
             anchors=params.anchors, context=params.context_tokens, block_size=drafter.block_size, **options
         )
@@ -79,7 +83,7 @@ def tenants(params: TrainDrafterParams) -> list[Tenant]:
                 str(device),
                 training_prediction(shape, drafter, setup, **known),
                 partial(advise_training, shape, drafter, setup, **known),
-                OUTSIDE_TORCH if cuda and len(params.drafters) > 1 else 0,  # NCCL's buffers
+                OUTSIDE_TORCH if cuda and len(gpus) > 1 else 0,  # NCCL's buffers
             )
         )
         if setup.head_elsewhere:
@@ -123,9 +127,11 @@ def target_figures(
     return outcome(Clearance(account, 0.0, params.force), device)
 
 
-def free_gib(devices: list[str]) -> dict[str, float]:
-    """Return what is free on `devices`; of GPUs a process of its own looks, whose context ends with it."""
-    if devices == ["cpu"]:
+def free_gib(devices: list[str], *, here: bool) -> dict[str, float]:
+    """Return what is free on `devices` for processes still to start, or for this one (`here`); where GPUs are
+    not for this one, another process looks, whose context ends with it.
+    """
+    if here or devices == ["cpu"]:
         return _free_gib(devices)
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
