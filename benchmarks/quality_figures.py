@@ -28,12 +28,14 @@ def point_at(row: Record, kind: str, step: int) -> Record:
 
 
 def gains(rows: dict[str, Record]) -> dict[str, float]:
-    """Held-out streak of each row minus the base's, at their common step, best first."""
+    """Held-out streak of each row minus the base's, at their common step; best first, by tau on held-out
+    answers where every row has one.
+    """
     step = common_step(rows, "heldout")
     streaks = {name: point_at(row, "heldout", step)["streak"] for name, row in rows.items()}
-    return {
-        name: streaks[name] - streaks["base"] for name in sorted(streaks, key=lambda name: -streaks[name])
-    }
+    measured = has_tau(rows)
+    rank = {name: rows[name]["tau"]["heldout"]["tau"] if measured else streaks[name] for name in rows}
+    return {name: streaks[name] - streaks["base"] for name in sorted(rows, key=lambda name: -rank[name])}
 
 
 def against(row: Record, base: Record, key: str) -> Paired:
@@ -55,7 +57,11 @@ def study_figure(studies: dict[str, Record]) -> go.Figure:
     for study in studies.values():
         rows = study["rows"]
         step = common_step(rows, "heldout")
-        base = point_at(rows["base"], "heldout", step)["streak"]
+        base = (
+            rows["base"]["tau"]["heldout"]["tau"]
+            if has_tau(rows)
+            else point_at(rows["base"], "heldout", step)["streak"]
+        )
         titles.append(f"step {step:,} of {study['steps']:,}; the base has {base:.2f}")
     fig = make_subplots(
         rows=1, cols=len(studies), subplot_titles=titles, horizontal_spacing=0.6 / (2 * len(studies) + 1)
@@ -67,24 +73,31 @@ def study_figure(studies: dict[str, Record]) -> go.Figure:
         colors = [
             PALETTE[0] if rows[name]["parameters"]["block_size"] == size else PALETTE[7] for name in found
         ]
-        errors = None
+        errors, above, below = None, list(found.values()), list(found.values())
         if has_tau(rows):
             paired = {name: against(rows[name], rows["base"], "heldout") for name in found}
             found = {name: one.difference for name, one in paired.items()}
-            above = [one.interval.high - one.difference for one in paired.values()]
-            below = [one.difference - one.interval.low for one in paired.values()]
-            errors = {"array": above, "arrayminus": below}
+            above = [one.interval.high for one in paired.values()]
+            below = [one.interval.low for one in paired.values()]
+            errors = {
+                "array": [high - gain for high, gain in zip(above, found.values(), strict=True)],
+                "arrayminus": [gain - low for low, gain in zip(below, found.values(), strict=True)],
+            }
         fig.add_bar(
             x=list(found.values()), y=list(found), orientation="h", marker={"color": colors},
-            error_x=errors, text=[f"{gain:+.3f}" for gain in found.values()], textposition="outside",
-            cliponaxis=False, row=1, col=column,
+            error_x=errors, row=1, col=column,
         )  # fmt: skip
-        what = "tau on held-out answers" if errors else "held-out streak"
-        low, high = min(0.0, *found.values()), max(0.0, *found.values())
-        margin = 0.2 * (high - low)
+        ends = [*above, *below]
+        low, high = min(0.0, *ends), max(0.0, *ends)
+        margin = 0.15 * (high - low)
+        fig.add_scatter(  # beyond what a bar's interval covers
+            x=[high + margin] * len(found), y=list(found), text=[f"{gain:+.3f}" for gain in found.values()],
+            mode="text", row=1, col=column,
+        )  # fmt: skip
         fig.update_xaxes(
-            title=f"{what}, minus the base's", range=[low - margin, high + margin], row=1, col=column
-        )
+            title=f"{'tau on held-out answers' if errors else 'held-out streak'}, minus the base's",
+            range=[low - margin, high + 2 * margin], row=1, col=column,
+        )  # fmt: skip
     most = max(len(study["rows"]) for study in studies.values())
     fig.update_layout(
         title="What a row gains on the base (grey: another block size)", template="plotly_white",

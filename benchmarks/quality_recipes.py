@@ -61,7 +61,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "augment-kl": {**MORE, **SOFT},
     "warm": dict(start_layers=[2, 8, 15, 22, 28]),
     # The two runs by the clock: little data many times over, and much data a few times.
-    "short": dict(HALF, **WIDE, **HEADS, muon_lr=4e-3),
+    "short": dict(HALF, **WIDE, **HEADS, muon_lr=4e-3, samples="whole.parquet"),
     "long": dict(
         WIDE,
         **HEADS,

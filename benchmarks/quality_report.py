@@ -63,7 +63,7 @@ def table(heads: list[str], lines: list[list[str]]) -> str:
 
 
 def study_table(study: Record) -> str:
-    """Rows of a study by held-out streak; `gain`: on the base. Tau's columns only if all rows have one."""
+    """Rows of a study, best first; `gain`: on the base. Tau's columns only if all rows have one."""
     rows = study["rows"]
     step, trained = (common_step(rows, kind) for kind in ("heldout", "train"))
     heads = ["row", "changes", f"held-out streak, step {step:,}", "gain", "cross-entropy", "KL"]
@@ -189,6 +189,7 @@ def gathered(
         if name not in found["runs"]:
             raise InputError(f"--client {name}: the file has no such run{near(name, found['runs'])}.")
         how = f"block {measured['block_size']}" if measured["block_size"] else "its own block"
+        how += f", {measured['tau']['heldout']['answers']} prompts"
         found["runs"][name]["clients"][how] = {k: measured[k] for k in ("tau", "dtype", "client_device")}
     return found
 

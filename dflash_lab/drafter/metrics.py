@@ -11,6 +11,7 @@ the loss, with its factor and the slots' weights.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from dflash_lab.drafter.objective import TERMS, RowLoss
 
+logger = logging.getLogger(__name__)
 TOP_K = (1, 2, 4, 8, 16)  # powers of two, in order
 BINS = 15  # of confidence, for calibration
 
@@ -113,7 +115,11 @@ class Tally:
         self.flat += other.flat if where is None else torch.where(where.to(self.flat.device), other.flat, 0)
 
     def load(self, sums: dict[str, Tensor]) -> None:
-        """Take over sums that `self.sums` gave."""
+        """Take over sums that `self.sums` gave; those of a version that kept others begin at zero."""
+        if {name: value.shape for name, value in sums.items()} != {n: v.shape for n, v in self.sums.items()}:
+            logger.warning("the checkpoint's open sums are of another version: the next record begins anew")
+            self.flat.zero_()
+            return
         for name, value in self.sums.items():
             value.copy_(sums[name])
 

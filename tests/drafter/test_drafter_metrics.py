@@ -124,3 +124,13 @@ def test_selector_counts_its_own_choices():
     report = tally.report()
     assert report["selector_accuracy"] == pytest.approx(4 / 6)
     assert report["selector_streak"] == pytest.approx(1 + (2 + 1) / 2) and report["streak"] == 1.0
+
+
+def test_open_sums_of_another_version_begin_anew(caplog):
+    tally, other = Tally(3, "cpu"), Tally(3, "cpu")
+    for one, value in ((tally, 1.0), (other, 2.0)):
+        one.flat.fill_(value)
+    tally.load(other.sums)
+    assert torch.equal(tally.flat, other.flat) and not caplog.records
+    tally.load({name: value for name, value in other.sums.items() if name != "parts"})
+    assert not tally.flat.any() and "begins anew" in caplog.text

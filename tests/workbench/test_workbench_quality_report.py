@@ -80,7 +80,7 @@ def test_a_cut_study_is_compared_where_all_its_rows_were_measured(tmp_path, monk
     assert set(drawn) == {"quality-runs", "quality-study"}
     folder, figure = drawn["quality-study"]
     assert folder == tmp_path / "out"
-    assert list(figure.data[0].y) == ["wide"] and list(figure.data[0].text) == ["+0.250"]
+    assert list(figure.data[0].y) == ["wide"] and list(figure.data[1].text) == ["+0.250"]
 
 
 def test_a_finished_study_shows_tau_over_the_same_answers(tmp_path):
