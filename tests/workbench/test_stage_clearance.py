@@ -24,6 +24,7 @@ from dflash_lab.memory.fit import SIZES, Calibration, as_plain
 from dflash_lab.memory.gate import DoesNotFit, NotPredicted
 from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
 from dflash_lab.memory.shapes import target_shape
+from dflash_lab.target import loading
 from dflash_lab.target.sources import load_config
 from dflash_lab.workbench import train_launch
 from dflash_lab.workbench.stage import execute
@@ -37,6 +38,7 @@ from dflash_lab.workbench.stages.clearance import (
 from dflash_lab.workbench.stages.extract import ExtractParams
 from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 from dflash_lab.workbench.stages.train_memory import PLANNED, with_anchors
+from dflash_lab.workbench.stages.train_tenants import clear_processes
 
 CPU = torch.device("cpu")
 
@@ -371,16 +373,14 @@ def test_training_asks_with_the_calibration_of_its_run_and_plans_anchors_by_it(
 
 
 def test_the_gpu_of_a_head_is_asked_for_too(monkeypatch):
-    free = {"cuda": 140.0, "cuda:1": 1.0}
+    free = {"cuda:0": 140.0, "cuda:1": 1.0}
     monkeypatch.setattr(planner, "device_budget_gib", lambda device: free[str(device)])
-    params = TrainDrafterParams(target="random:qwen3-8b", context_tokens=4096, head=1)
-    config = load_config(params.target)
-    drafter = DrafterConfig.from_target(config, mask_token_id=0, block_size=16, num_layers=5)
-    asked = (config, drafter, torch.device("cuda"), torch.bfloat16)
+    monkeypatch.setattr(loading, "choose_device", lambda name: torch.device("cuda"))
+    params = TrainDrafterParams(target="random:qwen3-8b", source="live", context_tokens=4096, head=1)
     with pytest.raises(
-        DoesNotFit, match=r"cuda:1 is predicted to hold head of process 0 .*head and embedding"
+        DoesNotFit, match=r"cuda:1 is predicted to hold head of drafter-0 .*head and embedding"
     ):
-        ask_training(params, *asked)
-    assert ask_training(dataclasses.replace(params, force=True), *asked).account.terms
+        clear_processes(params)
+    clear_processes(dataclasses.replace(params, force=True))
     free["cuda:1"] = 10.0
-    assert not ask_training(params, *asked).forced
+    clear_processes(params)
