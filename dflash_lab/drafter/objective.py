@@ -67,15 +67,8 @@ class Objective:
         )
         self.fused = FusedDraftLoss(scaled, plan_group=plan_group)
         on = settings.loss
-        factors = [
-            on.hard_weight,
-            on.soft_weight,
-            on.cap_weight,
-            on.tv_weight,
-            on.lk_weight,
-            on.length_weight,
-        ]
-        factors.append(settings.selector_weight)
+        factors = [on.hard_weight, on.soft_weight, on.cap_weight, on.tv_weight, on.lk_weight]
+        factors += [on.length_weight, settings.selector_weight]
         self.factors = dict(zip(TERMS, factors, strict=True))
         self._factors = torch.tensor(factors, dtype=torch.float64).to(head.weight.device)
         self._none = torch.zeros_like(self._factors[0])

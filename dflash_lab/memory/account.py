@@ -32,6 +32,7 @@ STATIC_TERMS = frozenset(
 
 # What the allocator holds beside live tensors.
 NOT_LIVE = ("fragmentation", "recorded forward's pool")
+BEYOND = "beyond the formulas"  # what a calibration puts on top of them
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,11 @@ import numpy as np
 
 from dflash_lab import files
 from dflash_lab.errors import InputError
-from dflash_lab.memory.account import NOT_LIVE, STATIC_TERMS, Account
+from dflash_lab.memory.account import BEYOND, NOT_LIVE, STATIC_TERMS, Account
 from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
 from dflash_lab.memory.shapes import CHUNK
 
 SCHEMA = 2
-BEYOND = "beyond the formulas"  # the term of what was measured on top of them
 Setup = ExtractionSetup | TrainingSetup
 S = TypeVar("S", ExtractionSetup, TrainingSetup)
 SIZES = ("batch", "length", "anchors", "context", "block_size")  # what a fit's points differ in

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from support.tiny_targets import tiny_config
 
 from dflash_lab.errors import InputError
-from dflash_lab.memory.account import Account
+from dflash_lab.memory.account import BEYOND, Account
 from dflash_lab.memory.calibrated import extraction_prediction, extraction_scope, find_calibration
 from dflash_lab.memory.extraction_account import extraction_account
-from dflash_lab.memory.fit import BEYOND, Calibration, Point, fit, nnls
+from dflash_lab.memory.fit import Calibration, Point, fit, nnls
 from dflash_lab.memory.setups import ExtractionSetup
 from dflash_lab.memory.shapes import target_shape
 

@@ -11,8 +11,9 @@ import pytest
 
 from dflash_lab.errors import InputError
 from dflash_lab.memory import calibrated
+from dflash_lab.memory.account import BEYOND
 from dflash_lab.memory.explore import Question
-from dflash_lab.memory.fit import BEYOND, Calibration
+from dflash_lab.memory.fit import Calibration
 from dflash_lab.workbench.figures import memory_sweep as figures
 from dflash_lab.workbench.figures.memory_map import peak_map, scene_map
 from dflash_lab.workbench.stage import execute

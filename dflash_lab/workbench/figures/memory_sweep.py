@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import plotly.graph_objects as go
 import polars as pl
 
+from dflash_lab.memory.account import BEYOND
 from dflash_lab.workbench.figures.style import BLUE, GREEN, GREY, LOG_AXIS, ORANGE, PURPLE, RED, SKY, escape
 
 if TYPE_CHECKING:
     from dflash_lab.memory.account import Account
 
 GIB = 2**30
-BEYOND = "beyond the formulas"  # `memory.fit.BEYOND`, repeated, for that module is not light
 # Colour and order of the terms in a bar, by what they are.
 GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "weights": (
