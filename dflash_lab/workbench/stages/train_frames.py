@@ -1,12 +1,18 @@
-"""A run's journal as tables: steps, window metrics, and metrics by slot."""
+"""A run's journal as tables (steps, window metrics, metrics by slot), and its headline figures."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from dflash_lab import files
 from dflash_lab.drafter.journal import BY_SLOT
+
+if TYPE_CHECKING:
+    from dflash_lab.drafter.config import DrafterConfig
+    from dflash_lab.drafter.trainer import TrainReport
+    from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
 STEP_SCHEMA = {
     "step": pl.Int64,
@@ -74,3 +80,43 @@ def position_frame(records: list[dict[str, Any]]) -> pl.DataFrame:
 
 def _number(value: Any) -> Any:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def headline(
+    params: TrainDrafterParams, report: TrainReport, config: DrafterConfig, steps: pl.DataFrame
+) -> dict[str, Any]:
+    """The figures of a finished run, with what its processes left of memory and rates."""
+    from dflash_lab.workbench.stages.train_here import MEMORY
+    from dflash_lab.workbench.train_pipeline import SUMMARY
+
+    losses = steps.filter(pl.col("loss").is_not_null())["loss"]
+    measured = report.best / "metrics.json"  # absent when no held-out row could be measured
+    best = files.read_json(measured) if measured.exists() else {}
+    seconds = max(report.seconds, 1e-9)
+    return {
+        "steps": report.steps,
+        "anchors": params.anchors,
+        "skipped_steps": report.skipped,
+        "loss_first": losses[0] if len(losses) else None,
+        "loss_last": losses.tail(max(1, min(10, len(losses) // 10))).mean(),
+        "heldout_loss_first": report.first.get("loss"),
+        "heldout_loss_last": report.last.get("loss"),
+        "accuracy_first": report.first.get("accuracy"),
+        "accuracy_last": report.last.get("accuracy"),
+        "streak_first": report.first.get("streak"),
+        "streak_last": report.last.get("streak"),
+        "streak_best": best.get("streak"),
+        "chained_tau_first": report.first.get("chained_tau"),
+        "chained_tau_last": report.last.get("chained_tau"),
+        "best_step": report.best_step,
+        "labels": params.labels,
+        "agreement": report.last.get("agreement"),
+        "train_seconds": seconds,
+        "compile_seconds": report.compile_seconds,
+        "context_tokens_per_s": report.context_tokens / seconds,
+        "anchors_per_s": report.blocks / seconds,
+        "loader_share_pct": 100 * report.loader_share,
+        "drafter_parameters": config.parameter_count,
+        **files.read_json(params.folder / MEMORY),
+        **(files.read_json(params.folder / SUMMARY) if params.targets else {}),
+    }
