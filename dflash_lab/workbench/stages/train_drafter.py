@@ -9,6 +9,7 @@ to `<run_dir>/drafter`, ready to be served.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -28,6 +29,7 @@ class TrainDrafterParams(StageParams):
     """Parameters of `train_drafter`."""
 
     stage: ClassVar[str] = "train_drafter"
+    renamed: ClassVar[Mapping[str, str]] = {"processes": "gpus"}
 
     source: str = param("store", "of states: a feature store, or the live target", choices=("store", "live"))
     store: str = param("", "feature store folder; empty: <run_dir>/store")
@@ -269,45 +271,14 @@ def collect(params: TrainDrafterParams, report: TrainReport, config: DrafterConf
     from dflash_lab.drafter.inspect import inspect_row
     from dflash_lab.drafter.journal import read_journal
     from dflash_lab.drafter.pipeline import SCHEMA
-    from dflash_lab.workbench.stages.train_frames import metric_frame, position_frame, step_frame
-    from dflash_lab.workbench.stages.train_here import MEMORY
+    from dflash_lab.workbench.stages.train_frames import headline, metric_frame, position_frame, step_frame
     from dflash_lab.workbench.stages.train_setup import open_bare
-    from dflash_lab.workbench.train_pipeline import DIARY, SUMMARY
+    from dflash_lab.workbench.train_pipeline import DIARY
 
     items = open_bare(params)
     records = read_journal(params.folder / "run")
     steps, metrics = step_frame(records), metric_frame(records)
-    losses = steps.filter(pl.col("loss").is_not_null())["loss"]
-    measured = report.best / "metrics.json"  # absent when no held-out row could be measured
-    best = files.read_json(measured) if measured.exists() else {}
-    seconds = max(report.seconds, 1e-9)
-    figures = {
-        "steps": report.steps,
-        "anchors": params.anchors,
-        "skipped_steps": report.skipped,
-        "loss_first": losses[0] if len(losses) else None,
-        "loss_last": losses.tail(max(1, min(10, len(losses) // 10))).mean(),
-        "heldout_loss_first": report.first.get("loss"),
-        "heldout_loss_last": report.last.get("loss"),
-        "accuracy_first": report.first.get("accuracy"),
-        "accuracy_last": report.last.get("accuracy"),
-        "streak_first": report.first.get("streak"),
-        "streak_last": report.last.get("streak"),
-        "streak_best": best.get("streak"),
-        "chained_tau_first": report.first.get("chained_tau"),
-        "chained_tau_last": report.last.get("chained_tau"),
-        "best_step": report.best_step,
-        "labels": params.labels,
-        "agreement": report.last.get("agreement"),
-        "train_seconds": seconds,
-        "compile_seconds": report.compile_seconds,
-        "context_tokens_per_s": report.context_tokens / seconds,
-        "anchors_per_s": report.blocks / seconds,
-        "loader_share_pct": 100 * report.loader_share,
-        "drafter_parameters": config.parameter_count,
-        **files.read_json(params.folder / MEMORY),
-        **(files.read_json(params.folder / SUMMARY) if params.targets else {}),
-    }
+    figures = headline(params, report, config, steps)
     row = inspect_row(items, config, params.context_tokens, params.anchors, params.seed, _decoder(params))
     pipeline = pl.read_parquet(params.folder / DIARY) if params.targets else pl.DataFrame(schema=SCHEMA)
     return TrainDrafterResult(figures, steps, metrics, position_frame(records), row, pipeline)
