@@ -13,6 +13,7 @@ from dflash_lab.data.lengths import synthetic_lengths
 from dflash_lab.data.policies import Limits, explore
 from dflash_lab.errors import InputError
 from dflash_lab.workbench.figures import dataset_stats as figures
+from dflash_lab.workbench.progress import duration
 from dflash_lab.workbench.stage import execute
 from dflash_lab.workbench.stages import dataset_stats as stage
 from dflash_lab.workbench.stages.dataset_stats import (
@@ -135,6 +136,7 @@ def test_the_explorer_answers_when_a_slider_moves(tmp_path):
     assert (table.value, figure.layout.title.text) != before
     assert table.value == outcome_table(wanted)
     assert figure.layout.title.text == figures.exploration_text(wanted)
+    assert duration(3600 * wanted.hours) in figure.layout.title.text and "0.00 h" not in table.value
     assert f"{limit.value:,}" in figure.layout.annotations[0].text
     by_name["longer ones"].value = "truncate"
     assert "0</b>" in table.value and f"{wanted.dropped:,} truncated" in figure.layout.title.text

@@ -12,12 +12,14 @@ import polars as pl
 
 from dflash_lab.data.policies import Exploration, Limits, explore
 from dflash_lab.workbench.figures.style import BLUE, GREEN, GREY, ORANGE, RED, SKY, escape, thin
+from dflash_lab.workbench.progress import duration
 
 if TYPE_CHECKING:
     from dflash_lab.workbench.stages.dataset_stats import DatasetStatsParams, DatasetStatsResult
 
 EXPLORED = 200_000  # samples planned at each move of the explorer, so that it answers in a blink
 _LOG_TICKS = [2**power for power in range(0, 21, 1)]
+_BESIDE = {99.0: "bottom left", 100.0: "top left"}  # where these percentiles are written, which lie close
 
 
 def length_bars(histogram: pl.DataFrame, *, max_length: int = 0, unit: str = "samples") -> go.Figure:
@@ -70,7 +72,7 @@ def length_ecdf(ecdf: pl.DataFrame, percentiles: pl.DataFrame, *, max_length: in
         text=[
             f"p{percent:g}: {length:,} " for percent, length in dots.select("percent", "length").iter_rows()
         ],
-        textposition=["middle left"] * (dots.height - 1) + ["bottom left"],
+        textposition=[_BESIDE.get(percent, "middle left") for percent in dots["percent"]],
         textfont={"size": 11},
         hovertemplate="%{text} tokens<extra></extra>",
         cliponaxis=False,
@@ -226,7 +228,7 @@ def exploration_text(found: Exploration) -> str:
     lost = f"{found.dropped:,} dropped" if not found.truncated else f"{found.truncated:,} truncated"
     return (
         f"{found.kept:,} samples ({lost}), {found.kept_tokens_pct:.1f} % of tokens · "
-        f"{found.waste_pct:.2f} % padding · {found.batches:,} batches · {found.hours:.2f} h"
+        f"{found.waste_pct:.2f} % padding · {found.batches:,} batches · {duration(3600 * found.hours)}"
     )
 
 

@@ -6,6 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from dflash_lab.errors import InputError
+from dflash_lab.workbench.progress import duration
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -73,7 +74,7 @@ def outcome_table(found: Any) -> str:
         ("padding", f"{found.waste_pct:.2f} %"),
         ("batches", f"{found.batches:,}, up to {found.largest_batch:,} rows"),
         ("over the budget alone", f"{found.over_budget:,}"),
-        ("predicted", f"{found.hours:,.2f} h"),
+        ("predicted", duration(3600 * found.hours)),
     )
     cells = "".join(
         f"<tr><td>{name}</td><td style='text-align:right'><b>{value}</b></td></tr>" for name, value in rows
