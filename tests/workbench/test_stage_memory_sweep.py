@@ -159,6 +159,11 @@ def test_weights_that_do_not_fit_are_a_result(tmp_path, tiny_target, monkeypatch
     assert result.figures["points_measured"] == 0 and result.points["failed_gib"].to_list() == [2.0] * 6
     assert "the target's weights do not fit" in caplog.text
     assert list(scene_map(scene(params), result.points).data[2].marker.symbol) == ["x"] * 6
+    twice = MemorySweepResult(**{**vars(result), "points": pl.concat([result.points] * 2)})
+    run = SweepRun(params, twice, lambda: None)
+    run.start()
+    run.thread.join()
+    assert not run.error and [row["out_of_memory"] for row in run.rows] == [True] * 6
 
 
 def test_the_drafter_and_its_optimizer_are_those_to_be_trained(tmp_path, tiny_target, monkeypatch):

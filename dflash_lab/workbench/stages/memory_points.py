@@ -48,7 +48,7 @@ def measure_points(
     *,
     each: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
-    """Load the target and fill in what was measured; `each` is called with all rows after each point.
+    """Load the target and fill in what was measured; `each` is called with all rows whenever some are new.
 
     A target whose weights alone do not fit is a result too: every point is marked as out of memory. Raises
     what `progress` raises between points, so a stop takes effect there.
@@ -73,7 +73,9 @@ def measure_points(
     if message := attempt(lambda: loaded.append(load_target(params.target, **how))):
         logger.warning("no point is measured, for the target's weights do not fit: %s", message)
         lacking = {"out_of_memory": True, "order": params.orders[0]}
-        return [{**row, **lacking, "failed_gib": requested_bytes(message) / 2**30} for row in rows]
+        refused = [{**row, **lacking, "failed_gib": requested_bytes(message) / 2**30} for row in rows]
+        each(refused)
+        return refused
     target = loaded.pop()
     measured = [dict(row) for row in rows]
     with contextlib.ExitStack() as afterwards:

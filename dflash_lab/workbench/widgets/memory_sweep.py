@@ -189,8 +189,10 @@ class SweepRun:
         def keep(rows: list[dict[str, Any]]) -> None:
             self.rows = [dict(row) for row in rows]
 
-        unmeasured = dict.fromkeys(("measured_gib", "measured_moving", "reserved_gib"))
-        start = [{**row, **unmeasured, "order": "", "out_of_memory": False} for row in self.rows]
+        unmeasured = dict.fromkeys(("measured_gib", "measured_moving", "reserved_gib", "failed_gib"))
+        fresh = {**unmeasured, "order": "", "out_of_memory": False}
+        # A size that several orders measured is one point to measure again.
+        start = list({(row["batch"], row["length"]): {**row, **fresh} for row in self.rows}.values())
         try:
             measure_points(self.params, scene(self.params), start, report, each=keep)
         except Stopped:
