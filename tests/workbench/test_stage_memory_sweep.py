@@ -123,7 +123,8 @@ def test_figures_draw_what_the_tables_say(swept):
     assert [len(trace.x) for trace in scatter.data] == [2, 6, 6]
     assert len(figures.bucket_bars(result.buckets, 0.5).data) == 2
     for what in ("extraction", "training"):
-        assert figures.advice_bars(result.advice, what).data[0].y
+        advice = figures.advice_bars(result.advice, what).data[0]
+        assert [text == "no help" for text in advice.text] == [saved <= 1e-3 for saved in advice.x]
     assert all(len(fig.to_json()) < 400_000 for fig in (chart, bars, scatter))
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 EXPLORED = 200_000  # samples planned at each move of the explorer, so that it answers in a blink
 _LOG_TICKS = [2**power for power in range(0, 21, 1)]
-_BESIDE = {99.0: "bottom left", 100.0: "top left"}  # where these percentiles are written, which lie close
 
 
 def length_bars(histogram: pl.DataFrame, *, max_length: int = 0, unit: str = "samples") -> go.Figure:
@@ -72,7 +71,7 @@ def length_ecdf(ecdf: pl.DataFrame, percentiles: pl.DataFrame, *, max_length: in
         text=[
             f"p{percent:g}: {length:,} " for percent, length in dots.select("percent", "length").iter_rows()
         ],
-        textposition=[_BESIDE.get(percent, "middle left") for percent in dots["percent"]],
+        textposition=["middle left"] * (dots.height - 1) + ["top left"],  # 99 and 100 lie close
         textfont={"size": 11},
         hovertemplate="%{text} tokens<extra></extra>",
         cliponaxis=False,

@@ -291,6 +291,6 @@ def _advice_colour(row: Mapping[str, Any]) -> str:
 
 def _advice_text(row: Mapping[str, Any]) -> str:
     if row["saves_gib"] <= 1e-3:
-        return "no help" if row["why"].startswith("no help") else ""
+        return "no help"
     other = "" if row["same_goal"] else ", another run"
     return f"{row['saves_gib']:.2f} GiB, {row['time_pct']:+.0f} % time{other}"
