@@ -2,8 +2,9 @@
 
 A part that was altered without a change of size loads, and trains on noise. Its checksum costs one read of
 the store, far less than an epoch; so it is asked before the first step, never within one, and again only for
-parts whose file has another size or time since, or another line in the manifest. What was found sound lies in
-`.checked.json`: hidden, for it says nothing about the store but how lately it was read.
+parts whose file has another size or time since, or another line in the manifest. The time of change counts
+as well as that of writing: a copy that keeps the latter is another file, and is read. What was found sound
+lies in `.checked.json`: hidden, for it says nothing about the store but how lately it was read.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _THREADS = 4  # reading and hashing release the interpreter
 _BLOCK = 1 << 24  # bytes
 _TOLD_EVERY_S = 1.0
 logger = logging.getLogger(__name__)
-Stamp = list[Any]  # [bytes, mtime in ns, checksum in the manifest]
+Stamp = list[Any]  # [bytes, mtime and ctime in ns, checksum in the manifest]
 
 
 def check_parts(store: Path | str, on_progress: Callable[[str, int, int], None] | None = None) -> int:
@@ -76,7 +77,7 @@ def _stamp(store: Path, part: manifests.Part) -> Stamp:
     path = store / part.name
     with naming(path):
         found = path.stat()
-    return [found.st_size, found.st_mtime_ns, part.checksum]
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, part.checksum]
 
 
 def _is_sound(store: Path, part: manifests.Part, done: dict[str, int], stop: threading.Event) -> bool:
@@ -95,7 +96,8 @@ def _remembered(store: Path) -> dict[str, Stamp]:
         return {}
     with naming(path):
         found = files.unsealed(path.read_bytes())
-    return found.get("parts", {}) if isinstance(found, dict) else {}  # damaged: everything is read again
+    parts = found.get("parts") if found else None
+    return parts if isinstance(parts, dict) else {}  # damaged: everything is read again
 
 
 def _remember(store: Path, sound: dict[str, Stamp]) -> None:

@@ -7,6 +7,7 @@ at 80. Points are split before fitting, and the error reported is that of the po
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,12 +16,16 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dflash_lab import files
-from dflash_lab.errors import InputError
+from dflash_lab.errors import InputError, LabError
+from dflash_lab.file_errors import naming
 from dflash_lab.memory.account import BEYOND, NOT_LIVE, STATIC_TERMS, Account
 from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
 from dflash_lab.memory.shapes import CHUNK
 
 SCHEMA = 2
+LARGEST_BYTES = 1 << 20
+CALIBRATED = "calibrated on"  # so begin the words of a prediction that was corrected
+_ERRORS = ("median_error_pct", "worst_error_pct", "formulas_median_error_pct", "formulas_worst_error_pct")
 Setup = ExtractionSetup | TrainingSetup
 S = TypeVar("S", ExtractionSetup, TrainingSetup)
 SIZES = ("batch", "length", "anchors", "context", "block_size")  # what a fit's points differ in
@@ -99,7 +104,7 @@ class Calibration:
     def words(self) -> str:
         """Where it comes from and how far off it was."""
         return (
-            f"calibrated on {self.fitted_points} points of {self.scope.get('device', 'this device')}; "
+            f"{CALIBRATED} {self.fitted_points} points of {self.scope.get('device', 'this device')}; "
             f"{self.heldout_points} held out: median error {self.median_error_pct:.1f}%, worst "
             f"{self.worst_error_pct:.1f}%"
         )
@@ -136,25 +141,73 @@ class Calibration:
         )
 
     def save(self, path: Path | str) -> None:
-        """Write the calibration as JSON."""
+        """Write the calibration as JSON, closed with a checksum."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
-        files.write_json(path, {"schema": SCHEMA, **plain})
+        files.write_json(path, files.sealed({"schema": SCHEMA, **plain}))
 
     @classmethod
     def load(cls, path: Path | str) -> Calibration:
-        """Read a calibration; `InputError` if it is none, or of another schema."""
-        values = files.read_json(path)
+        """Read a calibration; `InputError` if it is none, damaged, or of another schema."""
+        path = Path(path)
+        with naming(path), open(path, "rb") as file:
+            data = file.read(LARGEST_BYTES + 1)
+        if len(data) > LARGEST_BYTES:
+            raise _no_calibration(path, f"more than {LARGEST_BYTES:,} bytes")
         try:
-            if values.pop("schema") == SCHEMA:
-                known = {name: float(value) for name, value in values["coefficients"].items()}
-                heldout = tuple(float(value) for value in values["heldout"])
-                parts = {name: dict(values[name]) for name in ("setup", "scope")}
-                return cls(**{**values, **parts, "coefficients": known, "heldout": heldout})
-            fault = "of another version"
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            fault = f"damaged, {type(error).__name__}: {error}"
-        raise InputError(f"{path}: no calibration of this version ({fault}); measure again and fit.")
+            values = files.unsealed(data)
+            if values is None:
+                raise ValueError("its bytes are not those that were written")
+            if values.pop("schema") != SCHEMA:
+                raise _no_calibration(path, "of another version")
+            numbers = {name: _amount(name, values[name]) for name in _ERRORS}
+            points = {name: int(_amount(name, values[name])) for name in ("fitted_points", "heldout_points")}
+            return cls(
+                coefficients={name: _amount(name, one) for name, one in values["coefficients"].items()},
+                heldout=tuple(_finite("heldout", one) for one in values["heldout"]),
+                setup=_checked(dict(values["setup"])),
+                scope={str(name): str(word) for name, word in dict(values["scope"]).items()},
+                **points,
+                **numbers,
+            )
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+            if isinstance(error, LabError):
+                raise
+            raise _no_calibration(path, f"damaged, {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _no_calibration(path: Path, fault: str) -> InputError:
+    return InputError(f"{path}: no calibration of this version ({fault}); measure again and fit.")
+
+
+def _finite(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} is {str(value)[:40]}, no finite number")
+    return float(value)
+
+
+def _amount(name: str, value: Any) -> float:
+    found = _finite(name, value)
+    if found < 0:
+        raise ValueError(f"{name} is {found:g}, less than nothing")
+    return found
+
+
+def _checked(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a measured setup, each of its own kind; `ValueError` where one is not."""
+    blanks = (
+        ExtractionSetup(batch=1, length=1, tap_ids=(0,)),
+        TrainingSetup(anchors=1, context=1, block_size=1),
+    )
+    plain: list[dict[str, Any]] = [as_plain(blank) for blank in blanks]
+    known = next((one for one in plain if set(values) <= set(one) - set(SIZES)), None)
+    if known is None:
+        raise ValueError(f"its setup has {', '.join(sorted(set(values) - set(plain[1])))}, no such field")
+    for name, value in values.items():
+        odd = type(value) is not type(known[name])
+        if odd or (isinstance(value, list) and any(type(one) is not int for one in value)):
+            raise ValueError(f"{name} of its setup is {str(value)[:40]}")
+    return values
 
 
 def fit(points: Sequence[Point], *, every: int = 3, scope: Mapping[str, str] | None = None) -> Calibration:

@@ -20,7 +20,7 @@ from dflash_lab.memory.account import Account
 from dflash_lab.memory.advise import Advice, advise_extraction, advise_training
 from dflash_lab.memory.calibrated import Basis, extraction_prediction
 from dflash_lab.memory.crash import explain_crash, requested_bytes
-from dflash_lab.memory.fit import Calibration
+from dflash_lab.memory.fit import CALIBRATED, Calibration
 from dflash_lab.memory.planner import MARGIN, extraction_budget, length_buckets, padded, usable
 from dflash_lab.memory.setups import ExtractionSetup, Kernels, TrainingSetup
 from dflash_lab.memory.shapes import CHUNK, GIB, target_shape
@@ -256,7 +256,14 @@ def _explain(
         free = crash.parts.get("free", refused["refused"]["free"] if refused else 0)
         lacked = max(1, crash.requested - free)
         changes = getattr(clearance, "advice", None)
-        error.advice = " ".join([crash.explain(), *([would_have_given(changes, lacked)] if changes else [])])
+        told = [crash.explain(), *([would_have_given(changes, lacked)] if changes else [])]
+        basis = getattr(clearance, "basis", "")
+        if basis.startswith(CALIBRATED):
+            told.append(
+                f"The run was cleared by a prediction {basis}: run memory_sweep again, or remove that file "
+                "to plan by the formulas alone."
+            )
+        error.advice = " ".join(told)
     if not getattr(error, "details", None) and refused is not None:
         held = {
             f"{holder.blocks} blocks{holder.made}": round(holder.size / GIB, 3)

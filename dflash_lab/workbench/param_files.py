@@ -41,7 +41,7 @@ def read_parameter_file(path: Path | str, flags: Collection[str] = ()) -> dict[s
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise InputError(f"{path}:{line}: not UTF-8 text.") from None
+        raise InputError(f"{path}:{line}: not UTF-8 text. Save it as UTF-8.") from None
     return parse_parameters(text, str(path), flags)
 
 
@@ -54,8 +54,15 @@ def parse_parameters(text: str, where: str, flags: Collection[str] = ()) -> dict
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise InputError(f"{where}:{line}: not valid YAML: {error.problem}.") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not valid YAML: {str(error)[:200] or type(error).__name__}.") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise InputError(
+            f"{where}:{line}: character {error.character:#06x} does not belong in text. Remove it."
+        ) from None
+    except RecursionError:
+        raise InputError(f"{where}: nested too deeply for YAML. Parameters are `name: value`.") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{where}: not valid YAML: {error}.") from None
     if values is None:
         return {}
     if not isinstance(values, dict):

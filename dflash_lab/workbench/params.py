@@ -75,6 +75,7 @@ class Params:
     """
 
     stage: ClassVar[str] = ""
+    renamed: ClassVar[Mapping[str, str]] = {}  # names of earlier versions, and those of today
 
     def __post_init__(self) -> None:
         kinds = field_types(type(self))
@@ -156,6 +157,17 @@ class StageParams(Params):
         return all(path.exists() for path in self.outputs())
 
 
+def defaults(cls: type[Params]) -> dict[str, Any]:
+    """Return the default of each parameter of `cls` that has one."""
+    found = {}
+    for field in dataclasses.fields(cls):
+        if field.default_factory is not dataclasses.MISSING:
+            found[field.name] = field.default_factory()
+        elif field.default is not dataclasses.MISSING:
+            found[field.name] = field.default
+    return found
+
+
 def field_types(cls: type[Params]) -> dict[str, Any]:
     """Return the resolved type of each parameter of `cls`."""
     hints = typing.get_type_hints(cls)
@@ -197,6 +209,9 @@ def check_names(cls: type[Params], values: Mapping[Any, Any], *, where: str = ""
     """Raise an `InputError` with the near match for a name that is no parameter of `cls`."""
     known = [field.name for field in dataclasses.fields(cls)]
     for name in values:
+        if name in cls.renamed:
+            new, place = cls.renamed[name], f" in {where}" if where else ""
+            raise InputError(f"{cls.stage}: {name}{place} is now called {new}. Type {new} in its place.")
         if name not in known:
             place = (f" in {where}" if where else "") + near(str(name), known)
             listed = ", ".join(known)
@@ -221,6 +236,11 @@ def from_notebook(cls: type[P], namespace: Mapping[str, Any]) -> P:
     check_names(cls, dict.fromkeys(injected))
     missing = [name for name in known if name not in namespace]
     if missing:
+        for old, new in cls.renamed.items():
+            if new in missing and old in namespace:
+                raise InputError(
+                    f"{cls.stage}: {old} in the parameters cell is now called {new}. Type {new} in its place."
+                )
         lost = ", ".join(missing)
         raise InputError(
             f"{cls.stage}: the parameters cell does not set {lost}. Run it, or add the line back."

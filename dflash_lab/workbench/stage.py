@@ -28,7 +28,7 @@ from dflash_lab.workbench import peak
 from dflash_lab.workbench.advice import advice_for, details_of
 from dflash_lab.workbench.fingerprint import fingerprints
 from dflash_lab.workbench.lock import stage_lock
-from dflash_lab.workbench.params import StageParams
+from dflash_lab.workbench.params import StageParams, defaults
 from dflash_lab.workbench.progress import Progress, ProgressCallback, StopFlag, Stopped, duration
 from dflash_lab.workbench.registry import result_class, run_function
 from dflash_lab.workbench.secrets import RedactingFormatter, redact_tree
@@ -75,7 +75,8 @@ def is_finished(params: StageParams, inputs: dict[str, str] | None = None) -> bo
     result = read_result(path)
     if inputs is None:
         inputs = fingerprints([*_target_folder(params), *params.inputs()], params.run)
-    same = _significant(result["parameters"]) == _significant(redact_tree(params.as_dict()))
+    then, now = _of_today(type(params), result["parameters"]), redact_tree(params.as_dict())
+    same = _significant(then) == _significant(now)
     return same and result["inputs"] == inputs and params.stands()
 
 
@@ -206,6 +207,14 @@ def _plain(value: Any) -> Any:
 
 def _significant(parameters: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in parameters.items() if name not in _FREE}
+
+
+def _of_today(cls: type[StageParams], parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a result under today's names; one that an earlier version did not know had
+    its default.
+    """
+    named = {cls.renamed.get(name, name): value for name, value in parameters.items()}
+    return {**defaults(cls), **named}
 
 
 def _target_folder(params: StageParams) -> list[Path]:

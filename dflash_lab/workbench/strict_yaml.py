@@ -13,7 +13,10 @@ from typing import Any
 
 import yaml
 
+MOST_VALUES = 100_000  # of a document, each alias counted as what it stands for
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
+_MERGE = "tag:yaml.org,2002:merge"
+_TAG = "tag:yaml.org,2002:"
 
 
 class Ambiguous(yaml.YAMLError):
@@ -36,17 +39,31 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen: set[Any] = set()
-        for key_node, value_node in node.value:
+        for key_node, _ in node.value:
+            if key_node.tag == _MERGE:
+                continue
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, str | int | float | bool) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key!r} is given twice", key_node.start_mark
-                )
+                raise _fault(f"{key!r} is given twice", key_node)
             if isinstance(key, str | int | float | bool):
                 seen.add(key)
-            if isinstance(key, str) and key in self._flags:
+        self.flatten_mapping(node)  # what `<<: *other` brings comes first, and is overridden
+        for key_node, value_node in node.value:
+            if isinstance(key_node, yaml.ScalarNode) and key_node.value in self._flags:
                 self._words.add(value_node)
         return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """The value of a node; a scalar that its tag or its digits cannot be is told with its line."""
+        if not isinstance(node, yaml.ScalarNode):
+            return super().construct_object(node, deep)
+        if node.tag in (_MERGE, f"{_TAG}value"):  # a bare << or = where a value belongs
+            raise _fault(f'{node.value} has a meaning of its own. Type "{node.value}" for the text', node)
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError) as error:  # how PyYAML fails on `!!int x`
+            kind = node.tag.removeprefix(_TAG)
+            raise _fault(f"{node.value[:60]!r} is no {kind} that can be read", node) from error
 
     def plain_bool(self, node: yaml.ScalarNode) -> bool:
         """true and false, and for a flag yes, no, on and off."""
@@ -76,6 +93,10 @@ class _Loader(yaml.SafeLoader):
         raise Ambiguous(problem, node.start_mark.line + 1)
 
 
+def _fault(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
 def _as_written(text: str) -> str:
     """The decimal number that `010` looks like; nothing for `1:30`."""
     digits = text.replace("_", "")
@@ -95,6 +116,26 @@ def load(text: str, flags: Collection[str] = ()) -> Any:
     """The one document in `text`; a `yaml.YAMLError`, such as `Ambiguous`, where it cannot be read."""
     loader = _Loader(text, flags)
     try:
-        return loader.get_single_data()
+        found = loader.get_single_data()
     finally:
         loader.dispose()
+    if _too_many(found):
+        raise yaml.YAMLError(
+            f"aliases (*name) that stand for each other or for themselves make more than {MOST_VALUES:,} "
+            "values of it. Write the values out"
+        )
+    return found
+
+
+def _too_many(value: Any) -> bool:
+    """Whether more than `MOST_VALUES` lie in `value`, of which a part may be there many times over."""
+    count, waiting = 0, [value]
+    while waiting:
+        one = waiting.pop()
+        if (count := count + 1) > MOST_VALUES:
+            return True
+        if isinstance(one, dict | list | set | tuple):
+            if len(one) > MOST_VALUES:
+                return True
+            waiting += one.values() if isinstance(one, dict) else one
+    return False

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,14 @@ def test_a_sound_store_is_read_once_and_a_new_file_again(store):
     assert check_parts(store) == total
     (store / CHECKED).write_bytes((store / CHECKED).read_bytes().replace(b"part-000001", b"part-000009"))
     assert check_parts(store) == total
+
+
+def test_a_copy_that_keeps_sizes_and_times_is_read_again(store, tmp_path):
+    total = check_parts(store)
+    shutil.copytree(store, tmp_path / "copy")  # the times of writing too, and what was remembered
+    shutil.copy2(store / CHECKED, tmp_path / "copy" / CHECKED)
+    assert check_parts(tmp_path / "copy") == total
+    assert check_parts(store) == 0
 
 
 def test_silent_damage_is_named_with_the_remedy_and_the_sound_parts_are_remembered(store):

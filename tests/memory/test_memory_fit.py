@@ -13,7 +13,7 @@ from dflash_lab.errors import InputError
 from dflash_lab.memory.account import BEYOND, Account
 from dflash_lab.memory.calibrated import extraction_prediction, extraction_scope, find_calibration
 from dflash_lab.memory.extraction_account import extraction_account
-from dflash_lab.memory.fit import Calibration, Point, fit, nnls
+from dflash_lab.memory.fit import LARGEST_BYTES, Calibration, Point, fit, nnls
 from dflash_lab.memory.setups import ExtractionSetup
 from dflash_lab.memory.shapes import target_shape
 
@@ -133,6 +133,13 @@ def test_it_is_written_and_read(tmp_path):
     calibration.save(tmp_path / "c.json")
     assert Calibration.load(tmp_path / "c.json") == calibration
     whole = json.loads((tmp_path / "c.json").read_text())
+    unsealed = {name: value for name, value in whole.items() if name != "check"}
+    damages = [
+        {"coefficients": {"prediction": bad}} for bad in (float("nan"), -1.0, "1", None, True, 10**400)
+    ]
+    damages += [{"median_error_pct": "small"}, {"heldout": [float("inf")]}, {"fitted_points": None}]
+    damages += [{"setup": {**whole["setup"], **bad}} for bad in ({"no_such": 1}, {"fused": "x"})]
+    damages += [{"setup": {**whole["setup"], "tap_ids": ["a"]}}, {"setup": {"shards": 1, "mask": True}}]
     for wrong in (
         {"schema": 0},
         {"schema": 1},
@@ -142,10 +149,17 @@ def test_it_is_written_and_read(tmp_path):
         {**whole, "coefficients": [1]},
         {**whole, "heldout": 1},
         {**whole, "scope": None},
+        {**whole, "coefficients": {**whole["coefficients"], "constant": 7.0}},  # not what was sealed
+        *({**unsealed, **change} for change in damages),
     ):
         (tmp_path / "old.json").write_text(json.dumps(wrong))
         with pytest.raises(InputError, match=r"old\.json: no calibration .* measure again"):
             Calibration.load(tmp_path / "old.json")
+    (tmp_path / "old.json").write_text(json.dumps(unsealed))  # as an earlier version wrote it
+    assert Calibration.load(tmp_path / "old.json") == calibration
+    (tmp_path / "old.json").write_bytes(b" " * (LARGEST_BYTES + 1))
+    with pytest.raises(InputError, match=r"no calibration .*more than"):
+        Calibration.load(tmp_path / "old.json")
 
 
 def test_too_few_points_are_refused():

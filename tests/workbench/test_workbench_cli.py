@@ -21,8 +21,10 @@ from dflash_lab.workbench.param_files import (
     read_given,
     read_parameter_file,
 )
+from dflash_lab.workbench.params import defaults, from_mapping, from_notebook
 from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.stages.extract import ExtractParams
+from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -151,6 +153,11 @@ def test_arguments_for_papermill_mean_the_same_files_in_the_same_order():
     ]
 
 
+_BOMB = b"a: &a [x,x,x,x,x,x,x,x,x]\n" + b"".join(  # a few hundred bytes that stand for 9^9 values
+    b"%c: &%c [%s]\n" % (name, name, b",".join([b"*%c" % (name - 1)] * 9)) for name in b"bcdefghi"
+)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -159,9 +166,16 @@ def test_arguments_for_papermill_mean_the_same_files_in_the_same_order():
         (b"a: 1\n\xff\xfe\n", ":2: not UTF-8"),
         (b"- a\n- b\n", "expected lines of `name: value`"),
         (b"just text", "expected lines"),
-        (b"a: \x00b\n", "not valid YAML"),
+        (b"a: 1\nb: \x00b\n", ":2: character 0x0000 does not belong in text. Remove it."),
+        (b"a: 1\nb: !!bool x\n", ":2: not valid YAML: 'x' is no bool that can be read"),
+        (b"a: !!int ''\n", ":1: not valid YAML: '' is no int"),
+        (b"a: !!timestamp x\n", ":1: not valid YAML: 'x' is no timestamp"),
+        (b"a: 1\nseed: " + b"9" * 5000, ":2: not valid YAML: '999"),
+        (b"a: =\n", ':1: not valid YAML: = has a meaning of its own. Type "="'),
+        (b"a: &x [*x]\n", "aliases (*name)"),
+        (_BOMB, "aliases (*name)"),
         (b"a: !!python/object/apply:os.system [ls]\n", ":1: not valid YAML"),
-        (b"[" * 5000, "not valid YAML"),
+        (b"[" * 5000, "nested too deeply"),
         (b"a: 1\n" * 300_000, "no parameter file"),
         (b"a: 1\nseed: 010\n", ':2: YAML reads 010 as 8. Type 10 or 8, or "010" where text is meant.'),
         (b"seed: -0_17\n", ":1: YAML reads -0_17 as -15. Type -17 or -15, or "),
@@ -173,6 +187,8 @@ def test_arguments_for_papermill_mean_the_same_files_in_the_same_order():
             ':2: YAML reads off as false. Type false, or "off" where text is meant.',
         ),
         (b"extra: {a: Yes}\n", ":1: YAML reads Yes as true. Type true, or "),
+        (b"a: &a {b: no}\nc: {<<: *a, d: 1, d: 2}\n", ":1: YAML reads no as false"),
+        (b"a: &a {b: 1}\nc: {<<: *a, d: 1, d: 2}\n", ":2: not valid YAML: 'd' is given twice"),
         (b"? [a]\n: 1\n", "not valid YAML"),
         (b"no: 1\n", ':1: YAML reads no as false. Type false, or "no" where text is meant.'),
     ],
@@ -183,6 +199,29 @@ def test_bad_parameter_files_are_named_with_their_line(tmp_path, content, messag
     with pytest.raises(InputError) as caught:
         read_parameter_file(path, {"force"})
     assert str(path) in str(caught.value) and message in str(caught.value)
+
+
+def test_what_an_anchor_names_is_merged_and_overridden(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("base: &base {lr: 1, seed: 2, force: no}\nextra: {<<: *base, seed: 3}\n")
+    found = read_parameter_file(path, {"force"})
+    assert found["extra"] == {"lr": 1, "seed": 3, "force": False}
+
+
+def test_an_earlier_name_of_a_parameter_is_told_with_the_one_of_today(tmp_path, monkeypatch):
+    path = tmp_path / "train_drafter.yaml"
+    path.write_text("processes: 2\n")
+    told = r"processes.* is now called gpus. Type gpus in its place"
+    with pytest.raises(InputError, match=f"train_drafter: processes in {path}.*Type gpus"):
+        read_given(TrainDrafterParams, Given(files=[str(path)]))
+    with pytest.raises(InputError, match=told):
+        read_given(TrainDrafterParams, Given(typed=[("processes", "2")]))
+    cell = {**defaults(TrainDrafterParams), "processes": 2}
+    del cell["gpus"]
+    with pytest.raises(InputError, match=told):
+        from_notebook(TrainDrafterParams, cell)
+    with pytest.raises(InputError, match=told):
+        from_mapping(TrainDrafterParams, {"processes": 2})  # such as a launch.json of then
 
 
 @pytest.mark.parametrize(

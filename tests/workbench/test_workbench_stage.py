@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -93,6 +94,23 @@ def test_finished_work_is_loaded_not_redone(toy, params):
     stage.execute(params)
     again = stage.execute(changed(params, interactive=True))
     assert toy.calls == 1 and again.figures["loaded"] == 1
+
+
+def test_what_an_earlier_version_finished_is_finished(toy, params, monkeypatch):
+    """A parameter it had under another name is that one; one that it did not know had its default."""
+    stage.execute(params)
+    path = params.folder / stage.RESULT
+    result = read_json(path)
+    result["parameters"]["rounds"] = result["parameters"].pop("steps")
+    write_json(path, result)
+    assert not stage.is_finished(params)  # an unknown name is another run
+    monkeypatch.setattr(ToyParams, "renamed", {"rounds": "steps"})
+    assert stage.is_finished(params)
+    assert not stage.is_finished(dataclasses.replace(params, steps=params.steps + 1))
+    del result["parameters"]["rounds"]
+    write_json(path, result)
+    default = dataclasses.replace(params, steps=3)
+    assert stage.is_finished(default) and not stage.is_finished(dataclasses.replace(params, steps=4))
 
 
 def test_changed_parameter_input_or_lost_output_runs_again(toy, params):

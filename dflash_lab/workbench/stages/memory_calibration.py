@@ -82,7 +82,7 @@ def calibrate(params: MemorySweepParams, found: Scene, points: pl.DataFrame, ste
 
 def _largest(measured: pl.DataFrame, *size: str) -> list[dict[str, Any]]:
     """One row a size, of several orders the one that took most: a fit is judged on sizes it has not seen."""
-    kept = measured.filter(pl.col("measured_moving").is_not_null() & ~pl.col("out_of_memory"))
+    kept = measured.filter((pl.col("measured_moving") > 0) & ~pl.col("out_of_memory"))
     return kept.sort("measured_moving", descending=True).unique(size, keep="first").to_dicts()
 
 
