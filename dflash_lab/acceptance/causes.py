@@ -20,7 +20,7 @@ from dflash_lab.target.identity import template_hash, tokenizer_hash
 from dflash_lab.target.model import Target
 from dflash_lab.target.template import render_prompt
 
-_ON = {True: "on", False: "off"}
+_ON = {True: "on", False: "off", None: "not recorded"}
 FINE, SUSPECT, SKIPPED = "fine", "suspect", "not checked"
 MARGIN = 0.05  # by how much a wrong variant must be more accurate at slot 1 to be named the cause
 
@@ -76,8 +76,8 @@ def template(target: Target, samples: Path | None, thinking: bool | None = None)
     differs = [key for key, value in now.items() if made.get(key) not in (None, value)]
     if differs:
         return Check(name, SUSPECT, 1.0, f"the samples were made with another {' and '.join(differs)}")
-    then = bool(made.get("thinking"))
-    if thinking not in (None, then) and _prompt(target, True) != _prompt(target, False):
+    then = made["thinking"] if isinstance(made.get("thinking"), bool) else None
+    if then is not None and thinking not in (None, then) and _prompt(target, True) != _prompt(target, False):
         detail = (
             f"the samples were made with thinking {_ON[then]}, these prompts with thinking {_ON[not then]}"
         )

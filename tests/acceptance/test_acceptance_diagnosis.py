@@ -209,6 +209,8 @@ def test_template_and_thinking_mode_of_the_samples(thinker, loaded, tmp_path):
     assert found.verdict == SUSPECT
     assert found.detail == "the samples were made with thinking off, these prompts with thinking on"
     assert check(thinker, False, thinking=True).verdict == SUSPECT
+    unsaid = check(thinker, True, thinking=None)
+    assert unsaid.verdict == FINE and unsaid.detail.endswith("thinking not recorded")
     assert check(loaded("llama"), True).verdict == FINE  # a template that does not know thinking
     assert causes.template(thinker, None).verdict == SKIPPED
 
