@@ -160,15 +160,15 @@ class Calibration:
                 raise ValueError("its bytes are not those that were written")
             if values.pop("schema") != SCHEMA:
                 raise _no_calibration(path, "of another version")
-            numbers = {name: _amount(name, values[name]) for name in _ERRORS}
-            points = {name: int(_amount(name, values[name])) for name in ("fitted_points", "heldout_points")}
+            fitted, heldout = (int(_amount(n, values[n])) for n in ("fitted_points", "heldout_points"))
             return cls(
+                fitted_points=fitted,
+                heldout_points=heldout,
                 coefficients={name: _amount(name, one) for name, one in values["coefficients"].items()},
                 heldout=tuple(_finite("heldout", one) for one in values["heldout"]),
                 setup=_checked(dict(values["setup"])),
                 scope={str(name): str(word) for name, word in dict(values["scope"]).items()},
-                **points,
-                **numbers,
+                **{name: _amount(name, values[name]) for name in _ERRORS},
             )
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             if isinstance(error, LabError):
