@@ -280,6 +280,8 @@ class Trainer:
             return
         facts = {"streak": self.place["last"].get("streak")} if self.place["last"] else {}
         rate = self.place["tokens"] / max(self.place["seconds"], 1e-9)
+        if limit := self.settings.time_limit_s:
+            facts["left_s"] = round(max(0.0, limit - self.place["seconds"]))
         try:
             self.on_progress(
                 "training", self.step, self.settings.max_steps, tokens_per_s=round(rate), **facts

@@ -219,7 +219,13 @@ def test_time_limit_ends_the_run_with_a_low_rate(tmp_path, monkeypatch, log_ever
     monkeypatch.setattr("dflash_lab.drafter.trainer.time", clock)
     rare = dict(eval_every=100_000, checkpoint_every=100_000)
     chosen = settings(max_steps=100_000, time_limit_s=1.0, log_every=log_every, **rare)
-    report = train(tiny_items(), tiny_head(), fresh(), chosen, folder=tmp_path)
+    left = []
+
+    def tell(*_, left_s, **facts):
+        left.append(left_s)
+
+    report = train(tiny_items(), tiny_head(), fresh(), chosen, folder=tmp_path, on_progress=tell)
+    assert left[0] == 1 and left[-1] == 0
     steps = records(tmp_path, "step")
     assert 10 <= report.steps <= 13 and report.seconds >= 1.0  # a step's time is known one step later
     assert steps[-1]["lr"] < 0.1 * max(r["lr"] for r in steps)
