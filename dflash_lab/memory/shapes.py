@@ -132,10 +132,6 @@ class TargetShape:
         """Count the output head: nothing when it is the embedding's own matrix."""
         return 0 if self.tied else self.vocab * self.hidden
 
-    def kv_elements(self) -> int:
-        """Count the cached elements a token of one attention layer."""
-        return 2 * self.kv_heads * self.head_dim
-
     def flops_per_token(self, layers: int | None = None) -> float:
         """Return matmul FLOP a token of the first `layers` layers: 2 x the weights a token meets (no
         attention scores).

@@ -105,11 +105,6 @@ class LiveTensors(TorchDispatchMode):
             sums[label] = sums.get(label, 0) + self.blocks[number].size
         return sums
 
-    def largest_at_peak(self, count: int = 10) -> list[Block]:
-        """Return the largest blocks live at the peak, largest first."""
-        blocks = [self.blocks[number] for number in self.live_at_peak()]
-        return sorted(blocks, key=lambda block: -block.size)[:count]
-
     def _visit(self, value: Any, operation: str) -> None:
         if isinstance(value, torch.Tensor):
             self._see(value, operation, self._labels[-1])
