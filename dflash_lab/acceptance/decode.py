@@ -27,7 +27,7 @@ from dflash_lab.acceptance.rejection import probabilities, verify_sampled
 from dflash_lab.acceptance.target_run import TargetRun, check_tree_target
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError
-from dflash_lab.target.choice import choose, draw
+from dflash_lab.target.choice import check_temperature, choose, draw
 from dflash_lab.target.head import TargetHead
 from dflash_lab.target.model import Target
 
@@ -84,10 +84,17 @@ class Sampling:
     top_k: int = 0
     generator: torch.Generator | None = None
 
+    def __post_init__(self) -> None:
+        check_temperature(self.temperature)
+        if not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise InputError(
+                f"top_p {self.top_p}, top_k {self.top_k}: give 0 < top_p <= 1 (1: all), top_k >= 0 (0: all)."
+            )
+
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose one token for each row of logits [n, V]."""
-        if self.temperature <= 0 or (self.top_p == 1 and self.top_k == 0):
-            return choose(logits, max(self.temperature, 0.0), self.generator)
+        if self.temperature == 0 or (self.top_p == 1 and self.top_k == 0):
+            return choose(logits, self.temperature, self.generator)
         return draw(self.chances(logits), self.generator)
 
     def chances(self, logits: torch.Tensor) -> torch.Tensor:

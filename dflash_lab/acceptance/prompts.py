@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
+from dflash_lab.data.problems import storable
 from dflash_lab.data.sample_checks import checked
 from dflash_lab.data.samples import SCHEMA, reading_samples, scan_samples
 from dflash_lab.errors import InputError
@@ -27,6 +28,9 @@ from dflash_lab.file_errors import naming
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+LONGEST_LABEL = 200  # characters of a record's id and kind
 
 
 @dataclass(frozen=True)
@@ -84,19 +88,39 @@ def check_vocabulary(prompts: Sequence[Prompt], size: int, source: str) -> None:
 
 
 def _math(record: dict[str, Any], field: str) -> list[str]:
-    return [record[field] + "\nPlease reason step by step, and put your final answer within \\boxed{}."]
+    task = "Please reason step by step, and put your final answer within \\boxed{}."
+    return [f"{_text(record[field])}\n{task}"]
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError("no list")
+    return value
 
 
 def _humaneval(record: dict[str, Any]) -> list[str]:
     task = "Write a solution to the following problem and make sure that it passes the tests:"
-    return [f"{task}\n```python\n{record['prompt']}\n```"]
+    return [task + "\n```python\n" + _text(record["prompt"]) + "\n```"]
+
+
+def _text(value: Any) -> str:
+    """`value` if it is text with a word in it that UTF-8 can hold; else `_NoText`."""
+    if not isinstance(value, str) or not value.strip():
+        raise _NoText("no user turn with text in it.")
+    if value != storable(value):
+        raise _NoText("a user turn holds half of a character (an escape \\ud800 to \\udfff). Remove it.")
+    return value
+
+
+class _NoText(ValueError):
+    """What is wrong with a user turn."""
 
 
 # style -> (fields that tell it, user turns of a record); the first style whose fields are all there is taken.
 # The wordings are those of the published DFlash protocol, so that numbers can be compared.
 STYLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], list[str]]]] = {
     "humaneval": (("task_id", "prompt", "entry_point"), _humaneval),
-    "mt_bench": (("turns",), lambda record: list(record["turns"])),
+    "mt_bench": (("turns",), lambda record: _list(record["turns"])),
     "gsm8k": (("question", "answer"), lambda record: _math(record, "question")),
     "math500": (("problem",), lambda record: _math(record, "problem")),
     "messages": (
@@ -143,6 +167,10 @@ def _lines(path: Path) -> list[bytes]:
         raise InputError(f"{path}: not a whole gzip file ({error}). Copy it again, or unpack it.") from error
 
 
+def _fault(error: Exception) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else getattr(error, "msg", str(error))
+
+
 def _turns(where: str, line: bytes) -> tuple[list[str], str, str]:
     """Return the user turns of one record, its id, and what kind of question it says it is (MT-Bench's
     category, MATH's subject).
@@ -152,26 +180,31 @@ def _turns(where: str, line: bytes) -> tuple[list[str], str, str]:
     except UnicodeDecodeError as error:
         raise InputError(f"{where}: not UTF-8 text (byte {error.start} of the line).") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"{where}: not valid JSON ({getattr(error, 'msg', 'nested too deeply')})."
-        ) from error
+        raise InputError(f"{where}: not valid JSON ({_fault(error)}).") from error
     if not isinstance(record, dict):
         raise InputError(f"{where}: expected an object, found {type(record).__name__}.")
     for fields, turns_of in STYLES.values():
         if all(field in record for field in fields):
             try:
                 turns = turns_of(record)
+                if not turns:
+                    raise _NoText("no user turn with text in it.")
+                turns = [_text(turn) for turn in turns]
+            except _NoText as error:
+                raise InputError(f"{where}: {', '.join(fields)}: {error}") from None
             except (TypeError, KeyError, AttributeError) as error:
                 raise InputError(f"{where}: {', '.join(fields)} is not of the kind expected.") from error
-            if not turns or not all(isinstance(turn, str) and turn for turn in turns):
-                raise InputError(f"{where}: no user turn with text in it.")
-            name, kind = (
-                str(next((record[key] for key in keys if key in record), ""))
-                for keys in (("task_id", "question_id", "unique_id", "id"), ("category", "subject"))
-            )
-            return turns, name, kind
+            name = _label(record, "task_id", "question_id", "unique_id", "id")
+            return turns, name, _label(record, "category", "subject")
     known = "; ".join(f"{name}: {', '.join(fields)}" for name, (fields, _) in STYLES.items())
     raise InputError(f"{where}: no known style has the fields {sorted(record)[:12]}. Known styles: {known}.")
+
+
+def _label(record: dict[str, Any], *names: str) -> str:
+    """The first of `names` that is a word or a number, as it can be stored and shown; "" if none is."""
+    found = (record.get(name) for name in names)
+    label = next((one for one in found if isinstance(one, str | int) and not isinstance(one, bool)), "")
+    return " ".join(storable(str(label)).split())[:LONGEST_LABEL]
 
 
 def humaneval_file() -> Path:

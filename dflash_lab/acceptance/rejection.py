@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from dflash_lab.errors import InputError
-from dflash_lab.target.choice import draw
+from dflash_lab.target.choice import check_temperature, draw
 
 
 def probabilities(
@@ -22,7 +22,8 @@ def probabilities(
 
     Top-k comes before top-p; the smallest set whose mass reaches `top_p` is kept (its first token always is).
     """
-    if temperature <= 0 or not 0 < top_p <= 1 or top_k < 0:
+    check_temperature(temperature)
+    if temperature == 0 or not 0 < top_p <= 1 or top_k < 0:
         raise InputError(
             f"temperature {temperature}, top_p {top_p}, top_k {top_k}: sampling needs temperature > 0, "
             "0 < top_p <= 1 and top_k >= 0 (0 switches top-k off)."

@@ -11,6 +11,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dflash_lab.errors import InputError
+
+COLDEST, HOTTEST = 1e-4, 1e4  # beyond, logits of -inf or of thousands leave fp32's range
+
+
+def check_temperature(temperature: float) -> None:
+    """`InputError` for a temperature that logits cannot be divided by; 0 is greedy."""
+    if temperature != 0 and not COLDEST <= temperature <= HOTTEST:  # NaN is in no range
+        raise InputError(
+            f"temperature {temperature:g}: give 0 for greedy decoding, or {COLDEST:g} to {HOTTEST:g}."
+        )
+
 
 def choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
     """Take a token a row, logits [.., V] -> [..]: the most probable at temperature 0, else a draw from

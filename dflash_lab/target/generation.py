@@ -20,7 +20,7 @@ import torch
 from transformers import DynamicCache
 
 from dflash_lab.errors import InputError
-from dflash_lab.target.choice import choose
+from dflash_lab.target.choice import check_temperature, choose
 from dflash_lab.target.model import Target
 from dflash_lab.target.slots import MOST_SLOTS, generate_in_slots, slot_bytes, takes_slots
 
@@ -84,8 +84,7 @@ def _check(
 ) -> None:
     if max_new < 1 or batch < 0:
         raise InputError(f"max_new_tokens={max_new} must be at least 1, batch={batch} at least 0.")
-    if not 0 <= temperature < float("inf"):
-        raise InputError(f"temperature={temperature}: expected 0 (greedy) or a positive number.")
+    check_temperature(temperature)
     for i, prompt in enumerate(prompts):
         if not prompt:
             raise InputError(f"Prompt {i} is empty: a model needs at least one token to continue.")

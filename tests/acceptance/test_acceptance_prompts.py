@@ -66,10 +66,13 @@ def test_prompts_keep_their_id_and_kind(tmp_path, tokenizer):
         {"question_id": 81, "category": "writing", "turns": ["First"]},
         {"problem": "x", "subject": "Algebra", "unique_id": "test/7.json"},
         {"question": "How many?", "answer": "3"},
+        {"turns": ["First"], "question_id": None, "id": 7, "category": ["a"]},
+        {"turns": ["First"], "question_id": {"a": 1}, "category": "a\ud800\n" + "b" * 5000},
     )
     prompts = file_prompts(write_lines(tmp_path / "mix.jsonl", *records), tokenizer)
-    assert [prompt.id for prompt in prompts] == ["81", "test/7.json", "mix.jsonl:3"]
-    assert [prompt.source for prompt in prompts] == ["mix: writing", "mix: Algebra", "mix"]
+    assert [prompt.id for prompt in prompts] == ["81", "test/7.json", "mix.jsonl:3", "7", "mix.jsonl:5"]
+    assert [prompt.source for prompt in prompts[:4]] == ["mix: writing", "mix: Algebra", "mix", "mix"]
+    assert prompts[4].source.startswith("mix: a\\ud800 bbb") and len(prompts[4].source) < 300
 
 
 def test_later_turns_hold_the_models_own_answers_and_the_thinking_mode(tmp_path):
@@ -96,7 +99,13 @@ def test_bad_lines_are_named(tmp_path, tokenizer):
         ('{"prompt": ', "bad.jsonl:2: not valid JSON"),
         ("[1]", "bad.jsonl:2: expected an object, found list"),
         ('{"promt": "x"}', r"bad.jsonl:2: no known style has the fields \['promt'\]"),
-        ('{"turns": []}', "bad.jsonl:2: no user turn"),
+        ('{"turns": []}', "bad.jsonl:2: turns: no user turn"),
+        ('{"turns": "First"}', "bad.jsonl:2: turns is not of the kind"),
+        ('{"turns": ["First", " "]}', "bad.jsonl:2: turns: no user turn"),
+        ('{"question": "", "answer": "3"}', "bad.jsonl:2: question, answer: no user turn"),
+        ('{"task_id": 1, "prompt": null, "entry_point": "f"}', "bad.jsonl:2: task_id.*: no user turn"),
+        ('{"problem": "\\ud800"}', r"bad.jsonl:2: problem: a user turn holds half of a character"),
+        ('{"prompt": "x", "n": %s}' % ("9" * 5000), "bad.jsonl:2: not valid JSON .*digits"),
     ]:
         path.write_text('{"prompt": "fine"}\n' + line)
         with pytest.raises(InputError, match=message):

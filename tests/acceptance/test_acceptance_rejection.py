@@ -117,6 +117,28 @@ def test_filters():
             probabilities(logits, **bad)
 
 
+@pytest.mark.parametrize("temperature", [float("nan"), float("inf"), -1.0, 1e-300, 1e-5, 1e300])
+def test_a_temperature_that_logits_cannot_be_divided_by_is_refused(temperature):
+    for use in (lambda t: probabilities(torch.zeros(2, 3), t), Sampling):
+        with pytest.raises(InputError, match=r"give 0 for greedy decoding, or 0\.0001 to 10000"):
+            use(temperature)
+    for filters in ({"top_p": float("nan")}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}):
+        with pytest.raises(InputError, match="give 0 < top_p <= 1"):
+            Sampling(1.0, **filters)
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 1e-9}, {"top_k": 1}, {"top_k": 10**9, "top_p": 0.999}])
+@pytest.mark.parametrize("size", [1, 5])
+def test_the_ends_of_what_is_allowed_choose_a_token_that_has_a_chance(temperature, filters, size):
+    logits = torch.full((400, size), 80.0)
+    logits[:, 1:3] = -torch.inf
+    sampling = Sampling(temperature, generator=torch.Generator().manual_seed(0), **filters)
+    chances, found = sampling.chances(logits), sampling.choose(logits)
+    torch.testing.assert_close(chances.sum(-1), torch.ones(400))
+    assert (chances.gather(1, found[:, None]) > 0).all() and (logits.gather(1, found[:, None]) > 0).all()
+
+
 def test_a_draw_is_the_one_that_multinomial_makes():
     for seed in range(5):
         chances = probabilities(torch.randn(40, 3, 500, generator=torch.Generator().manual_seed(seed)), 0.7)

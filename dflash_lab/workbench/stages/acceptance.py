@@ -36,7 +36,7 @@ class AcceptanceParams(StageParams):
     )
     thinking: bool = param(False, "open prompts from files with thinking on")
     block_size: int = param(0, "slots of a block, the anchor included; 0: as trained", low=0, high=256)
-    temperature: float = param(0.0, "0: greedy", low=0.0, high=10.0)
+    temperature: float = param(0.0, "0: greedy; else at least 0.01", low=0.0, high=10.0)
     top_p: float = param(1.0, "smallest mass kept when sampling", low=0.01, high=1.0)
     top_k: int = param(0, "tokens kept when sampling; 0: all", low=0)
     budgets: list[int] = param(
@@ -58,6 +58,10 @@ class AcceptanceParams(StageParams):
     gap_tolerance: float = param(0.03, "offline and decoded tau may differ by this share", low=0.0, high=1.0)
     diagnose: str = param("auto", "checks for likely faults: auto (when taus disagree), always, never",
                           choices=("auto", "always", "never"))  # fmt: skip
+
+    def check(self) -> None:
+        """A temperature is 0, or one that logits can be divided by."""
+        self.require(self.temperature == 0 or self.temperature >= 0.01, "temperature", "0, or at least 0.01")
 
     @property
     def drafter_path(self) -> Path:
