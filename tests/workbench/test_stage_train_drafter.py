@@ -5,6 +5,7 @@ widget.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import threading
@@ -239,14 +240,27 @@ def test_the_monitor_follows_a_run_while_it_is_written_and_ends_when_closed(tmp_
         assert holds()
 
     monkeypatch.setattr(widgets, "BUSY", 0)
-    journal = Journal(tmp_path, -1)
-    box = widgets.monitor(tmp_path, follow=True, every_s=0.02)
+    run, failure = tmp_path / "run", tmp_path / "failure.json"
+    failure.write_text('{"state": "failed", "message": "of an earlier start"}')
+    os.utime(failure, (1, 1))
+    journal = Journal(run, -1)
+    box = widgets.monitor(run, follow=True, every_s=0.02)
     line, (_, follow, refresh) = box.children[1], box.children[0].children
     for step in range(1, 4):
         journal.write("step", step, loss=2.0, grad_norm=1.0, lr=1e-3, skipped=None)
         journal.flush()
         until(lambda step=step: line.value.startswith(f"step {step}:"))
         refresh.click()  # while the thread reads
+    failure.write_text("{")  # what cannot be read is told, and looked at again
+    until(lambda: line.value.startswith("cannot read"))
+    for state, told in (("failed", "failed: out of memory"), ("stopped", "stopped; the same cell goes on")):
+        failure.write_text(json.dumps({"state": state, "message": "out of memory"}))
+        until(lambda told=told: line.value.startswith(f"step 3: loss 2.0000; {told}"))
+        assert "ends about" not in line.value
+    journal.write("step", 4, loss=1.0, grad_norm=1.0, lr=1e-3, skipped=None)
+    os.utime(failure, (1, 1))
+    journal.flush()  # it was started again
+    until(lambda: line.value == "step 4: loss 1.0000")
     follow.value, follow.value = False, True
     until(lambda: len(followers()) == 1)
     box.close()

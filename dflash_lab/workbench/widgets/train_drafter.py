@@ -8,9 +8,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dflash_lab import files
+from dflash_lab.drafter.journal import NAME
+from dflash_lab.file_errors import naming
 from dflash_lab.workbench.figures import train_drafter as figures
 from dflash_lab.workbench.figures.style import live
 from dflash_lab.workbench.progress import duration
+from dflash_lab.workbench.stage import FAILURE
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -62,6 +66,20 @@ def _stand(steps: pl.DataFrame, metrics: pl.DataFrame) -> str:
     return ", ".join(words)
 
 
+def ended(run: Path) -> str:
+    """How a run ended early, from the failure that its stage wrote since the last line; "" if it did not."""
+    failure, journal = run.parent / FAILURE, run / NAME
+    with naming(failure):
+        if not failure.exists():
+            return ""
+        if journal.exists() and failure.stat().st_mtime_ns < journal.stat().st_mtime_ns:
+            return ""  # of an earlier start
+    told = files.read_json(failure)
+    if not isinstance(told, dict) or told.get("state") == "stopped":
+        return "stopped; the same cell goes on from the last checkpoint"
+    return f"failed: {str(told.get('message', ''))[:200]}"
+
+
 def monitor(run: Path | str, *, follow: bool = False, every_s: float = 5.0) -> ipywidgets.Widget:
     """Show a running or finished training: `run` is `<run_dir>/train_drafter/run`. Close the widget to stop
     following it.
@@ -86,15 +104,15 @@ def monitor(run: Path | str, *, follow: bool = False, every_s: float = 5.0) -> i
     stops = [threading.Event()]  # the last one is of the thread that follows
     one_at_a_time = threading.Lock()  # a click may come while the thread reads
 
-    shown: list[dict[str, Any]] = []  # the last record drawn
+    shown: list[Any] = []  # the last record drawn, and how the run ended
 
     def update(*_: Any, anew: bool = True) -> None:
         with one_at_a_time:
-            last = journal.read()[-1:]
+            last = [*journal.read()[-1:], end := ended(Path(run))]
             if not anew and last == shown:
                 return
-            shown[:] = last
-            drawn, line.value = snapshot(journal)
+            drawn, where = snapshot(journal)
+            shown[:], line.value = last, f"{where.split(', ends about')[0]}; {end}" if end else where
             for place, figure in zip(places, drawn, strict=True):
                 old = place.children
                 place.children = [live(figure)]
@@ -107,9 +125,9 @@ def monitor(run: Path | str, *, follow: bool = False, every_s: float = 5.0) -> i
             began = time.perf_counter()
             try:
                 update(anew=False)
-            except Exception as error:  # shown, for a thread's exception reaches nobody
+            except Exception as error:  # shown, for a thread's exception reaches nobody; a disk may come back
                 line.value = f"cannot read {run}: {error}"
-                return
+                shown.clear()
             took = time.perf_counter() - began
 
     def switch(change: dict[str, Any]) -> None:
