@@ -56,6 +56,13 @@ def test_figures_equal_the_plain_counts_and_load_again(tmp_path):
     assert found["over_max_length_tokens_pct"] == pytest.approx(100 * share)
     padded = lengths.sum() / (1 - found["waste_32k_windows_pct"] / 100)
     assert found["predicted_hours"] == pytest.approx(padded / 9000 / 3600)
+    far = 2**20
+    assert 2 * lengths.max() < far / 2
+    for figure in (
+        figures.length_bars(result.histogram, max_length=far),
+        figures.length_ecdf(result.ecdf, result.percentiles, max_length=far),
+    ):
+        assert figure.layout.xaxis.tickvals[-1] >= far / 2  # the axis is labelled as far as the limit
     again = DatasetStatsResult.load(params.folder)
     assert again.figures == found and again.counts.equals(result.counts)
     assert np.array_equal(again.length_array, lengths)

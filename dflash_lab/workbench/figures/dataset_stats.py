@@ -42,7 +42,7 @@ def length_bars(histogram: pl.DataFrame, *, max_length: int = 0, unit: str = "sa
     figure.update_layout(
         title=f"Length of samples, share of {unit}", xaxis_title="tokens a sample", yaxis_title=f"% of {unit}"
     )
-    _log_axis(figure, low.min() if len(low) else 1, high.max() if len(high) else 1)
+    _log_axis(figure, low.min() if len(low) else 1, max(high.max() if len(high) else 1, max_length))
     return _mark(figure, max_length)
 
 
@@ -83,7 +83,7 @@ def length_ecdf(ecdf: pl.DataFrame, percentiles: pl.DataFrame, *, max_length: in
         yaxis_range=[0, 103],
     )
     if lengths:
-        _log_axis(figure, lengths[0], lengths[-1])
+        _log_axis(figure, lengths[0], max(lengths[-1], max_length))
     return _mark(figure, max_length, height=0.1)
 
 
