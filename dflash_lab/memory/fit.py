@@ -7,6 +7,7 @@ at 80. Points are split before fitting, and the error reported is that of the po
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ import numpy as np
 
 from dflash_lab import files
 from dflash_lab.errors import InputError, LabError
-from dflash_lab.file_errors import naming
+from dflash_lab.file_errors import FileError, naming
 from dflash_lab.memory.account import BEYOND, NOT_LIVE, STATIC_TERMS, Account
 from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
 from dflash_lab.memory.shapes import CHUNK
@@ -150,6 +151,8 @@ class Calibration:
     def load(cls, path: Path | str) -> Calibration:
         """Read a calibration; `InputError` if it is none, damaged, or of another schema."""
         path = Path(path)
+        if path.exists() and not path.is_file():  # a pipe never ends
+            raise FileError(errno.EINVAL, path)
         with naming(path), open(path, "rb") as file:
             data = file.read(LARGEST_BYTES + 1)
         if len(data) > LARGEST_BYTES:

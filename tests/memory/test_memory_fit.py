@@ -1,6 +1,7 @@
 """The non-negative fit: exact on exact data, never negative, judged on points it did not see."""
 
 import json
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from support.tiny_targets import tiny_config
 
 from dflash_lab.errors import InputError
+from dflash_lab.file_errors import FileError
 from dflash_lab.memory.account import BEYOND, Account
 from dflash_lab.memory.calibrated import extraction_prediction, extraction_scope, find_calibration
 from dflash_lab.memory.extraction_account import extraction_account
@@ -157,6 +159,10 @@ def test_it_is_written_and_read(tmp_path):
             Calibration.load(tmp_path / "old.json")
     (tmp_path / "old.json").write_text(json.dumps(unsealed))  # as an earlier version wrote it
     assert Calibration.load(tmp_path / "old.json") == calibration
+    os.mkfifo(tmp_path / "pipe.json")
+    for odd in (tmp_path, tmp_path / "pipe.json"):
+        with pytest.raises(FileError, match="nothing that can be read"):
+            Calibration.load(odd)
     (tmp_path / "old.json").write_bytes(b" " * (LARGEST_BYTES + 1))
     with pytest.raises(InputError, match=r"no calibration .*more than"):
         Calibration.load(tmp_path / "old.json")
