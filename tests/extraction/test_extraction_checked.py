@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from extraction.conftest import TAP_IDS, make_samples
+from support.sample_files import TAP_IDS, make_samples
 
 from dflash_lab import files
 from dflash_lab.errors import StoreError

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from extraction.conftest import make_samples
-from extraction.crash_child import PART_GIB
+from support.extraction_crash_child import PART_GIB
+from support.sample_files import make_samples
 
 from dflash_lab.extraction.loop import extract
 from dflash_lab.extraction.selftest import rel_l2
@@ -27,7 +27,7 @@ def test_twenty_kills_lose_nothing_and_repeat_at_most_one_part_each(
     lengths = np.random.default_rng(1).integers(2, 90, 400).tolist()
     samples, store = make_samples(tmp_path / "s.parquet", lengths), tmp_path / "crashed" / "store"
     store.parent.mkdir()
-    script = Path(__file__).with_name("crash_child.py")
+    script = Path(__file__).parents[1] / "support" / "extraction_crash_child.py"
     command = [sys.executable, str(script), str(tiny_folder("llama")), str(samples), str(store), str(KILLS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -136,7 +136,7 @@ def test_the_proof_weighs_what_a_layer_adds_not_the_stream(tiny_folder, monkeypa
 
 @pytest.mark.parametrize("kind", ["qwen3_5"])
 def test_a_fused_target_extracts_what_the_plain_one_does(kind: str, tiny_folder, tmp_path: Path) -> None:
-    from extraction.conftest import make_samples
+    from support.sample_files import make_samples
 
     from dflash_lab.extraction.loop import extract
     from dflash_lab.extraction.store import open_store

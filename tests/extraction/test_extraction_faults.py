@@ -14,8 +14,8 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from extraction.conftest import TAP_IDS, make_samples
-from extraction.faults import MEMORY_ERRORS, Saboteur, memory_error
+from support.extraction_faults import MEMORY_ERRORS, Saboteur, memory_error
+from support.sample_files import TAP_IDS, make_samples
 
 from dflash_lab import files
 from dflash_lab.extraction import writer as writer_module

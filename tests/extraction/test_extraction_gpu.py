@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from extraction.conftest import make_samples
+from support.sample_files import make_samples
 from support.tiny_targets import build_tiny
 
 from dflash_lab.extraction.fast import reference

@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from extraction.faults import MEMORY_ERRORS, memory_error
+from support.extraction_faults import MEMORY_ERRORS, memory_error
 
 from dflash_lab.extraction.budget import PATIENCE, BucketBudgets
 from dflash_lab.extraction.oom import classify

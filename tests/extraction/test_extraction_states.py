@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from extraction.conftest import make_samples
+from support.sample_files import make_samples
 
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.extraction import capture as capture_module

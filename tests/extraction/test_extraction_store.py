@@ -10,8 +10,8 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from extraction.conftest import TAP_IDS, make_samples
 from safetensors.torch import load_file
+from support.sample_files import TAP_IDS, make_samples
 
 from dflash_lab import files
 from dflash_lab.data.samples import content_hash

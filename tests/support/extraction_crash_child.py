@@ -1,6 +1,6 @@
 """Run one extraction again and again, each time killed with SIGKILL at a random point, until one survives.
 
-    crash_child.py TARGET SAMPLES STORE KILLS
+    extraction_crash_child.py TARGET SAMPLES STORE KILLS
 
 A point is an fsync, a rename, an appended manifest line or a batch: the child counts them and kills itself
 before or after a random one. Prints JSON: kills, points a run, tokens run in all, and what each run was
