@@ -5,14 +5,12 @@ python benchmarks/loss_figure.py RESULT.json FOLDER
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
-from result_figure import save_figure
+from result_figure import figure_arguments, save_figure
 from result_file import made_of, read_result, told
 
 # what a row of the table computes, by the end of its name
@@ -82,12 +80,7 @@ def figure(result: dict[str, Any]) -> go.Figure:
 
 def main() -> None:
     """Draw the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("result", type=Path)
-    parser.add_argument("folder", type=Path)
-    args = parser.parse_args()
+    args = figure_arguments(__doc__).parse_args()
     result = read_result(args.result, "loss.py", table=dict, shape=dict, runs=list)
     with made_of(args.result, "loss.py"):
         fig = figure(result)

@@ -5,13 +5,11 @@ python benchmarks/many_gpus_figure.py RESULT.json FOLDER
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
-from result_figure import save_figure
+from result_figure import figure_arguments, save_figure
 from result_file import made_of, read_result, told
 
 NAMES = {"ddp": "training, DDP", "fsdp": "training, FSDP2"}
@@ -59,12 +57,7 @@ def figure(result: dict[str, Any]) -> go.Figure:
 
 def main() -> None:
     """Draw the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("result", type=Path)
-    parser.add_argument("folder", type=Path)
-    args = parser.parse_args()
+    args = figure_arguments(__doc__).parse_args()
     result = read_result(args.result, "many_gpus.py", gpus=int, seconds=dict, failed=dict)
     with made_of(args.result, "many_gpus.py"):
         fig = figure(result)

@@ -7,7 +7,6 @@ The page's part between the lines `<!-- memory.json -->` and `<!-- /memory.json 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 from memory_points import brought
-from result_figure import save_figure
+from result_figure import figure_arguments, save_figure
 from result_file import made_of, read_result, told
 
 from dflash_lab.errors import InputError
@@ -148,11 +147,7 @@ def write_page(page: Path, text: str) -> None:
 
 def main() -> None:
     """Write the figures and the page's tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("result", type=Path)
-    parser.add_argument("folder", type=Path)
+    parser = figure_arguments(__doc__)
     parser.add_argument("--page", type=Path)
     args = parser.parse_args()
     result = read_result(args.result, "memory.py", figures=dict, rows=list, groups=dict)

@@ -5,14 +5,12 @@ python benchmarks/pipeline_figure.py RESULT.json FOLDER
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
 import polars as pl
-from result_figure import save_figure
+from result_figure import figure_arguments, save_figure
 from result_file import made_of, read_result, told
 
 from dflash_lab.drafter.pipeline import SCHEMA
@@ -41,12 +39,7 @@ def rates(found: dict[str, Any]) -> go.Figure:
 
 def main() -> None:
     """Draw both."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("result", type=Path)
-    parser.add_argument("folder", type=Path)
-    args = parser.parse_args()
+    args = figure_arguments(__doc__).parse_args()
     found = read_result(args.result, "pipeline.py", splits=list, one_device=dict)
     with made_of(args.result, "pipeline.py"):
         diary = pl.DataFrame(found["splits"][0]["diary"], schema=SCHEMA)

@@ -520,3 +520,11 @@ def test_splitting_does_not_depend_on_where_chunks_end(size, value):
         {"a": '\\"[', "b": [1, {}]},
         value,
     ]
+
+
+def test_hidden_files_and_folders_are_not_read(tmp_path):
+    for name in ("a.jsonl", ".b.jsonl", ".trash/c.jsonl", "in/d.jsonl"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(GOOD)
+    assert sorted(path.name for path in folders.walk(tmp_path)) == ["a.jsonl", "d.jsonl"]

@@ -16,6 +16,7 @@ from transformers import AutoConfig, Qwen3Config
 
 from dflash_lab.drafter.checkpoint import load_checkpoint, read_config, save_checkpoint
 from dflash_lab.drafter.config import FULL, SLIDING, DrafterConfig, LayerMask, resolve_mask_token_id
+from dflash_lab.drafter.fields import Fields
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.serving import serving_notes
 from dflash_lab.drafter.speculators import export_speculators, import_speculators, read_speculators_json
@@ -391,3 +392,13 @@ def test_a_flipped_bit_of_our_weights_is_found_and_files_of_others_still_load(tm
 def load_file_of(data, folder):
     (folder / "copy.safetensors").write_bytes(data)
     return load_file(folder / "copy.safetensors")
+
+
+def test_lists_of_a_config_are_read_with_their_kinds():
+    fields = Fields("x.json", {"names": ["a", 1], "none": []})
+    with pytest.raises(InputError, match=r"'names\[1\]' is 1; it must be text"):
+        fields.words("names")
+    for optional in (False, True):
+        with pytest.raises(InputError, match="at least one number"):
+            fields.wholes("none", low=0, high=9, optional=optional)
+    assert fields.wholes("absent", low=0, high=9, optional=True) == [] and fields.words("absent") == []

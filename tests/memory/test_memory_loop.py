@@ -153,3 +153,29 @@ def test_a_recorded_forward_of_a_process_keeps_its_pool_and_its_outputs_beside_t
     here, away = account(), account(head_elsewhere=True)
     assert there.terms["head and embedding"] == here.terms["head and embedding"]
     assert there.live >= here.live - away.live
+
+
+def test_the_gpu_of_a_head_holds_a_tied_matrix_once_and_final_states_for_soft_targets_only():
+    from dflash_lab.memory.process_account import head_process
+
+    def terms(tied: bool, soft: bool) -> dict[str, int]:
+        return head_process(replace(SHAPE, tied=tied), DRAFTER, replace(STEP, soft_targets=soft)).terms
+
+    apart, tied = terms(False, True), terms(True, True)
+    assert apart["head and embedding"] == 2 * tied["head and embedding"] > 0
+    assert apart["target final states"] > 0 and not terms(False, False).get("target final states", 0)
+
+
+def test_a_calibrated_step_keeps_what_the_formulas_say_of_a_change_that_was_not_measured():
+    from dflash_lab.memory.calibrated import training_prediction
+    from dflash_lab.memory.fit import Point, fit
+
+    step = replace(STEP, soft_targets=False)
+    sizes = [replace(step, anchors=a, block_size=b) for a in (64, 128, 256, 512) for b in (4, 8, 16)]
+    points = [Point(one, 10**6 * one.rows, 8 * 10**6 * one.rows) for one in sizes]
+    calibration = fit(points)
+    soft = replace(step, soft_targets=True)
+    assert calibration.measured(soft) == step
+    bare, more = (training_account(SHAPE, DRAFTER, one) for one in (step, soft))
+    plain, other = (training_prediction(SHAPE, DRAFTER, one, calibration=calibration) for one in (step, soft))
+    assert plain.kind == "calibrated" and other.peak - plain.peak == more.peak - bare.peak != 0

@@ -497,7 +497,8 @@ def test_a_sweep_leaves_a_calibration_that_its_own_plan_uses(tmp_path, tiny_targ
         "calibrated on" in result.figures["extraction_basis"]
         and result.figures["extraction_basis"] in caplog.text
     )
-    assert result.figures["training_basis"].startswith("formulas alone: nothing was measured")
+    assert result.figures["training_basis"] == "formulas alone: training steps are not measured on a CPU"
+    assert "training: no calibration" not in caplog.text
     assert "Calibrated on" in result.texts["extraction"]
     kinds = result.terms.filter(what="extraction")["kind"].unique().to_list()
     assert sorted(kinds) == ["analytic", "calibrated", "fake"]

@@ -103,3 +103,11 @@ def test_a_study_without_its_base_says_so(tmp_path):
     row(tmp_path, "kl", ended=False, heldout={20: 2.0})
     with pytest.raises(InputError, match=r"no row `base`.*'kl'"):
         gathered({"studies": {}, "runs": {}}, {"one": str(tmp_path)}, {}, [])
+
+
+def test_a_page_without_a_place_for_a_table_says_so():
+    from quality_report import filled
+
+    assert filled("<!-- begin: rows -->\nold\n<!-- end: rows -->", {"rows": "new\n"}).split("\n")[1] == "new"
+    with pytest.raises(InputError, match="begin: rows"):
+        filled("no marks", {"rows": "x"})

@@ -40,13 +40,15 @@ def training_basis(
     params: StageParams, config: Any, drafter: Any, setup: TrainingSetup, device: Any
 ) -> Basis:
     """Return what the prediction of a training step as `setup` rests on."""
-    from dflash_lab.memory.calibrated import device_name, training_scope
+    import torch
+
+    from dflash_lab.memory.calibrated import Basis, device_name, training_scope
     from dflash_lab.memory.shapes import target_shape
 
-    return _find(
-        _path(params.run, "training"),
-        lambda: training_scope(target_shape(config), drafter, setup, device_name(device)),
-    )
+    path = _path(params.run, "training")
+    if torch.device(device).type == "cpu" and not path.exists():
+        return Basis("formulas alone: training steps are not measured on a CPU")
+    return _find(path, lambda: training_scope(target_shape(config), drafter, setup, device_name(device)))
 
 
 def _find(path: Path, scope: Callable[[], dict[str, str]]) -> Basis:
@@ -72,6 +74,8 @@ def calibrate(params: MemorySweepParams, found: Scene, points: pl.DataFrame, ste
         for row in _largest(points, "batch", "length")
     ]
     _keep(params, "extraction", batches, extraction_scope(found.shape, found.extraction, device))
+    if not found.cuda:
+        return  # no steps are measured there
     step = found.measured_step
     anchors = [
         Point(replace(step, anchors=row["anchors"], block_size=row["block_size"]), *_bytes(row))
