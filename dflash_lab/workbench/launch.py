@@ -17,10 +17,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from dflash_lab.files import make_folder, read_json, write_bytes
 from dflash_lab.workbench.kernel import enter_workspace, notebook_path
+from dflash_lab.workbench.papermill_engine import ENGINE, QuietEngine
+from dflash_lab.workbench.papermill_words import literal
 from dflash_lab.workbench.param_files import Given, read_given
 from dflash_lab.workbench.params import StageParams
 from dflash_lab.workbench.registry import params_class
@@ -47,7 +48,7 @@ def run_notebook(stage: str, given: Given, extra: list[str]) -> int:
     source = notebook_path(stage)
     output = output_notebook(params)
     make_folder(output.parent)
-    words = [_literal(source), _literal(output), *given.arguments(stage), *_defaults(extra), *extra]
+    words = [literal(source), literal(output), *given.arguments(stage), *_defaults(extra), *extra]
     if "interactive" not in _names(stage, given):
         words += ["-p", "interactive", "False"]
     _save_whole(output)
@@ -78,8 +79,10 @@ def _save_whole(output: Path) -> None:
 def _papermill(words: list[str]) -> int:
     import click
     from papermill.cli import papermill
+    from papermill.engines import papermill_engines
     from papermill.exceptions import PapermillExecutionError
 
+    papermill_engines.register(ENGINE, QuietEngine)  # also where this package is on a path, not installed
     try:
         papermill.main(args=words, prog_name="papermill", standalone_mode=False)
     except PapermillExecutionError as error:
@@ -101,7 +104,7 @@ def _defaults(extra: list[str]) -> list[str]:
     chosen = set(extra)
     words = [] if chosen & {"-k", "--kernel"} else ["-k", "python3"]
     if "--engine" not in chosen:
-        words += ["--engine", _quiet_engine()]
+        words += ["--engine", ENGINE]
     if not chosen & {"--log-output", "--no-log-output"}:
         words.append("--log-output")
     if not chosen & {"--progress-bar", "--no-progress-bar"}:
@@ -109,31 +112,8 @@ def _defaults(extra: list[str]) -> list[str]:
     return words
 
 
-def _quiet_engine() -> str:
-    """Register papermill's engine with a kernel that keeps its start-up warnings to itself; return its name.
-
-    The kernel writes them straight to the terminal, past our filter. The one it always gives (no encryption)
-    is about a connection that never leaves this machine.
-    """
-    from papermill.engines import NBClientEngine, papermill_engines
-
-    class Quiet(NBClientEngine):
-        @classmethod
-        def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **options: Any) -> Any:
-            quiet = ["--IPKernelApp.log_level=ERROR"]
-            return super().execute_managed_notebook(nb_man, kernel_name, extra_arguments=quiet, **options)
-
-    papermill_engines.register("dflash-lab", Quiet)
-    return "dflash-lab"
-
-
 def _names(stage: str, given: Given) -> set[str]:
     return {name for _, values in given.sources(stage) for name in values}
-
-
-def _literal(path: Path) -> str:
-    """Return a path that survives papermill's `{name}` formatting."""
-    return str(path).replace("{", "{{").replace("}", "}}")
 
 
 @contextlib.contextmanager
