@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,12 @@ class Checkout:
         from test_notebooks_headless import TINY, conversations
 
         self.root = root
-        for name in ("dflash_lab", "benchmarks", "docs", "data", "notebooks", "Makefile", "tests"):
+        for name in ("dflash_lab", "benchmarks", "docs", "data", "Makefile", "tests"):
             (root / name).symlink_to(REPO / name)
+        shutil.copytree(
+            REPO / "notebooks", root / "notebooks"
+        )  # in a link's folder one is in the other checkout
+        self._install()
         (root / ".venv").mkdir()
         (root / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
         shutil.copytree(REPO / "params", root / "params")
@@ -43,6 +48,19 @@ class Checkout:
         conversations(root / "mine.jsonl")
         (root / "path" / "to").mkdir(parents=True)
         shutil.copytree(target, root / "path" / "to" / "model")
+
+    def _install(self) -> None:
+        """Leave the metadata that an installation of this very pyproject.toml leaves on the import path."""
+        project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+        groups = {**project["entry-points"], "console_scripts": project["scripts"]}
+        info = self.root / f"dflash_lab-{project['version']}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n")
+        lines = [
+            f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in names.items())
+            for group, names in groups.items()
+        ]
+        (info / "entry_points.txt").write_text("\n".join(lines))
 
     @staticmethod
     def _set(path: Path, values: dict[str, Any]) -> None:

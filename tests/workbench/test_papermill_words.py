@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -48,9 +47,8 @@ def test_the_table_of_options_is_papermills():
         frozenset([*option.opts, *option.secondary_opts]): 0 if option.is_flag else option.nargs
         for option in options
     }
-    installed[frozenset(papermill.get_help_option_names(click.Context(papermill)))] = 0
+    installed[frozenset(papermill.context_settings["help_option_names"])] = 0
     ours = {frozenset(names): count for names, count in OPTIONS.items()}
-    ours[frozenset(papermill.get_help_option_names(click.Context(papermill)))] = 0
     assert ours == installed
 
 
@@ -71,10 +69,10 @@ def test_a_path_is_the_same(root, typed):
 
 
 def test_papermill_meets_the_words_in_the_order_typed(root):
-    line = "-k python3 -p seed -1 --log-output extract.ipynb -ptarget x --cwd=. -r dtype float32"
+    line = "-k python3 -p store -x --log-output extract.ipynb -ptarget x --cwd=. -r dtype float32"
     notebook, output = root / "notebooks/extract.ipynb", root / "runs/demo/extract-0.ipynb"
-    expected = f"-k python3 -p seed 1 --log-output {notebook} {output} -p target x --cwd . -r dtype float32"
-    assert words(line.replace("seed -1", "seed 1"), root) == expected.split()
+    expected = f"-k python3 -p store -x --log-output {notebook} {output} -p target x --cwd . -r dtype float32"
+    assert words(line, root) == expected.split()
 
 
 def test_an_empty_value_stays_a_value(root):
@@ -210,7 +208,11 @@ def test_a_stage_that_is_not_ready_stops_unless_it_is_only_prepared(root, monkey
         raise InputError(f"{params.stage} wants prepare")
 
     monkeypatch.setattr(stages, "check_ready", refuse)
-    for line in ("extract.ipynb", "extract.ipynb out.ipynb", "extract.ipynb --prepare-only --prepare-execute"):
+    for line in (
+        "extract.ipynb",
+        "extract.ipynb out.ipynb",
+        "extract.ipynb --prepare-only --prepare-execute",
+    ):
         with pytest.raises(InputError, match="extract wants prepare"):
             words(line, root)
     line = "notebooks/extract.ipynb out.ipynb --prepare-only"
