@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import os
 import shutil
 import subprocess
@@ -52,15 +53,14 @@ class Checkout:
     def _install(self) -> None:
         """Leave the metadata that an installation of this very pyproject.toml leaves on the import path."""
         project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-        groups = {**project["entry-points"], "console_scripts": project["scripts"]}
         info = self.root / f"dflash_lab-{project['version']}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n")
-        lines = [
-            f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in names.items())
-            for group, names in groups.items()
-        ]
-        (info / "entry_points.txt").write_text("\n".join(lines))
+        points = configparser.ConfigParser(delimiters=("=",))
+        points.optionxform = str
+        points.read_dict({**project["entry-points"], "console_scripts": project["scripts"]})
+        with (info / "entry_points.txt").open("w") as file:
+            points.write(file)
 
     @staticmethod
     def _set(path: Path, values: dict[str, Any]) -> None:

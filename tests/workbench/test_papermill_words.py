@@ -10,7 +10,7 @@ import pytest
 from dflash_lab.errors import InputError
 from dflash_lab.workbench import stage as stages
 from dflash_lab.workbench.papermill_engine import is_papermill
-from dflash_lab.workbench.papermill_words import OPTIONS, filled_in
+from dflash_lab.workbench.papermill_words import OPTIONS, Filled, filled_in
 from dflash_lab.workbench.registry import STAGES
 
 OURS = '{"cells": [{"source": "from dflash_lab.workbench import registry"}]}'
@@ -34,8 +34,12 @@ def root(tmp_path, monkeypatch):
     return workspace_at(tmp_path / "work")
 
 
+def fill(line: str, cwd: Path) -> Filled:
+    return filled_in(line.split(), cwd)
+
+
 def words(line: str, cwd: Path) -> list[str]:
-    return filled_in(line.split(), cwd).words
+    return fill(line, cwd).words
 
 
 def test_the_table_of_options_is_papermills():
@@ -54,7 +58,7 @@ def test_the_table_of_options_is_papermills():
 
 @pytest.mark.parametrize("folder", ["", "notebooks", "params/demo"])
 def test_a_bare_name_is_the_notebook_of_the_workspace_and_goes_into_the_runs_folder(root, folder):
-    filled = filled_in("extract.ipynb -p shard 0".split(), root / folder)
+    filled = fill("extract.ipynb -p shard 0", root / folder)
     notebook, output = root / "notebooks/extract.ipynb", root / "runs/demo/extract-0.ipynb"
     assert filled.words == [str(notebook), str(output), "-p", "shard", "0"] and filled.output == output
     assert not (root / "runs").exists()
@@ -85,15 +89,15 @@ def test_what_comes_after_two_dashes_is_a_path(root):
 
 
 def test_the_run_given_decides_where_the_notebook_goes(root, tmp_path):
-    assert filled_in("extract.ipynb -p run mine".split(), root).output == root / "runs/mine/extract-0.ipynb"
-    other = filled_in(f"prepare.ipynb -p run_dir {tmp_path}/disk".split(), root).output
+    assert fill("extract.ipynb -p run mine", root).output == root / "runs/mine/extract-0.ipynb"
+    other = fill(f"prepare.ipynb -p run_dir {tmp_path}/disk", root).output
     assert other == tmp_path / "disk/prepare.ipynb"
 
 
 @pytest.mark.parametrize("folder", ["", "notebooks"])
 def test_files_of_a_runs_parameters_name_the_run(root, folder):
     line = "extract.ipynb -f params/mine/common.yaml -f params/mine/extract.yaml"
-    filled = filled_in(line.split(), root / folder)
+    filled = fill(line, root / folder)
     assert filled.words[:2] == ["-r", "run"] and filled.words[2] == "mine"
     assert filled.output == root / "runs/mine/extract-0.ipynb"
     for path in filled.words[6::2]:
@@ -105,7 +109,7 @@ def test_a_file_typed_where_it_lies_names_the_run_too(root):
 
 
 def test_a_run_that_is_given_by_name_wins_over_files(root):
-    filled = filled_in("extract.ipynb -f params/mine/common.yaml -p run demo".split(), root)
+    filled = fill("extract.ipynb -f params/mine/common.yaml -p run demo", root)
     assert "-r" not in filled.words and filled.output == root / "runs/demo/extract-0.ipynb"
 
 
@@ -122,10 +126,9 @@ def test_files_of_two_runs_need_a_name(root):
 
 
 def test_with_an_output_only_what_is_not_there_is_filled_in(root):
-    assert words("extract.ipynb out.ipynb -p shard 1", root) == [
-        str(root / "notebooks/extract.ipynb"),
-        *"out.ipynb -p shard 1".split(),
-    ]
+    assert " ".join(words("extract.ipynb out.ipynb -p shard 1", root)) == (
+        f"{root}/notebooks/extract.ipynb out.ipynb -p shard 1"
+    )
     for line in (
         "notebooks/extract.ipynb out.ipynb -p shard 1",
         "notebooks/extract.ipynb -",
@@ -133,9 +136,9 @@ def test_with_an_output_only_what_is_not_there_is_filled_in(root):
         "notebooks/extract.ipynb runs/{shard}.ipynb",
     ):
         assert words(line, root) == line.split()
-        assert filled_in(line.split(), root).output is None
+        assert fill(line, root).output is None
     named = words("notebooks/extract.ipynb out.ipynb -f params/mine/extract.yaml", root)
-    assert named == "-r run mine notebooks/extract.ipynb out.ipynb -f params/mine/extract.yaml".split()
+    assert " ".join(named) == ("-r run mine notebooks/extract.ipynb out.ipynb -f params/mine/extract.yaml")
 
 
 @pytest.mark.parametrize(
@@ -167,8 +170,8 @@ def test_with_an_output_only_what_is_not_there_is_filled_in(root):
     ],
 )
 def test_what_is_not_ours_to_fill_in_stays_as_it_was_typed(root, line):
-    assert filled_in(line.split(), root).words == line.split()
-    assert filled_in(line.split(), root).output is None
+    assert fill(line, root).words == line.split()
+    assert fill(line, root).output is None
 
 
 def test_another_projects_notebook_of_the_same_name_is_left_alone(root, tmp_path):
@@ -183,7 +186,8 @@ def test_another_projects_notebook_of_the_same_name_is_left_alone(root, tmp_path
 
 
 def test_outside_a_workspace_a_name_is_nothing_of_ours(root, tmp_path):
-    assert words("extract.ipynb -p shard 0", tmp_path) == "extract.ipynb -p shard 0".split()
+    assert words("extract.ipynb -p shard", tmp_path) == ["extract.ipynb", "-p", "shard"]
+    assert words("extract.ipynb -p shard 0", tmp_path) == ["extract.ipynb", "-p", "shard", "0"]
 
 
 def test_braces_in_a_path_survive_papermills_formatting(tmp_path, monkeypatch):
@@ -227,7 +231,7 @@ def test_the_check_is_made_where_the_notebook_will_run(root, tmp_path, monkeypat
     before = Path.cwd()
     words("extract.ipynb", root / "notebooks")
     other = workspace_at(tmp_path / "other")
-    filled = filled_in(f"extract.ipynb --cwd {other}/notebooks".split(), root)
+    filled = fill(f"extract.ipynb --cwd {other}/notebooks", root)
     assert seen == [root, other] and Path.cwd() == before
     assert filled.words[0] == str(root / "notebooks/extract.ipynb")
     assert filled.output == other / "runs/demo/extract-0.ipynb"
