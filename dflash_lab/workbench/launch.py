@@ -18,14 +18,15 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from dflash_lab.files import make_folder, read_json, write_bytes
+from dflash_lab.files import make_folder, read_json
 from dflash_lab.workbench.kernel import enter_workspace, notebook_path
 from dflash_lab.workbench.papermill_engine import ENGINE, QuietEngine
+from dflash_lab.workbench.papermill_saving import save_whole
 from dflash_lab.workbench.papermill_words import literal
 from dflash_lab.workbench.param_files import Given, read_given
 from dflash_lab.workbench.params import StageParams
 from dflash_lab.workbench.registry import params_class
-from dflash_lab.workbench.secrets import RedactingFormatter, redact
+from dflash_lab.workbench.secrets import RedactingFormatter
 from dflash_lab.workbench.stage import FAILURE, RESULT
 
 OK, FAILED, USAGE, DEAD_KERNEL, TERMINATED = 0, 1, 2, 138, 143
@@ -51,29 +52,13 @@ def run_notebook(stage: str, given: Given, extra: list[str]) -> int:
     words = [literal(source), literal(output), *given.arguments(stage), *_defaults(extra), *extra]
     if "interactive" not in _names(stage, given):
         words += ["-p", "interactive", "False"]
-    _save_whole(output)
+    save_whole(output)
     with _pass_on_sigterm() as terminated:
         code = _papermill(words)
     if terminated.is_set():
         code = TERMINATED
     _closing_words(params, output, code)
     return code
-
-
-def _save_whole(output: Path) -> None:
-    """Let papermill save this notebook as every file is saved here: whole or not at all, without secrets.
-
-    Its own writer opens the file and writes into it, which leaves half a notebook on a full disk.
-    """
-    from papermill.iorw import LocalHandler, papermill_io
-
-    class Whole(LocalHandler):
-        def write(self, buf: str, path: str) -> None:
-            write_bytes(path, redact(buf).encode())
-
-    papermill_io.register(
-        str(output), Whole()
-    )  # a scheme is what a path begins with; the last one is asked first
 
 
 def _papermill(words: list[str]) -> int:

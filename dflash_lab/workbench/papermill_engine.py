@@ -15,6 +15,7 @@ from typing import Any
 
 from dflash_lab.errors import LabError
 from dflash_lab.files import make_folder
+from dflash_lab.workbench.papermill_saving import save_whole
 from dflash_lab.workbench.papermill_words import filled_in
 from dflash_lab.workbench.secrets import redact
 
@@ -70,7 +71,9 @@ def fill_in_the_command_line() -> None:
         sys.exit(1)
     sys.argv[1:] = filled.words
     if filled.output is not None:
-        sys.stderr.write(f"papermill: the executed notebook goes to {filled.output}\n")
+        save_whole(filled.output, filled.attempt)
+        until = f"; until it ends well, to {filled.attempt.name} beside it" if filled.attempt else ""
+        sys.stderr.write(f"papermill: the executed notebook goes to {filled.output}{until}\n")
 
 
 if is_papermill(sys.argv, sys.orig_argv):

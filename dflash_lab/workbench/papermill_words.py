@@ -61,10 +61,13 @@ Items = list[tuple[str, list[str]]]  # options, each with the words that belong 
 
 @dataclass(frozen=True)
 class Filled:
-    """The words that papermill is to read, and where the executed notebook goes if that was filled in."""
+    """The words that papermill is to read; where the executed notebook goes, if that was filled in; and where
+    it stands until it has ended well, if the stage has a finished result.
+    """
 
     words: list[str]
     output: Path | None = None
+    attempt: Path | None = None
 
 
 def filled_in(words: Sequence[str], cwd: Path) -> Filled:
@@ -82,20 +85,21 @@ def filled_in(words: Sequence[str], cwd: Path) -> Filled:
     stage, source = found
     root = workspace(cwd / _last(items, "--cwd"))
     items = [(name, _nearest(values, cwd, root) if name in _FILE else values) for name, values in items]
-    run: Items = []
-    output = None
     executed = _last_switch(items, "--prepare-only") != "--prepare-only"
     readable = all(map(_is_here, _values(items, "-f")))
     if len(paths) == 1 and not (executed and readable):  # papermill asks where it is to go
         return Filled([*words])
+    place = [name for name, _ in items].index(_PATH)
+    run: Items = []
     if readable:
         params, run = _checked(stage, _given(items, cwd), root, executed)
-        output = root / _output_notebook(params) if len(paths) == 1 else None
-    if output or not (cwd / paths[0]).exists():
-        paths[0] = literal(source)
-    place = [name for name, _ in items].index(_PATH)
-    items[place] = (_PATH, [paths[0], literal(output)] if output else [paths[0]])
-    return Filled(_words([*run, *items]), output)
+    if len(paths) == 1:
+        output, attempt = _outputs(params, root)
+        items[place] = (_PATH, [literal(source), literal(output)])
+        return Filled(_words([*run, *items]), output, attempt)
+    if not (cwd / paths[0]).exists():
+        items[place] = (_PATH, [literal(source)])
+    return Filled(_words([*run, *items]))
 
 
 def literal(path: Path) -> str:
@@ -208,7 +212,11 @@ def _checked(stage: str, given: Given, root: Path, executed: bool) -> tuple[Stag
     return params, [("-r", ["run", params.run])] if by_files else []
 
 
-def _output_notebook(params: StageParams) -> Path:
+def _outputs(params: StageParams, root: Path) -> tuple[Path, Path | None]:
+    """Return where the executed notebook goes, and where it stands until it has ended well."""
     from dflash_lab.workbench.launch import output_notebook
+    from dflash_lab.workbench.stage import RESULT
 
-    return output_notebook(params)
+    output = root / output_notebook(params)
+    finished = (root / params.folder / RESULT).exists()
+    return output, output.with_suffix(".attempt.ipynb") if finished else None

@@ -1,0 +1,44 @@
+"""papermill saves an executed notebook as every file is saved here: whole or not at all, and without secrets.
+
+Its own writer opens the file and writes into it, which leaves half a notebook on a full disk, and nothing of
+the one before when the new attempt fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from dflash_lab.files import write_bytes
+from dflash_lab.workbench.secrets import redact
+
+
+def save_whole(output: Path, attempt: Path | None = None) -> None:
+    """Let papermill in this process save the notebook `output` so. With `attempt` it stands there until every
+    cell of it has ended well, and `output` stays what it is.
+    """
+    from papermill.iorw import LocalHandler, papermill_io
+
+    class Whole(LocalHandler):
+        def write(self, buf: str, path: str) -> None:
+            write_bytes(attempt or output, redact(buf).encode())
+            if attempt is not None and ended_well(buf):
+                os.replace(attempt, output)
+
+    # A scheme is what a path begins with; the last one is asked first.
+    papermill_io.register(str(output), Whole())
+
+
+def ended_well(text: str) -> bool:
+    """Say whether a notebook that papermill saves is at its end: it has one, and every cell had its answer.
+
+    papermill's own state of a cell is `completed` also for the one in which the kernel died, and for those after.
+    """
+    notebook = json.loads(text)
+    record = notebook["metadata"]["papermill"]
+    code = [
+        cell for cell in notebook["cells"] if cell["cell_type"] == "code" and "".join(cell["source"]).strip()
+    ]
+    answered = all("shell.execute_reply" in cell["metadata"].get("execution", {}) for cell in code)
+    return bool(record.get("end_time")) and not record.get("exception") and answered
