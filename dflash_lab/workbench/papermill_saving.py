@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from dflash_lab.files import write_bytes
 from dflash_lab.workbench.secrets import redact
@@ -33,12 +34,14 @@ def save_whole(output: Path, attempt: Path | None = None) -> None:
 def ended_well(text: str) -> bool:
     """Say whether a notebook that papermill saves is at its end: it has one, and every cell had its answer.
 
-    papermill's own state of a cell is `completed` also for the one in which the kernel died, and for those after.
+    papermill's own state of a cell is `completed` also where the kernel died in it, and for those after it.
     """
     notebook = json.loads(text)
     record = notebook["metadata"]["papermill"]
-    code = [
-        cell for cell in notebook["cells"] if cell["cell_type"] == "code" and "".join(cell["source"]).strip()
-    ]
-    answered = all("shell.execute_reply" in cell["metadata"].get("execution", {}) for cell in code)
+    run = [cell for cell in notebook["cells"] if cell["cell_type"] == "code" and _source(cell)]
+    answered = all("shell.execute_reply" in cell["metadata"].get("execution", {}) for cell in run)
     return bool(record.get("end_time")) and not record.get("exception") and answered
+
+
+def _source(cell: dict[str, Any]) -> str:
+    return "".join(cell["source"]).strip()
