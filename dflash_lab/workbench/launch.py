@@ -27,7 +27,7 @@ from dflash_lab.workbench.param_files import Given, read_given
 from dflash_lab.workbench.params import StageParams
 from dflash_lab.workbench.registry import params_class
 from dflash_lab.workbench.secrets import RedactingFormatter
-from dflash_lab.workbench.stage import FAILURE, RESULT
+from dflash_lab.workbench.stage import FAILURE, RESULT, check_ready, is_finished
 
 OK, FAILED, USAGE, DEAD_KERNEL, TERMINATED = 0, 1, 2, 138, 143
 KILL_AFTER_S = 25.0  # a kernel that is still there this long after SIGTERM is killed; its finished files stay
@@ -59,6 +59,12 @@ def run_notebook(stage: str, given: Given, extra: list[str]) -> int:
         code = TERMINATED
     _closing_words(params, output, code)
     return code
+
+
+def check_before(params: StageParams) -> None:
+    """Raise an `InputError` when the stage cannot begin, as its kernel would; a finished one is only shown."""
+    if params.force or not is_finished(params):
+        check_ready(params)
 
 
 def _papermill(words: list[str]) -> int:

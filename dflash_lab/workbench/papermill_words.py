@@ -75,7 +75,7 @@ def filled_in(words: Sequence[str], cwd: Path) -> Filled:
 
     Words about any other notebook, and words that papermill refuses or only answers, come back as they are.
     The parameters are checked as the launcher does it: raises an `InputError` for those that the stage
-    refuses, and for a stage that is not ready to run. Makes nothing on disk.
+    refuses, and for a stage that is not ready to run. Makes no folder and no file.
     """
     items = _items(words) or []
     paths = [values[0] for name, values in items if name == _PATH]
@@ -200,13 +200,13 @@ def _checked(stage: str, given: Given, root: Path, executed: bool) -> tuple[Stag
     """Return the checked parameters of a stage, ready to run if it is `executed`, and the option that names
     its run to the notebook, which is told the values of `-f` but not in which folder they lie.
     """
+    from dflash_lab.workbench.launch import check_before
     from dflash_lab.workbench.param_files import read_given
-    from dflash_lab.workbench.stage import check_ready
 
     with contextlib.chdir(root):
         params = read_given(params_class(stage), given)
         if executed:
-            check_ready(params)
+            check_before(params)
         told = any(values.get("run") is not None for _, values in given.sources(stage))
         by_files = not told and given.named_run(stage)
     return params, [("-r", ["run", params.run])] if by_files else []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dflash_lab.errors import InputError
-from dflash_lab.workbench import stage as stages
+from dflash_lab.workbench import launch
 from dflash_lab.workbench.papermill_engine import is_papermill
 from dflash_lab.workbench.papermill_words import OPTIONS, Filled, filled_in
 from dflash_lab.workbench.registry import STAGES
@@ -30,7 +30,7 @@ def workspace_at(root: Path) -> Path:
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     """A workspace with the six notebooks and two runs, in which every stage is ready."""
-    monkeypatch.setattr(stages, "check_ready", lambda params: None)
+    monkeypatch.setattr(launch, "check_before", lambda params: None)
     return workspace_at(tmp_path / "work")
 
 
@@ -193,7 +193,7 @@ def test_outside_a_workspace_a_name_is_nothing_of_ours(root, tmp_path):
 def test_braces_in_a_path_survive_papermills_formatting(tmp_path, monkeypatch):
     from papermill.parameterize import parameterize_path
 
-    monkeypatch.setattr(stages, "check_ready", lambda params: None)
+    monkeypatch.setattr(launch, "check_before", lambda params: None)
     root = workspace_at(tmp_path / "a{b}c")
     source, output = words("extract.ipynb", root)
     assert parameterize_path(source, {}) == str(root / "notebooks/extract.ipynb")
@@ -211,7 +211,7 @@ def test_a_stage_that_is_not_ready_stops_unless_it_is_only_prepared(root, monkey
     def refuse(params) -> None:
         raise InputError(f"{params.stage} wants prepare")
 
-    monkeypatch.setattr(stages, "check_ready", refuse)
+    monkeypatch.setattr(launch, "check_before", refuse)
     for line in (
         "extract.ipynb",
         "extract.ipynb out.ipynb",
@@ -227,7 +227,7 @@ def test_a_stage_that_is_not_ready_stops_unless_it_is_only_prepared(root, monkey
 
 def test_the_check_is_made_where_the_notebook_will_run(root, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(stages, "check_ready", lambda params: seen.append(Path.cwd()))
+    monkeypatch.setattr(launch, "check_before", lambda params: seen.append(Path.cwd()))
     before = Path.cwd()
     words("extract.ipynb", root / "notebooks")
     other = workspace_at(tmp_path / "other")

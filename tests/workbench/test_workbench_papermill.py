@@ -105,6 +105,20 @@ def test_the_typed_command_ends_well_and_says_where_its_notebook_is(prepared, wa
     assert not list(prepared.root.glob("*.ipynb")) and not (prepared.root / "notebooks/runs").exists()
 
 
+def test_a_failure_beside_a_finished_result_leaves_its_notebook(prepared):
+    notebook = prepared.root / "notebooks/dataset_stats.ipynb"
+    output = prepared.root / "runs/demo/dataset_stats.ipynb"
+    code, said = typed(prepared, "papermill dataset_stats.ipynb")
+    assert code == 0, said
+    before, source = output.read_bytes(), nbformat.read(notebook, as_version=4)
+    source.cells.append(nbformat.v4.new_code_cell("raise RuntimeError('no luck')"))
+    nbformat.write(source, notebook)
+    code, said = typed(prepared, "papermill dataset_stats.ipynb")
+    assert code == 1 and "no luck" in said and "dataset_stats.attempt.ipynb" in said
+    assert output.read_bytes() == before
+    assert "no luck" in output.with_name("dataset_stats.attempt.ipynb").read_text()
+
+
 def test_the_launcher_without_a_run_does_the_same(prepared):
     output = prepared.root / "runs/demo/extract-0.ipynb"
     output.unlink(missing_ok=True)
