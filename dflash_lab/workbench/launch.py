@@ -15,10 +15,12 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from dflash_lab.files import make_folder, read_json
+from dflash_lab.workbench.finished import FAILURE, RESULT, check_ready, is_finished
 from dflash_lab.workbench.kernel import enter_workspace, notebook_path
 from dflash_lab.workbench.papermill_engine import ENGINE, QuietEngine
 from dflash_lab.workbench.papermill_saving import save_whole
@@ -26,8 +28,8 @@ from dflash_lab.workbench.papermill_words import literal
 from dflash_lab.workbench.param_files import Given, read_given
 from dflash_lab.workbench.params import StageParams
 from dflash_lab.workbench.registry import params_class
+from dflash_lab.workbench.replace import settle
 from dflash_lab.workbench.secrets import RedactingFormatter
-from dflash_lab.workbench.stage import FAILURE, RESULT, check_ready, is_finished
 
 OK, FAILED, USAGE, DEAD_KERNEL, TERMINATED = 0, 1, 2, 138, 143
 KILL_AFTER_S = 25.0  # a kernel that is still there this long after SIGTERM is killed; its finished files stay
@@ -46,23 +48,27 @@ def run_notebook(stage: str, given: Given, extra: list[str]) -> int:
     """Run one stage through papermill with `extra` options of papermill's own; return the exit code."""
     enter_workspace()
     params = read_given(params_class(stage), given)
+    check_before(params)
     source = notebook_path(stage)
     output = output_notebook(params)
     make_folder(output.parent)
-    words = [literal(source), literal(output), *given.arguments(stage), *_defaults(extra), *extra]
-    if "interactive" not in _names(stage, given):
-        words += ["-p", "interactive", "False"]
-    save_whole(output)
+    written = output if not (params.folder / RESULT).exists() else output.with_suffix(".attempt.ipynb")
+    words = [literal(source), literal(written), *given.arguments(stage), *_defaults(extra), *extra]
+    save_whole(written)
+    began = time.time()
     with _pass_on_sigterm() as terminated:
         code = _papermill(words)
     if terminated.is_set():
         code = TERMINATED
-    _closing_words(params, output, code)
+    if code == OK and written != output:  # a failed attempt leaves the notebook of the result that stands
+        os.replace(written, output)
+    _closing_words(params, output if code == OK else written, code, began)
     return code
 
 
 def check_before(params: StageParams) -> None:
-    """Raise an `InputError` when the stage cannot begin, as its kernel would; a finished one is only shown."""
+    """Raise an `InputError` when the stage cannot begin, as its kernel would; a finished one is shown."""
+    settle(params.run_folder)
     if params.force or not is_finished(params):
         check_ready(params)
 
@@ -101,10 +107,6 @@ def _defaults(extra: list[str]) -> list[str]:
     if not chosen & {"--progress-bar", "--no-progress-bar"}:
         words.append("--no-progress-bar")
     return words
-
-
-def _names(stage: str, given: Given) -> set[str]:
-    return {name for _, values in given.sources(stage) for name in values}
 
 
 @contextlib.contextmanager
@@ -207,16 +209,18 @@ def signal_kernels(number: int) -> int:
     return count
 
 
-def _closing_words(params: StageParams, output: Path, code: int) -> None:
+def _closing_words(params: StageParams, output: Path, code: int, began: float) -> None:
     if code == OK:
         logger.info("%s: finished, %s", params.stage, output)
         return
     failure = params.folder / FAILURE
     logger.error("%s: not finished (exit code %d); the notebook up to there: %s", params.stage, code, output)
-    if failure.exists() and not (params.folder / RESULT).exists():
+    if failure.exists() and failure.stat().st_mtime >= began:
         record = read_json(failure)
         logger.error("details: %s", failure)
         if record.get("advice"):
             logger.error("advice: %s", record["advice"])
+    if (params.folder / RESULT).exists():
+        logger.error("the earlier result stands as it was: %s", params.folder / RESULT)
     if code == TERMINATED:
         logger.error(STOPPED)
