@@ -44,6 +44,12 @@ def output_notebook(params: StageParams) -> Path:
     return params.folder.with_suffix(".ipynb")
 
 
+def attempt_notebook(params: StageParams) -> Path:
+    """Return where it stands until it has ended well: beside that place, where there is a result to lose."""
+    output = output_notebook(params)
+    return output.with_suffix(".attempt.ipynb") if (params.folder / RESULT).exists() else output
+
+
 def run_notebook(stage: str, given: Given, extra: list[str]) -> int:
     """Run one stage through papermill with `extra` options of papermill's own; return the exit code."""
     enter_workspace()
@@ -52,9 +58,9 @@ def run_notebook(stage: str, given: Given, extra: list[str]) -> int:
     source = notebook_path(stage)
     output = output_notebook(params)
     make_folder(output.parent)
-    written = output if not (params.folder / RESULT).exists() else output.with_suffix(".attempt.ipynb")
+    written = attempt_notebook(params)
     words = [literal(source), literal(written), *given.arguments(stage), *_defaults(extra), *extra]
-    save_whole(written)
+    save_whole(written, written)
     began = time.time()
     with _pass_on_sigterm() as terminated:
         code = _papermill(words)

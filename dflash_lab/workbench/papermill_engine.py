@@ -64,15 +64,15 @@ def fill_in_the_command_line() -> None:
     """Put what papermill's user left out into `sys.argv`; or end with one sentence on stderr, exit code 1."""
     try:
         filled = filled_in(sys.argv[1:], Path.cwd())
-        if filled.output is not None:
+        if filled.output:
             make_folder(filled.output.parent)
     except (LabError, OSError) as error:
         sys.stderr.write(f"papermill: {redact(str(error))}\n")
         sys.exit(1)
     sys.argv[1:] = filled.words
-    if filled.output is not None:
+    if filled.output and filled.attempt:
         save_whole(filled.output, filled.attempt)
-        until = f"; until it ends well, to {filled.attempt.name} beside it" if filled.attempt else ""
+        until = f"; until it ends well, to {filled.attempt.name}" if filled.attempt != filled.output else ""
         sys.stderr.write(f"papermill: the executed notebook goes to {filled.output}{until}\n")
 
 

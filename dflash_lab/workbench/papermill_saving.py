@@ -15,16 +15,16 @@ from dflash_lab.files import write_bytes
 from dflash_lab.workbench.secrets import redact
 
 
-def save_whole(output: Path, attempt: Path | None = None) -> None:
-    """Let papermill in this process save the notebook `output` so. With `attempt` it stands there until every
-    cell of it has ended well, and `output` stays what it is.
+def save_whole(output: Path, attempt: Path) -> None:
+    """Let papermill in this process save the notebook `output` so. It stands at `attempt`, which may be the
+    same path, until every cell of it has ended well; what is at `output` stays until then.
     """
     from papermill.iorw import LocalHandler, papermill_io
 
     class Whole(LocalHandler):
         def write(self, buf: str, path: str) -> None:
-            write_bytes(attempt or output, redact(buf).encode())
-            if attempt is not None and ended_well(buf):
+            write_bytes(attempt, redact(buf).encode())
+            if attempt != output and ended_well(buf):
                 os.replace(attempt, output)
 
     # A scheme is what a path begins with; the last one is asked first.

@@ -20,7 +20,6 @@ from dflash_lab.workbench.registry import STAGES, params_class
 
 if TYPE_CHECKING:
     from dflash_lab.workbench.param_files import Given
-    from dflash_lab.workbench.params import StageParams
 
 # papermill's options, each under all its names, and how many words follow it.
 OPTIONS: dict[tuple[str, ...], int] = {
@@ -61,8 +60,8 @@ Items = list[tuple[str, list[str]]]  # options, each with the words that belong 
 
 @dataclass(frozen=True)
 class Filled:
-    """The words that papermill is to read; where the executed notebook goes, if that was filled in; and where
-    it stands until it has ended well, if the stage has a finished result.
+    """The words that papermill is to read; if that was filled in, where the executed notebook goes, and where
+    it stands until it has ended well.
     """
 
     words: list[str]
@@ -90,16 +89,16 @@ def filled_in(words: Sequence[str], cwd: Path) -> Filled:
     if len(paths) == 1 and not (executed and readable):  # papermill asks where it is to go
         return Filled([*words])
     place = [name for name, _ in items].index(_PATH)
-    run: Items = []
-    if readable:
-        params, run = _checked(stage, _given(items, cwd), root, executed)
-    if len(paths) == 1:
-        output, attempt = _outputs(params, root)
-        items[place] = (_PATH, [literal(source), literal(output)])
-        return Filled(_words([*run, *items]), output, attempt)
-    if not (cwd / paths[0]).exists():
+    if len(paths) == 2 and not (cwd / paths[0]).exists():
         items[place] = (_PATH, [literal(source)])
-    return Filled(_words([*run, *items]))
+    if not readable:
+        return Filled(_words(items))
+    with contextlib.chdir(root):  # where the notebook will run
+        run, output, attempt = _checked(stage, _given(items, cwd), executed)
+    if len(paths) == 2:
+        return Filled(_words([*run, *items]))
+    items[place] = (_PATH, [literal(source), literal(output)])
+    return Filled(_words([*run, *items]), output, attempt)
 
 
 def literal(path: Path) -> str:
@@ -196,27 +195,17 @@ def _given(items: Items, cwd: Path) -> Given:
     )
 
 
-def _checked(stage: str, given: Given, root: Path, executed: bool) -> tuple[StageParams, Items]:
-    """Return the checked parameters of a stage, ready to run if it is `executed`, and the option that names
-    its run to the notebook, which is told the values of `-f` but not in which folder they lie.
+def _checked(stage: str, given: Given, executed: bool) -> tuple[Items, Path, Path]:
+    """Check the parameters of a stage, and if it is `executed` that it is ready to run. Return the option
+    that names its run to the notebook, which is told the values of `-f` but not in which folder they lie; and
+    where the executed notebook goes and where it stands until then.
     """
-    from dflash_lab.workbench.launch import check_before
+    from dflash_lab.workbench.launch import attempt_notebook, check_before, output_notebook
     from dflash_lab.workbench.param_files import read_given
 
-    with contextlib.chdir(root):
-        params = read_given(params_class(stage), given)
-        if executed:
-            check_before(params)
-        told = any(values.get("run") is not None for _, values in given.sources(stage))
-        by_files = not told and given.named_run(stage)
-    return params, [("-r", ["run", params.run])] if by_files else []
-
-
-def _outputs(params: StageParams, root: Path) -> tuple[Path, Path | None]:
-    """Return where the executed notebook goes, and where it stands until it has ended well."""
-    from dflash_lab.workbench.launch import output_notebook
-    from dflash_lab.workbench.stage import RESULT
-
-    output = root / output_notebook(params)
-    finished = (root / params.folder / RESULT).exists()
-    return output, output.with_suffix(".attempt.ipynb") if finished else None
+    params = read_given(params_class(stage), given)
+    if executed:
+        check_before(params)
+    told = any(values.get("run") is not None for _, values in given.sources(stage))
+    by_files: Items = [("-r", ["run", params.run])] if given.named_run(stage) and not told else []
+    return by_files, output_notebook(params).absolute(), attempt_notebook(params).absolute()

@@ -45,7 +45,7 @@ def test_beside_a_finished_result_only_a_notebook_that_ended_well_takes_the_plac
 
 def test_with_no_result_to_keep_a_failure_is_seen_in_place_and_holds_no_secret(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hidden-token-value")
-    save_whole(tmp_path / "out.ipynb")
+    save_whole(tmp_path / "out.ipynb", tmp_path / "out.ipynb")
     with pytest.raises(papermill.PapermillExecutionError):
         run(tmp_path, "import os; print(os.environ['HF_TOKEN']); raise RuntimeError('no luck')")
     text = (tmp_path / "out.ipynb").read_text()

@@ -64,6 +64,15 @@ def test_a_bare_name_is_the_notebook_of_the_workspace_and_goes_into_the_runs_fol
     assert not (root / "runs").exists()
 
 
+def test_beside_a_finished_result_it_stands_under_another_name_first(root):
+    assert fill("extract.ipynb", root).attempt == root / "runs/demo/extract-0.ipynb"
+    (root / "runs/demo/extract-0").mkdir(parents=True)
+    (root / "runs/demo/extract-0/result.json").write_text("{}")
+    filled = fill("extract.ipynb", root / "notebooks")
+    assert filled.attempt == root / "runs/demo/extract-0.attempt.ipynb"
+    assert filled.output == root / "runs/demo/extract-0.ipynb"
+
+
 @pytest.mark.parametrize(
     "typed", ["notebooks/extract.ipynb", "./notebooks/extract.ipynb", "{root}/notebooks/extract.ipynb"]
 )
