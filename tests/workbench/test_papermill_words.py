@@ -138,6 +138,7 @@ def test_with_an_output_only_what_is_not_there_is_filled_in(root):
     assert " ".join(words("extract.ipynb out.ipynb -p shard 1", root)) == (
         f"{root}/notebooks/extract.ipynb out.ipynb -p shard 1"
     )
+    assert words("extract.ipynb -", root) == [str(root / "notebooks/extract.ipynb"), "-"]
     for line in (
         "notebooks/extract.ipynb out.ipynb -p shard 1",
         "notebooks/extract.ipynb -",
