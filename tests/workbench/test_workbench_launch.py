@@ -44,6 +44,8 @@ class PrepareResult:
     @classmethod
     def load(cls, folder):
         return cls({"loaded": 1})
+    def save(self, folder):
+        folder.mkdir(parents=True, exist_ok=True)
 
 class Held:
     alive = 0
@@ -73,16 +75,17 @@ class Finder:
 sys.meta_path.insert(0, Finder)
 """
 PARAMETERS = """\
-mode: str = "work"  # what to do
-run_dir: str = "runs/demo"  # folder
-target: str = "smollm2"  # target
-device: str = "auto"  # device
-dtype: str = "auto"  # dtype
-seed: int = 0  # seed
-interactive: bool = True  # live
-force: bool = False  # again"""
+run: str = "demo"  # run
+mode: str = None  # what to do
+run_dir: str = None  # folder
+target: str = None  # target
+device: str = None  # device
+dtype: str = None  # dtype
+seed: int = None  # seed
+interactive: bool = None  # live
+force: bool = None  # again"""
 RUN = """\
-from dflash_lab.workbench.params import from_notebook
+from dflash_lab.workbench.run_params import from_notebook
 from dflash_lab.workbench.stage import execute
 from dflash_lab.workbench.stages.prepare import Held, PrepareParams
 params = from_notebook(PrepareParams, globals())
@@ -95,7 +98,8 @@ def lab(tmp_path):
     (tmp_path / "toy.py").write_text(TOY)
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(SITE.format(path=str(tmp_path / "toy.py")))
-    (tmp_path / "params").mkdir()
+    (tmp_path / "params" / "demo").mkdir(parents=True)
+    (tmp_path / "params" / "demo" / "common.yaml").write_text("target: smollm2\n")
     (tmp_path / "notebooks").mkdir()
     cells = [
         nbformat.v4.new_markdown_cell("# Toy"),
