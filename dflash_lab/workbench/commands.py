@@ -10,7 +10,19 @@ from pathlib import Path
 from dflash_lab.errors import InputError
 from dflash_lab.workbench.registry import PURPOSES, STAGES, params_class
 
-COMMANDS = ("stages", "run", "runs", "report", "verify", "merge", "export", "import", "completion", *STAGES)
+COMMANDS = (
+    "stages",
+    "run",
+    "runs",
+    "report",
+    "verify",
+    "merge",
+    "export",
+    "import",
+    "completion",
+    "lab",
+    *STAGES,
+)
 
 
 def stage(options: argparse.Namespace, extra: list[str]) -> int:
@@ -91,6 +103,13 @@ def verify(options: argparse.Namespace, extra: list[str]) -> int:
     store = open_store(folder)
     print(f"{folder}: whole, {store.num_samples:,} samples of {store.num_tokens:,} tokens read again")
     return 0
+
+
+def lab(options: argparse.Namespace, extra: list[str]) -> int:
+    """Run JupyterLab, opening on the first page."""
+    from dflash_lab.workbench.start_page import run_lab
+
+    return run_lab(options.port, extra)
 
 
 def completion(options: argparse.Namespace, extra: list[str]) -> int:
