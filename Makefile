@@ -1,7 +1,7 @@
 # make demo     install, then run the six stages on the embedded model into runs/demo
 # make install  only install, into .venv
 # make test     install the test extras, check the code, run every test
-# make lab      JupyterLab on this machine only, with its token
+# make lab      JupyterLab on this machine only, with its token, on a page of runs and notebooks
 SHELL := /bin/bash
 PYTHON ?= python3
 RUN ?= params/demo
