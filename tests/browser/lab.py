@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -19,6 +20,9 @@ from typing import Any
 
 from playwright.sync_api import Browser, ConsoleMessage, Page
 
+HARMLESS = re.compile(
+    r"favicon|ResizeObserver loop|Failed to load resource: .*(404|403)|WebSocket connection.*closed"
+)
 TOKEN = "a-token-for-tests"
 ARGUMENTS = [
     "--headless",
@@ -41,6 +45,10 @@ OPEN = """async () => {
     await panel.sessionContext.session.kernel.info;
 }"""
 RUN_ALL = """() => { window.jupyterapp.commands.execute('notebook:run-all-cells'); }"""
+RESTART_AND_RUN_ALL = """() => {
+    window.ran = false;
+    window.jupyterapp.commands.execute('notebook:restart-run-all').finally(() => { window.ran = true; });
+}"""
 CELLS = """() => {
     const cells = window.jupyterapp.shell.currentWidget.content.model.cells;
     const found = [];
@@ -120,17 +128,18 @@ def free_port() -> int:
 
 
 class Lab:
-    """A JupyterLab server on loopback whose settings live in a temporary folder."""
+    """A JupyterLab server started over a workspace as `make lab` does, whose settings live in a temporary
+    folder.
+    """
 
     def __init__(self, root: Path, home: Path, theme: str = "JupyterLab Light") -> None:
         self.port = free_port()
         self.root = root
         settings = home / "settings" / "@jupyterlab" / "apputils-extension"
         settings.mkdir(parents=True, exist_ok=True)
-        quiet = {"fetchNews": "false", "checkForUpdates": False}
-        (settings / "notification.jupyterlab-settings").write_text(json.dumps(quiet))
         (settings / "themes.jupyterlab-settings").write_text(json.dumps({"theme": theme}))
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment.pop("GOMP_SPINCOUNT", None)  # which importing our package has set here
         for name, folder in (
             ("JUPYTER_CONFIG_DIR", "config"),
             ("JUPYTER_DATA_DIR", "data"),
@@ -143,11 +152,12 @@ class Lab:
         self.log = (home / "lab.log").open("w+")
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1"),
-                *(f"--port={self.port}", "--ServerApp.port_retries=0", f"--ServerApp.root_dir={root}"),
+                *(sys.executable, "-m", "dflash_lab.workbench.cli", "lab", "--no-browser"),
+                *(f"--port={self.port}", "--ServerApp.port_retries=0"),
                 *(f"--IdentityProvider.token={TOKEN}", "--LabApp.expose_app_in_browser=True"),
                 "--LabApp.extension_manager=readonly",
             ],
+            cwd=root,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=self.log,
@@ -214,6 +224,17 @@ class Notebook:
         waiting = [cell["source"][:80] for cell in self.cells() if cell["count"] is None]
         raise TimeoutError(f"cells without a number after {timeout_s} s: {waiting}")
 
+    def restart_and_run_all(self, timeout_s: float = 180) -> list[dict[str, Any]]:
+        """The same after `Restart Kernel and Run All Cells`, its question answered with yes."""
+        self.page.evaluate(RESTART_AND_RUN_ALL)
+        self.page.locator(".jp-Dialog .jp-mod-accept").click()
+        self.page.wait_for_function("() => window.ran", timeout=timeout_s * 1000)
+        cells = self.cells()
+        failed = [out for cell in cells for out in cell["outputs"] if out["output_type"] == "error"]
+        assert not failed, f"{failed[0]['ename']}: {failed[0]['evalue']}"
+        assert [cell["count"] for cell in cells] == list(range(1, len(cells) + 1))  # of a fresh kernel
+        return cells
+
     def cells(self) -> list[dict[str, Any]]:
         return self.page.evaluate(CELLS)
 
@@ -242,6 +263,11 @@ class Notebook:
         """Shut the kernel down and close the page."""
         self.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
         self.context.close()
+
+
+def complaints(notebook: Notebook) -> list[str]:
+    """What the console complained about, without what JupyterLab itself does on every start."""
+    return [text for text in notebook.complaints if not HARMLESS.search(text)]
 
 
 def chromium() -> str:

@@ -6,17 +6,15 @@ The tests of one file run in order in one process, and each stage reads what the
 from __future__ import annotations
 
 import os
-import re
 import time
 
 import pytest
-from lab import RUN_ALL
+from lab import RUN_ALL, complaints
 
 from dflash_lab.workbench.registry import STAGES
 
 pytestmark = pytest.mark.timeout(600)
 
-# What JupyterLab itself complains about on every start, whatever the notebook.
 ASK = """async code => {
     const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
     let text = '';
@@ -25,13 +23,6 @@ ASK = """async code => {
     await future.done;
     return text;
 }"""
-HARMLESS = re.compile(
-    r"favicon|ResizeObserver loop|Failed to load resource: .*(404|403)|WebSocket connection.*closed"
-)
-
-
-def complaints(notebook) -> list[str]:
-    return [text for text in notebook.complaints if not HARMLESS.search(text)]
 
 
 @pytest.mark.parametrize("stage", STAGES)
