@@ -168,9 +168,11 @@ def _run_row(row: dict[str, Any]) -> str:
 
 
 def _open_stages(run: Path) -> list[str]:
-    """Return a line for the stages of a run that are not finished, those of one reason together."""
+    """Return a line for the stages of a run of which there is more to say than that they are finished, those
+    of one reason together.
+    """
     try:
-        stages = [stage for stage in run_status(run) if stage.state != "finished"]
+        stages = [stage for stage in run_status(run) if stage.state != "finished" or stage.why]
     except LabError as error:
         return [f"- **{_plain(run.name)}**: {_plain(error)}"]
     reasons: dict[str, list[str]] = {}

@@ -18,6 +18,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import nbformat
 from playwright.sync_api import Browser, ConsoleMessage, Page
 
 HARMLESS = re.compile(
@@ -263,6 +264,20 @@ class Notebook:
         """Shut the kernel down and close the page."""
         self.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
         self.context.close()
+
+
+def write_parameters(source: Path, goal: Path, **values: Any) -> None:
+    """Copy a notebook with values written into its parameters cell, as a person types them."""
+    notebook = nbformat.read(source, as_version=4)
+    for cell in notebook.cells:
+        if "parameters" in cell.metadata.get("tags", []):
+            for name, value in values.items():
+                cell.source = re.sub(
+                    rf"(?m)^({name}: \w+ = ).*?(  #|$)",
+                    lambda m, value=value: f"{m[1]}{value!r}{m[2]}",
+                    cell.source,
+                )
+    nbformat.write(notebook, goal)
 
 
 def complaints(notebook: Notebook) -> list[str]:

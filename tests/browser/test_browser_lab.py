@@ -9,7 +9,7 @@ import os
 import time
 
 import pytest
-from lab import RUN_ALL, complaints
+from lab import RUN_ALL, complaints, write_parameters
 
 from dflash_lab.workbench.registry import STAGES
 
@@ -77,14 +77,9 @@ def test_moving_a_slider_changes_the_figure(opened):
 
 
 def test_training_is_drawn_while_its_cell_runs(opened, workspace):
-    source = workspace / "notebooks" / "train_drafter.ipynb"
-    text = (
-        source.read_text()
-        .replace("'runs/lab'", "'runs/live'")
-        .replace("max_steps: int = 6 ", "max_steps: int = 1000000 ")
-    )
-    text = text.replace('store: str = \\"\\"', "store: str = 'runs/lab/store'")
-    source.with_name("train_long.ipynb").write_text(text)
+    folder = workspace / "notebooks"
+    values = {"run_dir": "runs/live", "max_steps": 1_000_000, "store": "runs/lab/store"}
+    write_parameters(folder / "train_drafter.ipynb", folder / "train_long.ipynb", **values)
     notebook = opened("train_long")
     page = notebook.page
     page.evaluate(RUN_ALL)
@@ -161,7 +156,8 @@ def test_the_run_browser_compares_two_runs(opened, workspace):
     options = notebook.page.locator("select[multiple] option")
     options.first.wait_for(timeout=20_000)
     names = [text.split(":")[0] for text in options.all_inner_texts()]
-    folders = {path.name for path in (workspace / "runs").iterdir()} - {"overview"}  # its own pictures
+    runs = [path for path in (workspace / "runs").iterdir() if path.is_dir()]
+    folders = {path.name for path in runs} - {"overview"}  # its own pictures
     assert sorted(names) == sorted(folders) and {"lab", "other"} <= folders
     pair = [names.index(run) for run in ("lab", "other")]
     notebook.page.locator("select[multiple]").select_option(index=pair)
