@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from dflash_lab import files, provenance
 from dflash_lab.data.batching import plan_batches
@@ -26,12 +27,16 @@ from dflash_lab.target.taps import check_tap_ids
 BUFFERS = 3  # on the host, of one batch each; the device runs as many batches ahead of their copies
 
 
-def store_identity(target: Target, layout: Layout, samples_hash: str) -> dict[str, Any]:
-    """What every shard of a store must agree on; both spellings of the layer ids."""
+def store_identity(
+    target: dict[str, Any], dtype: torch.dtype, layout: Layout, samples_hash: str
+) -> dict[str, Any]:
+    """What every shard of a store must agree on: the target's identity, its dtype, what is kept (both
+    spellings of the layer ids), and the set of samples.
+    """
     return {
         "schema": manifests.SCHEMA,
-        "target": target.identity,
-        "compute_dtype": str(target.dtype).removeprefix("torch."),
+        "target": target,
+        "compute_dtype": str(dtype).removeprefix("torch."),
         "tap_ids": list(layout.tap_ids),
         "tap_ids_plus_one": [layer + 1 for layer in layout.tap_ids],
         "hidden": layout.hidden,
@@ -78,7 +83,7 @@ def extract(
     refuse_other_counts(store, num_shards)
     with shard_lock(folder):
         with store_lock(store):
-            identity = manifests.plain(store_identity(target, layout, index.set_hash))
+            identity = manifests.plain(store_identity(target.identity, target.dtype, layout, index.set_hash))
             manifests.open_identity(store, identity)
         clean(folder)
         chunk = 64 if target.is_hybrid else 1

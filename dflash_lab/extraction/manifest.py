@@ -162,16 +162,25 @@ def open_identity(store: Path, identity: Mapping[str, Any]) -> None:
     """
     path = store / STORE_FILE
     identity = plain(identity)
-    stored = [files.read_json(path)] if path.exists() else _begun_with(store)
-    found = [text for one in stored for text in differences(_nameless(one), _nameless(identity))]
+    found = other_setup(store, identity)
     if not found and not path.exists():
         files.write_json(path, identity)
     if found:
         raise StoreError(
             f"{store} was made by another setup and nothing was appended:\n  "
-            + "\n  ".join(dict.fromkeys(found))
-            + "\nGive the setup the store was made with, or another store folder."
+            + "\n  ".join(found)
+            + "\nGive the setup the store was made with, another store folder, or force to replace it."
         )
+
+
+def other_setup(store: Path, identity: Mapping[str, Any]) -> list[str]:
+    """Say in what a store differs from `identity`, a sentence each; empty where it is the same or nothing is
+    there.
+    """
+    path, identity = store / STORE_FILE, plain(identity)
+    stored = [files.read_json(path)] if path.exists() else _begun_with(store)
+    found = [text for one in stored for text in differences(_nameless(one), _nameless(identity))]
+    return list(dict.fromkeys(found))
 
 
 def _begun_with(store: Path) -> list[dict[str, Any]]:

@@ -70,14 +70,19 @@ def build_parser() -> argparse.ArgumentParser:
         return command
 
     add("stages", "list the stages in order, with what each answers", commands.stages)
-    run = add(
-        "run",
-        "all stages of a parameter folder in order, skipping the finished",
-        commands.run,
-        passes_through=True,
+    new = add("new", "make a run of your own: params/NAME, from another run's parameters", commands.new)
+    new.add_argument("name", help="of the new run; its folder will be runs/NAME")
+    new.add_argument(
+        "--from", dest="source", default="own", metavar="RUN", help="whose parameters (default: %(default)s)"
     )
-    run.add_argument("folder", help="such as params/demo: common.yaml and a <stage>.yaml for each stage")
+    new.add_argument("--target", default="", help="its target: a local folder or a hub id")
+    new.add_argument("--input", default="", metavar="FILE", help="its conversations")
+    run = add("run", "all stages of a run in order, skipping the finished", commands.run, passes_through=True)
+    run.add_argument("run", help="its name, such as demo: params/demo has a <stage>.yaml for each stage")
+    run.add_argument("--stale", action="store_true", help="do again what is finished and out of date")
     _add_parameters(run, with_run=False)
+    status = add("status", "each stage of a run: finished, out of date and why, failed", commands.status)
+    status.add_argument("run", nargs="?", default="demo", help="its name (default: %(default)s)")
     runs = add("runs", "list runs with state, duration and main figures", commands.runs)
     runs.add_argument(
         "root", nargs="?", default="runs", help="folder that holds the runs (default: %(default)s)"
@@ -86,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--compare", nargs="+", metavar="RUN", default=[], help="show figures and parameters side by side"
     )
     report = add("report", "write a run's report and the index of runs", commands.report)
-    report.add_argument("run", help="a run folder, such as runs/demo")
+    report.add_argument("run", help="a run's name or folder, such as demo")
     verify = add("verify", "check every part of a feature store against its manifest", commands.verify)
     verify.add_argument("store", help="the store's folder, such as runs/demo/store")
     _add_exchange(add)
@@ -149,7 +154,7 @@ def _add_exchange(add: Callable[..., argparse.ArgumentParser]) -> None:
 def _add_parameters(command: argparse.ArgumentParser, *, with_run: bool) -> None:
     if with_run:
         command.add_argument(
-            "--run", default="", metavar="FOLDER", help="take FOLDER/common.yaml and FOLDER/<stage>.yaml"
+            "--run", default="", metavar="RUN", help="the run: params/RUN has its parameters (default: demo)"
         )
     command.add_argument(
         "-p",

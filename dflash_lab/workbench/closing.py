@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from dflash_lab.workbench.finished import RESULT, read_result
 from dflash_lab.workbench.registry import STAGES
-from dflash_lab.workbench.stage import RESULT, read_result
 
 Figures = dict[str, Any]
 

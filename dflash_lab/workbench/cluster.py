@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_lab.errors import InputError, LabError
 from dflash_lab.files import read_json
+from dflash_lab.workbench.finished import FAILURE, RESULT
 from dflash_lab.workbench.param_files import Given, read_given
 from dflash_lab.workbench.params import StageParams
 from dflash_lab.workbench.registry import params_class
-from dflash_lab.workbench.stage import FAILURE, RESULT
 
 if TYPE_CHECKING:
     from distributed import Client

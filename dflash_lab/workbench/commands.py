@@ -12,7 +12,9 @@ from dflash_lab.workbench.registry import PURPOSES, STAGES, params_class
 
 COMMANDS = (
     "stages",
+    "new",
     "run",
+    "status",
     "runs",
     "report",
     "verify",
@@ -39,7 +41,45 @@ def run(options: argparse.Namespace, extra: list[str]) -> int:
     from dflash_lab.workbench.pipeline import run_all
 
     with log_to_stderr(), stops_with_words():
-        return run_all(_given(options, options.folder), extra)
+        return run_all(_given(options, options.run), extra, stale=options.stale)
+
+
+def new(options: argparse.Namespace, extra: list[str]) -> int:
+    """Make the parameters of a run, and say what to type next."""
+    from dflash_lab.workbench.kernel import enter_workspace
+    from dflash_lab.workbench.run_params import new_run
+
+    enter_workspace()
+    folder = new_run(options.name, source=options.source, target=options.target, input=options.input)
+    print(f"{folder}: made from {options.source}")
+    for line in _open_ends(folder):
+        print(f"  still to be set: {line}")
+    print(f"Next: dflash-lab run {options.name}")
+    print(f'or in a notebook: run = "{options.name}" in its first cell')
+    return 0
+
+
+def _open_ends(folder: Path) -> list[str]:
+    """Return the lines that a new run's owner has to set: marked, and as they came."""
+    return [
+        f"{path}:{number}: {line.strip()}"
+        for path in sorted(folder.glob("*.yaml"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if "# <--" in line
+    ]
+
+
+def status(options: argparse.Namespace, extra: list[str]) -> int:
+    """Show each stage of a run: finished, out of date and why, failed, never run."""
+    from dflash_lab.workbench.kernel import enter_workspace
+    from dflash_lab.workbench.status import run_status
+
+    enter_workspace()
+    rows = run_status(options.run)
+    width = max(len(row.folder) for row in rows)
+    for row in rows:
+        print(f"{row.folder:<{width}}  {row.state}{f': {row.why}' if row.why else ''}")
+    return 0
 
 
 def stages(options: argparse.Namespace, extra: list[str]) -> int:
@@ -66,7 +106,7 @@ def runs(options: argparse.Namespace, extra: list[str]) -> int:
         float_precision=2,
     ):
         if options.compare:
-            folders = [Path(name) for name in options.compare]
+            folders = [_run_folder(name) for name in options.compare]
             print("What was measured:", compare_closing(folders), sep="\n")
             print("Parameters that differ:", compare_parameters(folders), sep="\n")
         else:
@@ -78,10 +118,16 @@ def report(options: argparse.Namespace, extra: list[str]) -> int:
     """Write a run's report and the index beside all runs."""
     from dflash_lab.workbench.report import write_index, write_report
 
-    folder = Path(options.run)
+    folder = _run_folder(options.run)
     print(write_report(folder))
     print(write_index(folder.resolve().parent))
     return 0
+
+
+def _run_folder(given: str) -> Path:
+    """Return a run's folder by its path or name."""
+    path = Path(given)
+    return path if path.is_dir() or len(path.parts) > 1 else Path("runs") / given
 
 
 def verify(options: argparse.Namespace, extra: list[str]) -> int:
@@ -122,10 +168,13 @@ def completion(options: argparse.Namespace, extra: list[str]) -> int:
 
 def parameter_help(stage_name: str) -> str:
     """Return a stage's parameters as help text: name, type, unit, default, range, meaning."""
-    from dflash_lab.workbench.params import fields_table
+    from dflash_lab.workbench.param_words import fields_table
 
-    lines = ["parameters (-p NAME VALUE):"]
+    lines, group = ["parameters (-p NAME VALUE):"], ""
     for row in fields_table(params_class(stage_name)):
+        if row.group != group:
+            group = row.group
+            lines.append(f" {group}:")
         kind = f"{row.type} {row.unit}".strip()
         allowed = f", {row.allowed}" if row.allowed else ""
         lines.append(f"  {row.name} ({kind}; default {json.dumps(row.default)}{allowed})")

@@ -15,17 +15,19 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dflash_lab.files import make_folder, read_json, write_bytes
+from dflash_lab.workbench.finished import FAILURE, RESULT, check_ready, is_finished
 from dflash_lab.workbench.kernel import enter_workspace, notebook_path
 from dflash_lab.workbench.param_files import Given, read_given
 from dflash_lab.workbench.params import StageParams
 from dflash_lab.workbench.registry import params_class
+from dflash_lab.workbench.replace import settle
 from dflash_lab.workbench.secrets import RedactingFormatter, redact
-from dflash_lab.workbench.stage import FAILURE, RESULT
 
 OK, FAILED, USAGE, DEAD_KERNEL, TERMINATED = 0, 1, 2, 138, 143
 KILL_AFTER_S = 25.0  # a kernel that is still there this long after SIGTERM is killed; its finished files stay
@@ -44,18 +46,23 @@ def run_notebook(stage: str, given: Given, extra: list[str]) -> int:
     """Run one stage through papermill with `extra` options of papermill's own; return the exit code."""
     enter_workspace()
     params = read_given(params_class(stage), given)
+    settle(params.run_folder)
+    if params.force or not is_finished(params):  # a finished one is only shown
+        check_ready(params)
     source = notebook_path(stage)
     output = output_notebook(params)
     make_folder(output.parent)
-    words = [_literal(source), _literal(output), *given.arguments(stage), *_defaults(extra), *extra]
-    if "interactive" not in _names(stage, given):
-        words += ["-p", "interactive", "False"]
-    _save_whole(output)
+    written = output if not (params.folder / RESULT).exists() else output.with_suffix(".attempt.ipynb")
+    words = [_literal(source), _literal(written), *given.arguments(stage), *_defaults(extra), *extra]
+    _save_whole(written)
+    began = time.time()
     with _pass_on_sigterm() as terminated:
         code = _papermill(words)
     if terminated.is_set():
         code = TERMINATED
-    _closing_words(params, output, code)
+    if code == OK and written != output:  # a failed attempt leaves the notebook of the result that stands
+        os.replace(written, output)
+    _closing_words(params, output if code == OK else written, code, began)
     return code
 
 
@@ -125,10 +132,6 @@ def _quiet_engine() -> str:
 
     papermill_engines.register("dflash-lab", Quiet)
     return "dflash-lab"
-
-
-def _names(stage: str, given: Given) -> set[str]:
-    return {name for _, values in given.sources(stage) for name in values}
 
 
 def _literal(path: Path) -> str:
@@ -236,16 +239,18 @@ def signal_kernels(number: int) -> int:
     return count
 
 
-def _closing_words(params: StageParams, output: Path, code: int) -> None:
+def _closing_words(params: StageParams, output: Path, code: int, began: float) -> None:
     if code == OK:
         logger.info("%s: finished, %s", params.stage, output)
         return
     failure = params.folder / FAILURE
     logger.error("%s: not finished (exit code %d); the notebook up to there: %s", params.stage, code, output)
-    if failure.exists() and not (params.folder / RESULT).exists():
+    if failure.exists() and failure.stat().st_mtime >= began:
         record = read_json(failure)
         logger.error("details: %s", failure)
         if record.get("advice"):
             logger.error("advice: %s", record["advice"])
+    if (params.folder / RESULT).exists():
+        logger.error("the earlier result stands as it was: %s", params.folder / RESULT)
     if code == TERMINATED:
         logger.error(STOPPED)

@@ -1,14 +1,15 @@
 """The typed parameters of a stage: one frozen dataclass a stage, checked when it is made.
 
-The notebook's `parameters` cell repeats the names and defaults, parameter files and the command line override
-them, and all three end here, because papermill itself would only warn about `-p shrad 0` and run shard 0.
+Where the values come from (a run's folder in `params/`, the notebook's cell, the command line) is the matter
+of `run_params`; all of them end here, because papermill itself would only warn about `-p shrad 0` and run
+shard 0.
 
-A stage declares its own fields after the shared ones:
+A stage declares its own fields after the shared ones; `group` heads the fields from there on:
 
 >>> @dataclass(frozen=True, kw_only=True)
 ... class GreetParams(StageParams):
 ...     stage: ClassVar[str] = "greet"
-...     times: int = param(1, "how often to greet", low=1, high=100)
+...     times: int = param(1, "how often to greet", low=1, high=100, group="greeting")
 ...     lr: float = param(1e-3, "peak learning rate", low=0.0)
 ...     tap_ids: list[int] = param([], "layers to tap; empty: the default choice")
 ...     length: int = param(0, "longest sample; 0: no limit", unit="tokens", low=0)
@@ -26,15 +27,13 @@ dflash_lab.errors.InputError: greet: times=0: must be between 1 and 100 (how oft
 Traceback (most recent call last):
     ...
 dflash_lab.errors.InputError: greet: unknown parameter 'tmies' (did you mean 'times'?). ...
-
-In the notebook: `params = from_notebook(GreetParams, globals())`.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import os
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,8 +41,8 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from dflash_lab.errors import InputError, near
-from dflash_lab.workbench.coerce import coerce, type_name
-from dflash_lab.workbench.kernel import enter_workspace, started_by_papermill
+from dflash_lab.workbench.coerce import coerce
+from dflash_lab.workbench.replace import Move
 from dflash_lab.workbench.secrets import redact
 
 P = TypeVar("P", bound="Params")
@@ -57,12 +56,21 @@ def param(
     low: float | None = None,
     high: float | None = None,
     choices: tuple = (),
+    group: str = "",
 ) -> Any:
     """Declare a parameter: its default, one line of help, its unit, inclusive range and allowed values.
 
-    For a list the range and the choices hold for each item.
+    For a list the range and the choices hold for each item. `group` is the heading that this parameter and
+    those after it stand under in notebooks and help.
     """
-    metadata = {"help": help, "unit": unit, "low": low, "high": high, "choices": tuple(choices)}
+    metadata = {
+        "help": help,
+        "unit": unit,
+        "low": low,
+        "high": high,
+        "choices": tuple(choices),
+        "group": group,
+    }
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -109,46 +117,98 @@ class Params:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
+RUN_NAME = re.compile(r"\w[\w.+-]*")  # a folder's name that no shell, path or flag reads otherwise
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageParams(Params):
     """What every stage takes. A subclass sets `stage`, adds fields, and may override the methods below."""
 
-    run_dir: str = param("runs/demo", "folder of the run; every stage reads and writes below it")
+    origins: ClassVar[Mapping[str, str]] = {}  # of one that `run_params` made: where each value came from
+    passing: ClassVar[tuple[str, ...]] = (
+        "run",
+        "run_dir",
+        "interactive",
+        "force",
+    )  # no finding rests on them
+
+    run: str = param("demo", "the run: params/<run>/ has its parameters, runs/<run>/ is its folder")
     target: str = param(
-        "smollm2", "smollm2, a hub id, a local folder, or random:<config.json or named shape>"
+        "smollm2",
+        "smollm2, a hub id, a local folder, or random:<config.json or named shape>",
+        group="target and machine",
     )
     device: str = param("auto", "auto, cpu, cuda or cuda:N")
     dtype: str = param("auto", "of the target's weights", choices=("auto", "float32", "bfloat16", "float16"))
     seed: int = param(0, "seed of everything random in this stage", low=0, high=2**31 - 1)
-    interactive: bool = param(True, "widgets and live bars; false for headless runs")
-    force: bool = param(False, "run again although finished; start although memory is predicted to be short")
+    run_dir: str = param("", "folder of the run, on another disk perhaps; empty: runs/<run>")
+    interactive: bool = param(True, "widgets and live bars; headless runs have none")
+    force: bool = param(False, "do it again, replacing what is finished; start although memory seems short")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(bool(self.run_dir), "run_dir", "the run folder must have a name, such as runs/mine")
+        named = bool(RUN_NAME.fullmatch(self.run_name))
+        self.require(named, "run", "a run's name is letters, digits, - . + and _, such as mine")
         self.require(bool(self.target), "target", "name a target, such as smollm2")
 
     @property
-    def run(self) -> Path:
-        """The run folder as a path."""
-        return Path(self.run_dir)
+    def run_name(self) -> str:
+        """The run's name, also where `run` is the path of its parameter folder."""
+        return Path(self.run).name
+
+    @property
+    def run_folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.run_dir) if self.run_dir else Path("runs") / self.run_name
 
     @property
     def folder(self) -> Path:
         """Where the stage leaves its result."""
-        return self.run / self.stage
+        return self.run_folder / self.stage
 
     def path_or(self, given: str, name: str) -> Path:
         """Return the path `given`, or if it is empty `name` in the run folder."""
-        return Path(given) if given else self.run / name
+        return Path(given) if given else self.run_folder / name
 
     def inputs(self) -> list[Path]:
         """Files or folders this stage reads; when one of them changes, a finished result no longer counts."""
         return []
 
+    def needs(self) -> list[tuple[Path, str]]:
+        """What must be there before the stage can begin: a path, and the stage of this run that makes it
+        (empty: a person gave the path).
+        """
+        return []
+
     def outputs(self) -> list[Path]:
         """What a finished stage leaves outside its own folder; when one is gone, the stage runs again."""
         return []
+
+    @property
+    def fresh(self) -> Path:
+        """Where a running stage makes its result; it takes the place of an earlier one when it is whole."""
+        return self.folder / ".fresh"
+
+    def products(self) -> list[Move]:
+        """What the stage makes for a place outside its own folder."""
+        return []
+
+    def replacement(self) -> tuple[list[Move], list[Path]]:
+        """What takes whose place when the stage is done, its result last, and what goes. Nothing while a part
+        of the whole is still to be made by another process.
+        """
+        products = self.products()
+        made = sorted(path for path in self.fresh.rglob("*") if path.is_file())
+        made = [path for path in made if path not in [move.new for move in products]]
+        own = [
+            Move(path, self.folder / path.relative_to(self.fresh))
+            for path in made
+            if path.name != "result.json"
+        ]
+        return (
+            [*products, *own, Move(self.fresh / "result.json", self.folder / "result.json")],
+            [self.folder / "failure.json"],
+        )
 
     def stands(self) -> bool:
         """Say whether what a finished stage left outside its own folder is still as it should be. A stage
@@ -222,92 +282,3 @@ def from_mapping(cls: type[P], values: Mapping[str, Any], *, where: str = "") ->
     """Make parameters from names and values; an unknown name is an `InputError` with the near match."""
     check_names(cls, values, where=where)
     return cls(**values)
-
-
-def from_notebook(cls: type[P], namespace: Mapping[str, Any]) -> P:
-    """Make parameters from a notebook's `globals()`; an injected name that `cls` lacks is an `InputError`.
-
-    Also makes the folder above `notebooks/` the working directory, where papermill starts a kernel anyway and
-    JupyterLab does not, so that relative paths mean the same in both; and turns `interactive` off when
-    papermill runs the notebook, unless it was asked for by name.
-    """
-    known = [field.name for field in dataclasses.fields(cls)]
-    injected = _injected(namespace)
-    check_names(cls, dict.fromkeys(injected))
-    missing = [name for name in known if name not in namespace]
-    if missing:
-        for old, new in cls.renamed.items():
-            if new in missing and old in namespace:
-                raise InputError(
-                    f"{cls.stage}: {old} in the parameters cell is now called {new}. Type {new} in its place."
-                )
-        lost = ", ".join(missing)
-        raise InputError(
-            f"{cls.stage}: the parameters cell does not set {lost}. Run it, or add the line back."
-        )
-    enter_workspace()
-    values = {name: namespace[name] for name in known}
-    if "interactive" not in injected and started_by_papermill():
-        values["interactive"] = False
-    return cls(**values)
-
-
-def _injected(namespace: Mapping[str, Any]) -> list[str]:
-    """Return the names assigned by papermill's latest injected cell, which starts with ``# Parameters``."""
-    for source in reversed(namespace.get("In", [])):
-        if source.lstrip().startswith("# Parameters"):
-            body = ast.parse(source).body
-            return [
-                target.id
-                for line in body
-                if isinstance(line, ast.Assign)
-                for target in line.targets
-                if isinstance(target, ast.Name)
-            ]
-    return []
-
-
-@dataclass(frozen=True)
-class FieldRow:
-    """One parameter as help shows it."""
-
-    name: str
-    type: str
-    default: Any
-    unit: str
-    allowed: str
-    help: str
-
-
-def fields_table(cls: type[Params]) -> list[FieldRow]:
-    """Return what help shows of each parameter: the stage's own first, then those every stage has."""
-    kinds = field_types(cls)
-    shared = {field.name for field in dataclasses.fields(StageParams)}
-    rows = []
-    for field in sorted(dataclasses.fields(cls), key=lambda field: field.name in shared):
-        rows.append(
-            FieldRow(
-                field.name,
-                type_name(kinds[field.name]),
-                _default(field),
-                field.metadata.get("unit", ""),
-                _allowed(field.metadata),
-                field.metadata.get("help", ""),
-            )
-        )
-    return rows
-
-
-def _default(field: dataclasses.Field) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
-
-
-def _allowed(metadata: Mapping[str, Any]) -> str:
-    low, high = metadata.get("low"), metadata.get("high")
-    if metadata.get("choices"):
-        return " | ".join(map(str, metadata["choices"]))
-    if low is None and high is None:
-        return ""
-    return f"{'' if low is None else low}..{'' if high is None else high}"

@@ -12,24 +12,40 @@ from dflash_lab.errors import InputError, near
 from dflash_lab.files import write_json
 from dflash_lab.provenance import provenance
 from dflash_lab.workbench.closing import closing_figures, closing_lines
+from dflash_lab.workbench.finished import (
+    RESULT,
+    SCHEMA_VERSION,
+    WouldReplace,
+    differences,
+    is_finished,
+    read_result,
+)
 from dflash_lab.workbench.kernel import enter_workspace
 from dflash_lab.workbench.launch import OK, output_notebook, run_notebook
 from dflash_lab.workbench.param_files import Given, known_names, read_given
 from dflash_lab.workbench.progress import duration
 from dflash_lab.workbench.registry import STAGES, params_class
+from dflash_lab.workbench.replace import settle
 from dflash_lab.workbench.report import REPORT, write_index, write_report
+from dflash_lab.workbench.run_params import PARAMS, check_owner, find_run
 from dflash_lab.workbench.runs import leave_plan
 from dflash_lab.workbench.secrets import redact_tree
-from dflash_lab.workbench.stage import RESULT, SCHEMA_VERSION, is_finished, read_result
 
 logger = logging.getLogger(__name__)
 
 
-def run_all(given: Given, extra: list[str]) -> int:
-    """Run every stage that the parameter folder has a file for; return the first exit code that is not 0."""
+def run_all(given: Given, extra: list[str], *, stale: bool = False) -> int:
+    """Run every stage that the run has a parameter file for; return the first exit code that is not 0.
+
+    A finished stage of other parameters or inputs ends the run with what to type, unless `stale` asks for
+    those to be done again.
+    """
     enter_workspace()
     steps = plan(given)
-    run = read_given(params_class(steps[0][0]), steps[0][1]).run
+    first = read_given(params_class(steps[0][0]), steps[0][1])
+    check_owner(first)
+    run = first.run_folder
+    settle(run)
     leave_plan(run, [read_given(params_class(stage), step).folder.name for stage, step in steps])
     start = time.monotonic()
     worked = False
@@ -41,7 +57,14 @@ def run_all(given: Given, extra: list[str]) -> int:
             continue
         logger.info("%s", head)
         worked, begun = True, time.monotonic()
-        code = run_notebook(stage, step, extra)
+        if stale and differences(params):
+            step = dataclasses.replace(step, typed=[*step.typed, ("force", "True")])
+        try:
+            code = run_notebook(stage, step, extra)
+        except WouldReplace as error:
+            raise WouldReplace(
+                f"{error}. All that is out of date: dflash-lab run {params.run} --stale"
+            ) from None
         if code != OK:
             return code
         logger.info("%s: %s", head, duration(time.monotonic() - begun))
@@ -53,7 +76,9 @@ def run_all(given: Given, extra: list[str]) -> int:
 
 def plan(given: Given) -> list[tuple[str, Given]]:
     """Return (stage, parameters) in order, checked; a stage with `num_shards` comes once a shard."""
-    folder = Path(given.run)
+    folder = find_run(given.run).parameters
+    if folder is None:
+        raise InputError(f"{given.run}: no parameters in {PARAMS}. A new run: dflash-lab new NAME.")
     stages = [stage for stage in STAGES if (folder / f"{stage}.yaml").exists()]
     if not stages:
         raise InputError(f"{folder}: has no <stage>.yaml. Stages: {', '.join(STAGES)}.")

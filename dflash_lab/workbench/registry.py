@@ -22,6 +22,11 @@ PURPOSES = {
     "acceptance": "decode with the drafter and measure how much of it the target accepts",
 }
 STAGES = tuple(PURPOSES)
+LEAVES = {  # in the run's folder, for later stages to read
+    "prepare": ("samples.parquet",),
+    "extract": ("store",),
+    "train_drafter": ("drafter",),
+}
 
 
 def stage_module(stage: str) -> ModuleType:

@@ -17,9 +17,10 @@ import polars as pl
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.files import as_json, read_json, write_json
 from dflash_lab.workbench.closing import closing_figures, closing_rows
+from dflash_lab.workbench.finished import FAILURE, RESULT, read_result
 from dflash_lab.workbench.lock import LOCK, is_held
 from dflash_lab.workbench.registry import STAGES
-from dflash_lab.workbench.stage import FAILURE, RESULT, read_result
+from dflash_lab.workbench.replace import settle
 
 PLAN = "plan.json"
 _SCHEMA: dict[str, Any] = {
@@ -51,7 +52,10 @@ def run_folders(root: Path) -> list[Path]:
     """Return the folders directly below `root` that hold at least one stage."""
     if not root.is_dir():
         raise InputError(f"{root}: no such folder of runs. `make demo` makes runs/demo.")
-    return [path for path in sorted(root.iterdir()) if path.is_dir() and _stage_folders(path)]
+    runs = [path for path in sorted(root.iterdir()) if path.is_dir() and _stage_folders(path)]
+    for run in runs:
+        settle(run)
+    return runs
 
 
 def _stage_folders(run: Path) -> list[Path]:
@@ -105,13 +109,22 @@ def _state(folder: Path) -> tuple[str, dict[str, Any]]:
         return "running", {}
     try:
         if (folder / RESULT).exists():
-            return "finished", _sound(read_result(folder / RESULT), folder / RESULT)
+            record = _sound(read_result(folder / RESULT), folder / RESULT)
+            return "finished", {**record, "message": _later_attempt(folder)}
         if (folder / FAILURE).exists():
             record = _sound(read_json(folder / FAILURE), folder / FAILURE)
             return record.get("state", "failed"), record
     except StoreError as error:
         return "unreadable", {"message": str(error)}
     return "killed", {"message": "started and gone without a result; run it again to go on"}
+
+
+def _later_attempt(folder: Path) -> str:
+    """Say how an attempt to replace a finished result ended, which is valid all the same."""
+    if not (folder / FAILURE).exists():
+        return ""
+    record = _sound(read_json(folder / FAILURE), folder / FAILURE)
+    return f"a later attempt {record.get('state', 'failed')}: {record.get('message', '')}"
 
 
 def _sound(record: Any, path: Path) -> dict[str, Any]:
@@ -221,7 +234,8 @@ def _compare(runs: Sequence[Path], what: str, *, only_different: bool = True) ->
     rows = [
         {"stage": stage, what.removesuffix("s"): key, **{name: found.get(name) for name in names}}
         for (stage, key), found in values.items()
-        if key != "run_dir" and not (only_different and len({found.get(name) for name in names}) == 1)
+        if key not in ("run", "run_dir")
+        and not (only_different and len({found.get(name) for name in names}) == 1)
     ]
     schema = {"stage": pl.String, what.removesuffix("s"): pl.String, **dict.fromkeys(names, pl.String)}
     return pl.DataFrame(rows, schema=schema)

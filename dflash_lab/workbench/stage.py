@@ -1,8 +1,10 @@
 """Run a stage once: skip it when its finished result matches, leave a result or a failure, never half of one.
 
-`result.json` is written last and atomically; it alone says that a stage is done. It matches when the
-parameters and the content of the inputs are the same, so a second run does no work, and a changed stage
-invalidates the ones after it. Every caller (notebook, command line, test) goes through `execute`.
+`result.json` alone says that a stage is done. It matches when the parameters and the content of the inputs
+are the same, so a second run does no work. Where it does not match, nothing is done unasked: the stage says
+what differs and what to type. When it is asked (`force`), everything new is made beside the old and takes its
+place at the end (`replace`), so a failed or killed attempt leaves the earlier result as it was. Every caller
+(notebook, command line, test) goes through `execute`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -21,23 +24,28 @@ from typing import Any
 
 from dflash_lab.errors import StoreError, chain
 from dflash_lab.file_errors import FileError, file_error
-from dflash_lab.files import read_json, sweep, write_json
+from dflash_lab.files import make_folder, sweep, write_json
 from dflash_lab.provenance import provenance
 from dflash_lab.release import collect, forget_locals, release
 from dflash_lab.workbench import peak
 from dflash_lab.workbench.advice import advice_for, details_of
-from dflash_lab.workbench.fingerprint import fingerprints
+from dflash_lab.workbench.finished import (
+    FAILURE,
+    RESULT,
+    SCHEMA_VERSION,
+    check_ready,
+    input_fingerprints,
+    is_finished,
+)
 from dflash_lab.workbench.lock import stage_lock
-from dflash_lab.workbench.params import StageParams, defaults
+from dflash_lab.workbench.params import StageParams
 from dflash_lab.workbench.progress import Progress, ProgressCallback, StopFlag, Stopped, duration
 from dflash_lab.workbench.registry import result_class, run_function
+from dflash_lab.workbench.replace import replace, settle
+from dflash_lab.workbench.run_params import claim
 from dflash_lab.workbench.secrets import RedactingFormatter, redact_tree
 
-SCHEMA_VERSION = 1
-RESULT = "result.json"
-FAILURE = "failure.json"
 UNSTOPPED_S = 20.0  # a stage that has not reached a report this long after SIGTERM is ended by force
-_FREE = ("run_dir", "interactive", "force")  # parameters that change how a stage runs, not what it finds
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +56,18 @@ def execute(params: StageParams, progress: ProgressCallback | None = None) -> An
     Raises what the stage raises, after writing `failure.json` beside where the result would be.
     """
     release()  # an earlier cell's error may still hold GPU memory
-    with _logging(), stage_lock(params.folder):
-        inputs = fingerprints([*_target_folder(params), *params.inputs()], params.run)
+    with _logging():
+        settle(params.run_folder)
+        inputs = input_fingerprints(params)
         if not params.force and is_finished(params, inputs):
             logger.info("%s: finished before with the same parameters and inputs", params.stage)
             return _load(params)
-        return _run(params, inputs, progress)
+        check_ready(params, inputs)
+        with stage_lock(params.folder):
+            if not params.force and is_finished(params, inputs):  # by another process, meanwhile
+                return _load(params)
+            claim(params)
+            return _run(params, inputs, progress)
 
 
 def _load(params: StageParams) -> Any:
@@ -67,41 +81,11 @@ def _load(params: StageParams) -> Any:
         ) from error
 
 
-def is_finished(params: StageParams, inputs: dict[str, str] | None = None) -> bool:
-    """Say whether `result.json` stands for these parameters and the present content of the inputs."""
-    path = params.folder / RESULT
-    if not path.exists():
-        return False
-    result = read_result(path)
-    if inputs is None:
-        inputs = fingerprints([*_target_folder(params), *params.inputs()], params.run)
-    then, now = _of_today(type(params), result["parameters"]), redact_tree(params.as_dict())
-    same = _significant(then) == _significant(now)
-    return same and result["inputs"] == inputs and params.stands()
-
-
-def read_result(path: Path) -> dict[str, Any]:
-    """Read a `result.json`; a `StoreError` when it is not one, or of another version of this program."""
-    result = read_json(path)
-    version = result.get("schema_version") if isinstance(result, dict) else None
-    if version != SCHEMA_VERSION:
-        raise StoreError(
-            f"{path}: schema version {version!r}, this program writes {SCHEMA_VERSION}. "
-            "Move the run folder away, or give another run_dir."
-        )
-    kinds: dict[str, Any] = {"figures": dict}
-    if "run" not in result:  # a stage's own, not the closing table of the run
-        kinds |= {"parameters": dict, "inputs": dict, "stage": str, "seconds": int | float}
-    for name, kind in kinds.items():
-        if not isinstance(result.get(name), kind):
-            raise StoreError(f"{path}: has no {name}. Remove the file to make it again.")
-    return result
-
-
 def _run(params: StageParams, inputs: dict[str, str], progress: ProgressCallback | None) -> Any:
     folder = params.folder
     sweep(folder)
-    (folder / RESULT).unlink(missing_ok=True)
+    shutil.rmtree(params.fresh, ignore_errors=True)
+    make_folder(params.fresh)
     stop = StopFlag()
     own = Progress(interactive=params.interactive, stop=stop) if progress is None else None
     report = _stoppable(progress, stop) if progress is not None else own
@@ -110,6 +94,11 @@ def _run(params: StageParams, inputs: dict[str, str], progress: ProgressCallback
     try:
         with _on_sigterm(stop, lambda: _forced(params, start)), _current(params.device):
             result = run_function(params.stage)(params, report)
+            result.save(params.fresh)
+            seconds = time.monotonic() - start
+            record = _result_record(params, inputs, result.figures, seconds)
+            write_json(params.fresh / RESULT, redact_tree(record))
+            _take_place(params)
     except BaseException as error:
         forget_locals(error)
         collect()
@@ -121,11 +110,17 @@ def _run(params: StageParams, inputs: dict[str, str], progress: ProgressCallback
     finally:
         if own is not None:
             own.close()
-    seconds = time.monotonic() - start
-    write_json(folder / RESULT, redact_tree(_result_record(params, inputs, result.figures, seconds)))
-    (folder / FAILURE).unlink(missing_ok=True)
     logger.info("%s: done in %s", params.stage, duration(seconds))
     return result
+
+
+def _take_place(params: StageParams) -> None:
+    """Put what a stage made into its place; what waits for other shards stays beside the old."""
+    moves, removed = params.replacement()
+    if moves:
+        replace(params.run_folder, moves, removed)
+    else:
+        logger.info("%s: done, and takes its place when the other shards are", params.folder.name)
 
 
 def _told(error: BaseException, folder: Path) -> BaseException:
@@ -146,9 +141,12 @@ def _write_failure(path: Path, record: dict[str, Any]) -> None:
 
 
 def _result_record(params: StageParams, inputs: dict, figures: dict, seconds: float) -> dict[str, Any]:
-    files = sorted(
-        path for path in params.folder.rglob("*") if path.is_file() and not path.name.startswith(".")
-    )
+    files = {
+        path.relative_to(root).as_posix(): path.stat().st_size
+        for root in (params.folder, params.fresh)  # working files, and those of the result
+        for path in root.rglob("*")
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts)
+    }
     return {
         "schema_version": SCHEMA_VERSION,
         "stage": params.stage,
@@ -157,7 +155,7 @@ def _result_record(params: StageParams, inputs: dict, figures: dict, seconds: fl
         "figures": {name: _plain(value) for name, value in figures.items()},
         "seconds": round(seconds, 3),
         "peak_memory": peak.peak_memory(),
-        "files": {path.relative_to(params.folder).as_posix(): path.stat().st_size for path in files},
+        "files": dict(sorted(files.items())),
         **provenance(),
     }
 
@@ -203,24 +201,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if value - value == 0 else None
     return value if isinstance(value, int) else str(value)
-
-
-def _significant(parameters: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in parameters.items() if name not in _FREE}
-
-
-def _of_today(cls: type[StageParams], parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a result under today's names; one that an earlier version did not know had
-    its default.
-    """
-    named = {cls.renamed.get(name, name): value for name, value in parameters.items()}
-    return {**defaults(cls), **named}
-
-
-def _target_folder(params: StageParams) -> list[Path]:
-    """The target's folder; one without a config is no checkpoint, and may be a whole disk."""
-    folder = Path(os.path.expanduser(params.target))
-    return [folder] if os.path.exists(folder / "config.json") else []
 
 
 def _stoppable(progress: ProgressCallback, stop: StopFlag) -> ProgressCallback:

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from dflash_lab.errors import InputError
+
+LARGEST_BYTES = 1 << 20  # of a parameter file
 MOST_VALUES = 100_000  # of a document, each alias counted as what it stands for
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 _MERGE = "tag:yaml.org,2002:merge"
@@ -139,3 +143,47 @@ def _too_many(value: Any) -> bool:
                 return True
             waiting += one.values() if isinstance(one, dict) else one
     return False
+
+
+def read_parameter_file(path: Path | str, flags: Collection[str] = ()) -> dict[str, Any]:
+    """Read a flat YAML file of parameters; an `InputError` names the file and line of a fault. `flags` are
+    the names whose value may be spelt yes, no, on or off.
+    """
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: cannot read parameters ({error.strerror}).") from error
+    if len(data) > LARGEST_BYTES:
+        raise InputError(f"{path}: {len(data)} bytes are no parameter file.")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise InputError(f"{path}:{line}: not UTF-8 text. Save it as UTF-8.") from None
+    return parse_parameters(text, str(path), flags)
+
+
+def parse_parameters(text: str, where: str, flags: Collection[str] = ()) -> dict[str, Any]:
+    """Parse YAML text that maps parameter names to values; `where` names its source in errors."""
+    try:
+        values = load(text, flags)
+    except Ambiguous as error:
+        raise InputError(f"{where}:{error.line}: {error}") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise InputError(f"{where}:{line}: not valid YAML: {error.problem}.") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise InputError(
+            f"{where}:{line}: character {error.character:#06x} does not belong in text. Remove it."
+        ) from None
+    except RecursionError:
+        raise InputError(f"{where}: nested too deeply for YAML. Parameters are `name: value`.") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{where}: not valid YAML: {error}.") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise InputError(f"{where}: expected lines of `name: value`, got a {type(values).__name__}.")
+    return values

@@ -22,17 +22,21 @@ class AcceptanceParams(StageParams):
 
     stage: ClassVar[str] = "acceptance"
 
-    drafter: str = param("", "drafter checkpoint folder; empty: <run_dir>/drafter")
+    drafter: str = param("", "drafter checkpoint folder; empty: the run's", group="data")
     other_drafter: str = param("", "a second drafter to compare with, same prompts; empty: none")
-    samples: str = param("", "samples file; empty: <run_dir>/samples.parquet")
-    store: str = param("", "feature store; empty: <run_dir>/store, or live states where there is none")
+    samples: str = param("", "samples file; empty: the run's")
+    store: str = param("", "feature store; empty: the run's, or live states where there is none")
     prompts: str = param("heldout", "heldout (of the samples), humaneval, or the path of a .jsonl file")
     num_prompts: int = param(8, "prompts decoded, drawn with the seed; 0: all", low=0)
     max_new_tokens: int = param(
         128, "longest answer; a stored answer's length also ends one", unit="tokens", low=2
     )
     batch: int = param(
-        1, "also decode this many prompts together with the trained drafter; 1: no", low=1, high=256
+        1,
+        "also decode this many prompts together with the trained drafter; 1: no",
+        low=1,
+        high=256,
+        group="decoding",
     )
     thinking: bool = param(False, "open prompts from files with thinking on")
     block_size: int = param(0, "slots of a block, the anchor included; 0: as trained", low=0, high=256)
@@ -40,7 +44,7 @@ class AcceptanceParams(StageParams):
     top_p: float = param(1.0, "smallest mass kept when sampling", low=0.01, high=1.0)
     top_k: int = param(0, "tokens kept when sampling; 0: all", low=0)
     budgets: list[int] = param(
-        [16, 32, 64, 128, 256, 512, 1024], "tree budgets", unit="nodes", low=1, high=4096
+        [16, 32, 64, 128, 256, 512, 1024], "tree budgets", unit="nodes", low=1, high=4096, group="draft trees"
     )
     dev_share: float = param(
         0.5, "share of the answers on which block size and budget are chosen", low=0.05, high=0.95
@@ -48,7 +52,7 @@ class AcceptanceParams(StageParams):
     decode_tree: bool = param(True, "also decode with trees of the best budget, where the target can")
     decode_best: bool = param(True, "also decode with the block size of the best expected speed-up")
     untrained_tokens: int = param(
-        64, "longest answer of the untrained drafter; 0: skip it", unit="tokens", low=0
+        64, "longest answer of the untrained drafter; 0: skip it", unit="tokens", low=0, group="comparison"
     )
     temperatures: list[float] = param(
         [0.5, 1.0], "offline estimate of sampled tau, where final states are stored", low=0.01, high=10.0
@@ -86,14 +90,19 @@ class AcceptanceParams(StageParams):
             return [*paths, self.samples_path, *([self.store_path] if stored else [])]
         return paths if self.prompts == "humaneval" else [*paths, Path(self.prompts)]
 
+    def needs(self) -> list[tuple[Path, str]]:
+        """The drafter, and the samples where prompts come from them."""
+        needed = [(self.drafter_path / "config.json", "" if self.drafter else "train_drafter")]
+        if self.prompts == "heldout":
+            needed.append((self.samples_path, "" if self.samples else "prepare"))
+        return needed
+
 
 AcceptanceResult = Evaluation  # the registry finds a stage's result by this name
 
 
 def run_acceptance(params: AcceptanceParams, progress: Any = None) -> AcceptanceResult:
-    """Decode, compare, analyse; the result is saved in the stage's folder."""
+    """Decode, compare, analyse."""
     from dflash_lab.acceptance.evaluate import Evaluator
 
-    result = Evaluator(params, progress).evaluate()
-    result.save(params.folder)
-    return result
+    return Evaluator(params, progress).evaluate()

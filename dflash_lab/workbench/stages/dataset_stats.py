@@ -28,12 +28,14 @@ class DatasetStatsParams(StageParams):
 
     stage: ClassVar[str] = "dataset_stats"
 
-    samples: str = param("", "samples file, or any Parquet with a column `length`; empty: the run's")
+    samples: str = param(
+        "", "samples file, or any Parquet with a column `length`; empty: the run's", group="data"
+    )
     max_length: int = param(4096, "length limit to mark in the figures; 0: none", unit="tokens", low=0)
     tail_limits: list[int] = param(
         [512, 1024, 2048, 4096, 8192, 16384, 32768], "lengths to count beyond", unit="tokens", low=1
     )
-    token_budget: int = param(32768, "padded tokens a batch may hold", unit="tokens", low=1)
+    token_budget: int = param(32768, "padded tokens a batch may hold", unit="tokens", low=1, group="batching")
     max_batch: int = param(512, "samples a batch may hold", low=1)
     fixed_batch: int = param(32, "samples a batch in the policies that count samples", low=1)
     chunk: int = param(
@@ -48,6 +50,9 @@ class DatasetStatsParams(StageParams):
 
     def inputs(self) -> list[Path]:
         return [self.samples_path]
+
+    def needs(self) -> list[tuple[Path, str]]:
+        return [(self.samples_path, "" if self.samples else "prepare")]
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,14 @@ class DatasetStatsResult:
         """Lengths [N] for the explorer."""
         return self.lengths["length"].to_numpy()
 
+    def save(self, folder: Path) -> None:
+        """Leave the tables in a folder."""
+        from dflash_lab import files
+
+        for name in _TABLES:
+            with files.atomic_path(folder / f"{name}.parquet") as temporary:
+                getattr(self, name).write_parquet(temporary)
+
     @classmethod
     def load(cls, folder: Path | str) -> DatasetStatsResult:
         """Read a finished stage's tables."""
@@ -85,8 +98,7 @@ class DatasetStatsResult:
 def run_dataset_stats(
     params: DatasetStatsParams, progress: ProgressCallback | None = None
 ) -> DatasetStatsResult:
-    """Measure `params.samples_path`, leave the tables in the stage's folder. `InputError` if it is empty."""
-    from dflash_lab import files
+    """Measure `params.samples_path`. `InputError` if it is empty."""
     from dflash_lab.data import lengths as stats
     from dflash_lab.data.policies import policy_waste
 
@@ -120,9 +132,6 @@ def run_dataset_stats(
         "lengths": lengths,
     }
     tables["summary"] = _summary(tables, params)
-    for name, table in tables.items():
-        with files.atomic_path(params.folder / f"{name}.parquet") as temporary:
-            table.write_parquet(temporary)
     report("lengths", 3, 3)
     return DatasetStatsResult(**tables)
 

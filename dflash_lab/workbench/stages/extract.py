@@ -6,7 +6,10 @@ sealed, fail if a sample had to be quarantined.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+import os
+import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +17,9 @@ import polars as pl
 
 from dflash_lab import files
 from dflash_lab.extraction import manifest as manifests
+from dflash_lab.workbench.finished import RESULT
 from dflash_lab.workbench.params import StageParams, param
+from dflash_lab.workbench.replace import Move
 
 BATCHES, QUARANTINE, STATES, SELFTEST, FIGURES = (
     "batches.parquet",
@@ -23,6 +28,7 @@ BATCHES, QUARANTINE, STATES, SELFTEST, FIGURES = (
     "selftest.json",
     "figures.json",
 )
+log = logging.getLogger(__name__)
 _EXAMINED = 64  # samples of the shard whose stored states are summed up for the figure
 
 
@@ -31,25 +37,31 @@ class ExtractParams(StageParams):
     """Parameters of `extract`."""
 
     stage: ClassVar[str] = "extract"
+    passing: ClassVar[tuple[str, ...]] = (*StageParams.passing, "recheck")
 
-    samples: str = param("", "samples file; empty: <run_dir>/samples.parquet")
-    store: str = param("", "feature store folder; empty: <run_dir>/store")
+    samples: str = param("", "samples file; empty: the run's", group="data")
+    store: str = param("", "feature store folder; empty: the run's")
     shard: int = param(0, "which shard this run does, from 0", low=0)
     num_shards: int = param(1, "shards in all, one process (GPU) each", low=1, high=99999)
     tap_ids: list[int] = param(
         [],
         "layers to tap (0-based layer ids); empty: num_taps spread by the DFlash rule",
         low=0,
+        group="what is kept",
     )
     num_taps: int = param(5, "taps when tap_ids is empty", low=1, high=64)
     store_final: bool = param(
-        False, "also keep the last layer's output before the final norm (soft targets need it)"
+        False, "also keep the last layer's output before the final norm, for soft targets"
     )
     storage: str = param(
         "bf16", "of the taps: bf16 is exact; fp8 and int8 halve the bytes", choices=("bf16", "fp8", "int8")
     )
     token_budget: int = param(
-        16384, "padded tokens of a batch; 0: as the memory planner says", unit="tokens", low=0
+        16384,
+        "padded tokens of a batch; 0: as the memory planner says",
+        unit="tokens",
+        low=0,
+        group="batches",
     )
     max_batch: int = param(512, "most samples of a batch", low=1)
     window: int = param(32768, "samples sorted by length together; 0: all", low=0)
@@ -64,12 +76,13 @@ class ExtractParams(StageParams):
         "auto",
         "fused kernels on CUDA: auto (where they exist), on (or fail), off",
         choices=("auto", "on", "off"),
+        group="care and speed",
     )
     allow_slow_kernels: bool = param(False, "run a hybrid target on CUDA without its fast kernels")
     recheck: bool = param(False, "read every stored byte before trusting what is stored already")
     max_quarantined: int = param(0, "samples that may be quarantined before the stage fails", low=0)
     assumed_tflops: float = param(
-        0.0, "for the hours of the preflight; 0: a typical figure of the device", unit="TFLOP/s", low=0
+        0.0, "for the predicted hours; 0: a typical figure of the device", unit="TFLOP/s", low=0
     )
 
     def check(self) -> None:
@@ -96,11 +109,44 @@ class ExtractParams(StageParams):
     @property
     def folder(self) -> Path:
         """One result folder a shard: runs of several shards stand side by side."""
-        return self.run / f"extract-{self.shard}"
+        return self._shard_result(self.shard)
+
+    def _shard_result(self, shard: int) -> Path:
+        return self.run_folder / f"extract-{shard}"
 
     def inputs(self) -> list[Path]:
         """The samples decide whether a finished shard still counts."""
         return [self.samples_path]
+
+    def needs(self) -> list[tuple[Path, str]]:
+        """The samples."""
+        return [(self.samples_path, "" if self.samples else "prepare")]
+
+    @property
+    def new_store(self) -> Path:
+        """Where a store grows that will take the place of one of another setup."""
+        place = Path(os.path.realpath(self.store_path))
+        return place.with_name(f".{place.name}.new")
+
+    def products(self) -> list[Move]:
+        """The new store, where there is one."""
+        return [Move(self.new_store, self.store_path, whole=True)]
+
+    def replacement(self) -> tuple[list[Move], list[Path]]:
+        """A new store takes its place, with the results of all its shards, when the last of them is done."""
+        if not self.new_store.exists():
+            return super().replacement()
+        shards = [replace(self, shard=shard) for shard in range(self.num_shards)]
+        if not all((shard.fresh / RESULT).exists() for shard in shards):
+            return [], []
+        moves, gone = self.products(), []
+        for shard in shards:
+            own, removed = StageParams.replacement(shard)
+            moves += own[1:]
+            gone += removed
+        others = [path for path in self.run_folder.glob(f"extract-*/{RESULT}") if path.parent not in
+                  [shard.folder for shard in shards]]  # fmt: skip
+        return moves, [*gone, *others]
 
     def outputs(self) -> list[Path]:
         """The store's file and the shard's manifest; without them the stage runs again."""
@@ -178,11 +224,13 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
     config = load_config(params.target)
     tap_ids = params.tap_ids or default_tap_ids(config.num_hidden_layers, params.num_taps)
     device = choose_device(params.device)
-    lengths = read_index(params.samples_path).lengths
+    index = read_index(params.samples_path)
+    lengths = index.lengths
+    store = _store_to_fill(params, config, tap_ids, index.set_hash)
     checked = preflight(
         config,
         lengths,
-        params.store_path,
+        store,
         tap_ids=tap_ids,
         store_final=params.store_final,
         storage=params.storage,
@@ -224,7 +272,7 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
         report = extract(
             target,
             params.samples_path,
-            params.store_path,
+            store,
             tap_ids=tap_ids,
             shard=params.shard,
             num_shards=params.num_shards,
@@ -249,14 +297,54 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
         },
         batches=pl.DataFrame(report.batches, schema=_BATCH_SCHEMA),
         quarantined=pl.DataFrame(report.quarantined, schema=_QUARANTINE_SCHEMA),
-        states=_state_rms(params)
+        states=_state_rms(store)
         if report.samples_in > len(report.quarantined)
         else pl.DataFrame(schema=_STATE_SCHEMA),
         selftest=report.selftest,
     )
-    result.save(params.folder)
     report.raise_for_quarantine(params.max_quarantined)
     return result
+
+
+def _store_to_fill(params: ExtractParams, config: Any, tap_ids: list[int], samples_hash: str) -> Path:
+    """Return the folder to extract into: the store, or beside one of another setup the one that will replace
+    it.
+
+    `StoreError` names the differences where nobody asked for that (`force`). Asked before weights are read.
+    """
+    from dflash_lab.extraction.codecs import find_codec
+    from dflash_lab.extraction.layout import Layout
+    from dflash_lab.extraction.loop import store_identity
+    from dflash_lab.target.identity import identify
+    from dflash_lab.target.loading import choose_dtype
+    from dflash_lab.target.sources import resolve
+
+    layout = Layout(tuple(tap_ids), config.hidden_size, params.store_final, find_codec(params.storage))
+    target = identify(resolve(params.target), seed=params.seed)
+    identity = store_identity(target, choose_dtype(params.dtype, config), layout, samples_hash)
+    changed = manifests.other_setup(params.store_path, identity)
+    if not changed:
+        _give_up_new_store(params)
+        return params.store_path
+    if not params.force:
+        manifests.open_identity(params.store_path, identity)  # raises, with the differences
+    if manifests.other_setup(params.new_store, identity):
+        _give_up_new_store(params)
+    log.info(
+        "a new store grows beside %s and replaces it when it is whole: %s", params.store_path, changed[0]
+    )
+    return params.new_store
+
+
+def _give_up_new_store(params: ExtractParams) -> None:
+    """Remove a store that was to replace another and was never finished, with the results of its shards."""
+    if not params.new_store.exists():
+        return
+    log.info("%s was begun with another setup and not finished: removed", params.new_store)
+    for fresh in params.run_folder.glob("extract-*/.fresh"):
+        if fresh != params.fresh:
+            shutil.rmtree(fresh)
+    shutil.rmtree(params.new_store)
 
 
 _BATCH_SCHEMA: dict[str, Any] = {
@@ -280,13 +368,13 @@ _STATE_SCHEMA: dict[str, Any] = {
 }
 
 
-def _state_rms(params: ExtractParams) -> pl.DataFrame:
+def _state_rms(path: Path) -> pl.DataFrame:
     """Re-read some stored samples and sum up the RMS of their rows, by stored state."""
     import torch
 
     from dflash_lab.extraction.store import open_store
 
-    store = open_store(params.store_path)
+    store = open_store(path)
     items = [store[index] for index in range(0, len(store), max(1, len(store) // _EXAMINED))]
     names = [*(f"tap {tap}" for tap in store.tap_ids), *(["final"] if store.has_final else [])]
     sizes: list[list[Any]] = [[] for _ in names]

@@ -31,7 +31,7 @@ def extraction_basis(params: StageParams, config: Any, setup: ExtractionSetup, d
     from dflash_lab.memory.shapes import target_shape
 
     return _find(
-        _path(params.run, "extraction"),
+        _path(params.run_folder, "extraction"),
         lambda: extraction_scope(target_shape(config), setup, device_name(device)),
     )
 
@@ -45,7 +45,7 @@ def training_basis(
     from dflash_lab.memory.calibrated import Basis, device_name, training_scope
     from dflash_lab.memory.shapes import target_shape
 
-    path = _path(params.run, "training")
+    path = _path(params.run_folder, "training")
     if torch.device(device).type == "cpu" and not path.exists():
         return Basis("formulas alone: training steps are not measured on a CPU")
     return _find(path, lambda: training_scope(target_shape(config), drafter, setup, device_name(device)))
@@ -100,7 +100,7 @@ def _keep(params: MemorySweepParams, what: str, points: list[Point], scope: dict
     if len(points) < LEAST:
         logger.info("%s: no calibration from %d measured sizes, it takes %d", what, len(points), LEAST)
         return
-    found, path = fit(points, scope=scope), _path(params.run, what)
+    found, path = fit(points, scope=scope), _path(params.run_folder, what)
     if found.worst_error_pct <= found.formulas_worst_error_pct:
         found.save(path)
         return

@@ -58,27 +58,31 @@ class MemorySweepParams(StageParams):
 
     stage: ClassVar[str] = "memory_sweep"
 
-    budget_gib: float = param(0.0, "memory to plan for; 0: what is free on the device now", unit="GiB", low=0)
+    budget_gib: float = param(
+        0.0, "memory to plan for; 0: what is free on the device now", unit="GiB", low=0, group="extraction"
+    )
     batches: list[int] = param([1, 2, 4, 8, 16], "batches of the grid", low=1)
     lengths: list[int] = param([64, 65, 256, 1024], "lengths of the grid", unit="tokens", low=1)
     tap_ids: list[int] = param([], "layers to tap (0-based); empty: num_taps by the DFlash rule", low=0)
     num_taps: int = param(5, "taps when tap_ids is empty", low=1, high=64)
     store_final: bool = param(False, "also keep the last layer's output before the final norm")
     max_batch: int = param(512, "most rows a batch may have in the plan", low=1)
-    measure: bool = param(True, "load the target and measure the grid; false: predict only")
+    measure: bool = param(
+        True, "load the target and measure the grid; false: predict only", group="measuring"
+    )
     measure_s: float = param(600.0, "seconds to measure for; the largest points come first", unit="s", low=1)
     orders: list[str] = param(["falling"], "orders of measuring", choices=("falling", "rising"))
-    num_layers: int = param(5, "layers of the drafter", low=1, high=64)
+    num_layers: int = param(5, "layers of the drafter", low=1, high=64, group="drafter")
     num_heads: int = param(0, "attention heads of the drafter; 0: the target's", low=0, high=4096)
     num_kv_heads: int = param(0, "key/value heads of the drafter; 0: the target's", low=0, high=4096)
     head_dim: int = param(0, "size of a head of the drafter; 0: the target's", low=0, high=4096)
     intermediate_size: int = param(0, "feed-forward width of the drafter; 0: the target's", low=0, high=2**20)
     second: bool = param(False, "the drafter is a DFlash 2, whose steps no fake tensor counts")
-    optimizer: str = param("adamw", "of a training step", choices=("adamw", "muon"))
+    optimizer: str = param("adamw", "of a training step", choices=("adamw", "muon"), group="optimizer")
     moments: str = param("fp32", "Adam's moments; int8: a byte each", choices=("fp32", "int8"))
     offload: bool = param(False, "masters and moments in host memory")
     gradient_checkpointing: bool = param(False, "recompute draft layers in the backward pass")
-    anchors: int = param(512, "blocks of a training step", low=1)
+    anchors: int = param(512, "blocks of a training step", low=1, group="training step")
     block_size: int = param(16, "slots of a block", low=2, high=128)
     context_tokens: int = param(4096, "target positions of a training step", unit="tokens", low=2)
     chunk: int = param(0, "rows of logits at a time in the loss; 0: as the loss plans it", low=0)
@@ -86,9 +90,11 @@ class MemorySweepParams(StageParams):
     step_anchors: list[int] = param([128, 256, 512], "anchors of the grid of training steps", low=1)
     step_blocks: list[int] = param([8, 16, 24], "block sizes of the grid of training steps", low=2, high=128)
     compile_steps: bool = param(
-        False, "on CUDA, measure steps as train_drafter compiles them: a minute more a shape"
+        False, "on CUDA, measure compiled steps, as train_drafter runs: a minute a shape"
     )
-    placement: str = param("cached", "where the target is while the drafter trains", choices=PLACEMENTS)
+    placement: str = param(
+        "cached", "where the target is while the drafter trains", choices=PLACEMENTS, group="machine"
+    )
     allow_slow_kernels: bool = param(False, "run a hybrid target on CUDA without its fast kernels")
 
     def check(self) -> None:
@@ -260,9 +266,7 @@ def run_memory_sweep(params: MemorySweepParams, progress: Any = None) -> MemoryS
     buckets = bucket_frame(params, found)
     advice, texts = advice_frame(params, found)
     figures = headline(found, frame, steps, buckets)
-    result = MemorySweepResult(figures, frame, steps, term_frame(params, found), advice, buckets, texts)
-    result.save(params.folder)
-    return result
+    return MemorySweepResult(figures, frame, steps, term_frame(params, found), advice, buckets, texts)
 
 
 def _silent(description: str, done: int, total: int, **fields: Any) -> None:

@@ -18,6 +18,7 @@ from dflash_lab.errors import InputError
 from dflash_lab.folders import too_wide
 from dflash_lab.workbench.params import StageParams, param
 from dflash_lab.workbench.progress import ProgressCallback
+from dflash_lab.workbench.replace import Move
 
 if TYPE_CHECKING:
     import polars as pl
@@ -37,25 +38,28 @@ class PrepareParams(StageParams):
 
     input: str = param(
         "data/demo/smollm2_selfprompted.jsonl",
-        "conversations: file, folder or data set id; empty: none",
+        "conversations: file, folder, data set id",
+        group="data",
     )
     limit: int = param(0, "conversations to read; 0: all", low=0)
+    max_record_mib: int = param(64, "largest input record", unit="MiB", low=1, high=2**16)
     thinking: bool = param(False, "render with thinking on, for templates that know it")
     max_length: int = param(4096, "longest sample; 0: no limit", unit="tokens", low=0)
     over_long: str = param("drop", "what happens to longer ones", choices=("drop", "truncate"))
     heldout_fraction: float = param(0.1, "share kept apart for measuring, by content hash", low=0.0, high=0.9)
-    regenerate: str = param("off", "let the target write the answers", choices=("off", "greedy", "sampled"))
+    regenerate: str = param(
+        "off", "let the target write the answers", choices=("off", "greedy", "sampled"), group="answers"
+    )
     max_new_tokens: int = param(512, "longest new answer", unit="tokens", low=1)
     temperature: float = param(1.0, "of sampled answers", low=0.01, high=10.0)
     self_prompts: int = param(0, "prompts the target writes itself, beside the input", low=0)
     self_prompt_tokens: int = param(64, "longest prompt it writes", unit="tokens", low=1)
     batch_size: int = param(0, "answers generated and saved together; 0: what suits the device", low=0)
-    max_record_mib: int = param(64, "largest input record", unit="MiB", low=1, high=2**16)
 
     @property
     def samples_path(self) -> Path:
         """The file this stage makes."""
-        return self.run / "samples.parquet"
+        return self.run_folder / "samples.parquet"
 
     def check(self) -> None:
         self.require(bool(self.input) or self.self_prompts > 0, "input", "give one, or self_prompts above 0")
@@ -75,6 +79,10 @@ class PrepareParams(StageParams):
     def outputs(self) -> list[Path]:
         return [self.samples_path, self.samples_path.with_suffix(".json")]
 
+    def products(self) -> list[Move]:
+        """The samples and what made them."""
+        return [Move(self.fresh / path.name, path) for path in reversed(self.outputs())]
+
 
 @dataclass(frozen=True)
 class PrepareResult:
@@ -84,6 +92,21 @@ class PrepareResult:
     figures: dict[str, Any]
     problems: pl.DataFrame
     previews: pl.DataFrame
+
+    def save(self, folder: Path) -> None:
+        """Leave the result in a folder."""
+        import polars as pl
+
+        from dflash_lab import files
+
+        tables = {
+            "problems": self.problems,
+            "previews": self.previews,
+            "summary": pl.DataFrame([self.figures]),
+        }
+        for name, table in tables.items():
+            with files.atomic_path(folder / f"{name}.parquet") as temporary:
+                table.write_parquet(temporary)
 
     @classmethod
     def load(cls, folder: Path | str) -> PrepareResult:
@@ -97,14 +120,20 @@ class PrepareResult:
         return cls(tables["summary"].row(0, named=True), tables["problems"], tables["previews"])
 
 
+class NothingStored(InputError):
+    """No record became a sample; `details` lists the first problems."""
+
+    def __init__(self, source: str, problems: list[Problem]) -> None:
+        told = [f"{one.file}:{one.line}: {one.reason}" for one in problems]
+        super().__init__(f"{source}: no sample could be stored. {'; '.join(told[:3]) or 'It is empty.'}")
+        self.details = {"problems": told[:50]}
+
+
 def run_prepare(params: PrepareParams, progress: ProgressCallback | None = None) -> PrepareResult:
-    """Write `samples.parquet` and `samples.json` into the run folder, problems and previews into the stage's.
+    """Write `samples.parquet` and `samples.json`, ready to take their place in the run's folder.
 
-    Raises `InputError` when nothing can be read, or nothing is left to store (`problems.parquet` says why).
+    Raises `InputError` when nothing can be read, or nothing is left to store (its details list the problems).
     """
-    import polars as pl
-
-    from dflash_lab import files
     from dflash_lab.data.samples import write_samples
     from dflash_lab.provenance import provenance
     from dflash_lab.target.identity import template_hash, tokenizer_hash
@@ -122,34 +151,20 @@ def run_prepare(params: PrepareParams, progress: ProgressCallback | None = None)
         **provenance(),
     }
     samples = work.answered() if params.regenerate != "off" else work.rendered(tokenizer)
-    staged = params.folder / "samples.parquet"  # takes its place in the run when the numbers add up
+    staged = params.fresh / "samples.parquet"  # takes its place in the run when the numbers add up
     report = write_samples(staged, samples, heldout_fraction=params.heldout_fraction, provenance=made)
     figures = work.figures(report)
-    tables = {
-        "problems": _problem_table([*work.unread, *work.unfit]),
-        "previews": _previews(staged, tokenizer),
-        "summary": pl.DataFrame([figures]),
-    }
-    for name, table in tables.items():
-        with files.atomic_path(params.folder / f"{name}.parquet") as temporary:
-            table.write_parquet(temporary)
     unaccounted = figures["samples_in"] - report.stored - report.duplicates - figures["lost"]
     if unaccounted:
         raise RuntimeError(
             f"{unaccounted} of {figures['samples_in']} records are unaccounted for: a bug in prepare"
         )
     if not report.stored:
-        staged.unlink()
-        first = "; ".join(f"{p.file}:{p.line}: {p.reason}" for p in [*work.unread, *work.unfit][:3])
-        raise InputError(
-            f"{params.input or 'self_prompts'}: no sample could be stored. {first or 'It is empty.'}"
-        )
+        raise NothingStored(params.input or "self_prompts", [*work.unread, *work.unfit])
     if params.heldout_fraction and not 0 < report.heldout < report.stored:
         log.warning("%d of %d samples are held out: too few samples to split", report.heldout, report.stored)
-    for suffix in (".json", ".parquet"):
-        staged.with_suffix(suffix).replace(params.samples_path.with_suffix(suffix))
-    files.sync_folder(params.run)
-    return PrepareResult(figures, tables["problems"], tables["previews"])
+    problems = _problem_table([*work.unread, *work.unfit])
+    return PrepareResult(figures, problems, _previews(staged, tokenizer))
 
 
 def _problem_table(problems: list[Problem]) -> pl.DataFrame:

@@ -1,14 +1,16 @@
 """Stage `train_drafter`: a DFlash drafter from stored target states, or from a target that runs beside it.
 
 From a feature store only the target's embedding, final norm and head are read; with `source: live` the whole
-target makes the states of each row as it is needed, from the samples alone. The run below
-`<run_dir>/train_drafter` resumes from its last checkpoint; with other parameters the earlier run is set
-aside, never overwritten. At the end the drafter (`export`: the best on held-out rows, or the last) is written
-to `<run_dir>/drafter`, ready to be served.
+target makes the states of each row as it is needed, from the samples alone. The run below `train_drafter/run`
+in the run's folder resumes from its last checkpoint; with other parameters the earlier steps are set aside,
+never overwritten. At the end the drafter (`export`: the best on held-out rows, or the last) is written to
+`drafter/` of the run, ready to be served.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ import polars as pl
 
 from dflash_lab import files
 from dflash_lab.workbench.params import StageParams, param
+from dflash_lab.workbench.replace import Move
 
 if TYPE_CHECKING:
     from dflash_lab.drafter.config import DrafterConfig
@@ -31,17 +34,19 @@ class TrainDrafterParams(StageParams):
     stage: ClassVar[str] = "train_drafter"
     renamed: ClassVar[Mapping[str, str]] = {"processes": "gpus"}
 
-    source: str = param("store", "of states: a feature store, or the live target", choices=("store", "live"))
-    store: str = param("", "feature store folder; empty: <run_dir>/store")
+    source: str = param(
+        "store", "of states: a feature store, or the live target", choices=("store", "live"), group="data"
+    )
+    store: str = param("", "feature store folder; empty: the run's")
     check_store: bool = param(True, "hold the store against its checksums once, before the first step")
-    samples: str = param("", "samples file (live); empty: <run_dir>/samples.parquet")
+    samples: str = param("", "samples file (live); empty: the run's")
     tap_ids: list[int] = param(
         [], "layers to tap (live; a store has its own); empty: five by the DFlash rule", low=0
     )
-    drafter: str = param("", "where the finished drafter goes; empty: <run_dir>/drafter")
+    drafter: str = param("", "where the finished drafter goes; empty: drafter/ of the run")
     start_from: str = param("", "drafter checkpoint to start from; empty: random weights")
 
-    num_layers: int = param(5, "draft layers", low=1, high=64)
+    num_layers: int = param(5, "draft layers", low=1, high=64, group="drafter")
     block_size: int = param(16, "slots of a block, the anchor included", low=2, high=256)
     sliding_layers: list[int] = param([], "draft layers with a sliding window, from 0", low=0)
     sliding_window: int = param(2048, "window of those layers", unit="tokens", low=1, high=2**24)
@@ -58,14 +63,18 @@ class TrainDrafterParams(StageParams):
         "auto", "weights; auto: bfloat16 on CUDA, else float32", choices=("auto", "float32", "bfloat16")
     )
 
-    context_tokens: int = param(8192, "context of a packed row", unit="tokens", low=2, high=2**24)
+    context_tokens: int = param(
+        8192, "context of a packed row", unit="tokens", low=2, high=2**24, group="rows"
+    )
     anchors: int = param(
         512, "blocks of a packed row; 0: the most that the memory planner says fit", low=0, high=2**20
     )
     accumulate: int = param(1, "rows of an optimizer step", low=1, high=2**16)
     noise_std: float = param(0.0, "uniform noise on the states, half width", low=0.0, high=100.0)
 
-    gamma: float = param(7.0, "slot k weighs exp(-(k-1)/gamma); 0: all alike", low=0.0, high=1e4)
+    gamma: float = param(
+        7.0, "slot k weighs exp(-(k-1)/gamma); 0: all alike", low=0.0, high=1e4, group="loss"
+    )
     weighting: str = param("decay", "of slots: decay alone, or times D-PACE's", choices=("decay", "dpace"))
     dpace_alpha: float = param(0.5, "floor of D-PACE's confidences", low=0.0, high=1.0)
     denominator: str = param(
@@ -85,12 +94,15 @@ class TrainDrafterParams(StageParams):
     length_weight: float = param(0.0, "factor of the expected accepted length", low=0.0, high=1e4)
     acceptance: str = param(
         "label",
-        "in that length, a slot's: the label's probability (greedy), or the overlap with the target's",
+        "in that length, a slot's: label's probability, or overlap with the target",
         choices=("label", "overlap"),
     )
 
     optimizer: str = param(
-        "adamw", "muon takes the layers' matrices, adamw the rest", choices=("adamw", "muon")
+        "adamw",
+        "muon takes the layers' matrices, adamw the rest",
+        choices=("adamw", "muon"),
+        group="optimizer",
     )
     lr: float = param(6e-4, "peak learning rate of AdamW", low=0.0, high=10.0)
     weight_decay: float = param(0.0, "of AdamW", low=0.0, high=10.0)
@@ -102,7 +114,9 @@ class TrainDrafterParams(StageParams):
     floor: float = param(0.0, "last learning rate as a share of the peak", low=0.0, high=1.0)
     clip_norm: float = param(1.0, "gradient norm above which gradients shrink; 0: never", low=0.0)
 
-    max_steps: int = param(0, "optimizer steps; 0: from epochs", low=0, high=10**9)
+    max_steps: int = param(
+        0, "optimizer steps; 0: from epochs", low=0, high=10**9, group="length and measuring"
+    )
     epochs: float = param(6.0, "passes over the training samples when max_steps is 0", low=0.0, high=1e5)
     time_limit_s: float = param(
         0.0, "time in steps after which training winds up; 0: none", unit="s", low=0.0
@@ -115,7 +129,10 @@ class TrainDrafterParams(StageParams):
     keep: int = param(2, "checkpoints kept", low=1, high=10**6)
     max_bad_steps: int = param(5, "skipped steps in a row that end the run", low=1, high=10**6)
     explode_factor: float = param(50.0, "skip a gradient this many times the usual norm", low=1.01)
-    gradient_checkpointing: bool = param(False, "recompute layers in the backward pass")
+    export: str = param("best", "which weights become the drafter", choices=("best", "last"))
+    gradient_checkpointing: bool = param(
+        False, "recompute layers in the backward pass", group="speed and GPUs"
+    )
     compile: bool = param(True, "on CUDA: compile each layer of the drafter into one graph")
     compile_target: bool = param(False, "on CUDA, live: the target's layers too; states then differ a little")
     attention: str = param("auto", "auto: flex on CUDA, else dense", choices=("auto", "dense", "flex"))
@@ -131,7 +148,6 @@ class TrainDrafterParams(StageParams):
         -1, "GPU of the frozen head, where the loss is; -1: the drafter's own", low=-1, high=1023
     )
     queue_rows: int = param(2, "rows that may lie ready between a target and a drafter", low=1, high=64)
-    export: str = param("best", "which weights become the drafter", choices=("best", "last"))
 
     def check(self) -> None:
         """Rules between fields that need neither store nor target."""
@@ -182,6 +198,23 @@ class TrainDrafterParams(StageParams):
     def drafter_path(self) -> Path:
         """The folder of the finished drafter."""
         return self.path_or(self.drafter, "drafter")
+
+    @property
+    def fresh_drafter(self) -> Path:
+        """Where the drafter is put together, beside its place."""
+        place = Path(os.path.realpath(self.drafter_path))
+        return place.with_name(f".{place.name}.new")
+
+    def products(self) -> list[Move]:
+        """The finished drafter."""
+        return [Move(self.fresh_drafter, self.drafter_path)]
+
+    def needs(self) -> list[tuple[Path, str]]:
+        """The states, or the samples that a live target reads; the drafter to start from."""
+        live = self.source == "live"
+        states = (self.samples_path, "" if self.samples else "prepare")
+        stored = (self.store_path / "store.json", "" if self.store else "extract")
+        return [states if live else stored, *([(Path(self.start_from), "")] if self.start_from else [])]
 
     def inputs(self) -> list[Path]:
         """The store or the samples, and the drafter to start from."""
@@ -250,7 +283,10 @@ def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> Train
     params = with_anchors(params)
     if params.targets or params.head >= 0:  # a GPU may be named for several
         clear_processes(params)
-    files.make_folder(params.drafter_path)
+    shutil.rmtree(params.fresh_drafter, ignore_errors=True)  # of an attempt that was killed
+    files.make_folder(
+        params.fresh_drafter
+    )  # on the disk of the drafter: one that cannot be written is told now
     if params.targets:
         report = train_pipeline(params, progress)
     elif params.gpus > 1:
@@ -258,12 +294,10 @@ def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> Train
     else:
         report = train_here(params, progress)
     chosen = report.best if params.export == "best" else report.last_checkpoint
-    copy_checkpoint(chosen, params.drafter_path)
-    config = read_config(params.drafter_path)
-    write_serving_notes(params.drafter_path, config, served_name(params.target))
-    result = collect(params, report, config)
-    result.save(params.folder)
-    return result
+    copy_checkpoint(chosen, params.fresh_drafter)
+    config = read_config(params.fresh_drafter)
+    write_serving_notes(params.fresh_drafter, config, served_name(params.target))
+    return collect(params, report, config)
 
 
 def collect(params: TrainDrafterParams, report: TrainReport, config: DrafterConfig) -> TrainDrafterResult:

@@ -13,8 +13,8 @@ from dflash_lab.drafter.journal import NAME
 from dflash_lab.file_errors import naming
 from dflash_lab.workbench.figures import train_drafter as figures
 from dflash_lab.workbench.figures.style import live
+from dflash_lab.workbench.finished import FAILURE
 from dflash_lab.workbench.progress import duration
-from dflash_lab.workbench.stage import FAILURE
 
 if TYPE_CHECKING:
     import ipywidgets

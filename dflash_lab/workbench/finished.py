@@ -1,0 +1,164 @@
+"""Whether a finished result still stands, in what it differs from what is wanted now, and what rests on it.
+
+Nothing here makes or changes a file.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from dflash_lab.errors import InputError, StoreError, near
+from dflash_lab.files import read_json
+from dflash_lab.workbench.fingerprint import fingerprints
+from dflash_lab.workbench.params import StageParams, defaults
+from dflash_lab.workbench.registry import LEAVES
+from dflash_lab.workbench.run_params import check_owner, known_runs
+from dflash_lab.workbench.secrets import redact_tree
+
+SCHEMA_VERSION = 1
+RESULT = "result.json"
+FAILURE = "failure.json"
+_TOLD = 4  # differences that a sentence names
+
+
+def is_finished(params: StageParams, inputs: dict[str, str] | None = None) -> bool:
+    """Say whether `result.json` stands for these parameters and the present content of the inputs."""
+    finished = (params.folder / RESULT).exists()
+    return finished and not differences(params, inputs) and params.stands()
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """Read a `result.json`; a `StoreError` when it is not one, or of another version of this program."""
+    result = read_json(path)
+    version = result.get("schema_version") if isinstance(result, dict) else None
+    if version != SCHEMA_VERSION:
+        raise StoreError(
+            f"{path}: schema version {version!r}, this program writes {SCHEMA_VERSION}. "
+            "Move the run folder away, or give another run_dir."
+        )
+    kinds: dict[str, Any] = {"figures": dict}
+    if "run" not in result:  # a stage's own, not the closing table of the run
+        kinds |= {"parameters": dict, "inputs": dict, "stage": str, "seconds": int | float}
+    for name, kind in kinds.items():
+        if not isinstance(result.get(name), kind):
+            raise StoreError(f"{path}: has no {name}. Remove the file to make it again.")
+    return result
+
+
+def input_fingerprints(params: StageParams) -> dict[str, str]:
+    """Return the fingerprint of each input by its path, that of a local target among them."""
+    return fingerprints([*_target_folder(params), *params.inputs()], params.run_folder)
+
+
+class WouldReplace(InputError):
+    """A finished result is of other parameters or inputs, and nobody asked to replace it."""
+
+
+def check_ready(params: StageParams, inputs: dict[str, str] | None = None) -> None:
+    """Raise an `InputError` when the stage cannot begin: the folder is another run's, something it needs is
+    not there (the message names the stage that makes it), or it would replace a finished result unasked
+    (`WouldReplace`). Nothing is made, and nothing loaded.
+    """
+    check_owner(params)
+    for path, maker in params.needs():
+        if path.exists():
+            continue
+        if maker:
+            raise InputError(
+                f"{params.stage}: {path} is not there yet. Run {maker} first: dflash-lab {maker} "
+                f"{_named(params)}{_other_folder(params)}"
+            )
+        raise InputError(f"{params.stage}: {path} is not there. Give a path that exists.")
+    if params.force:
+        return
+    if changes := differences(params, inputs):
+        later = stale_after(params)
+        then = f" {', '.join(later)} would be of the old one and go stale." if later else ""
+        more = f" and {len(changes) - _TOLD} more" if len(changes) > _TOLD else ""
+        raise WouldReplace(
+            f"{params.folder.name} of run {params.run_name} is finished with other "
+            f"parameters or inputs: {'; '.join(changes[:_TOLD])}{more}. Nothing changed.{then} To replace "
+            "it, set force (-p force True); to keep both, make another run: "
+            f"dflash-lab new NAME --from {params.run_name}"
+        )
+
+
+def _named(params: StageParams) -> str:
+    given = f"--run {params.run}"
+    return f"{given} -p run_dir {params.run_dir}" if params.run_dir else given
+
+
+def _other_folder(params: StageParams) -> str:
+    """A hint at the folder that was meant, where the run's folder was mistyped."""
+    folder = params.run_folder
+    return (
+        ""
+        if folder.is_dir() or not params.run_dir
+        else f" ({folder} is not there{near(folder.name, known_runs())})"
+    )
+
+
+def differences(params: StageParams, inputs: dict[str, str] | None = None) -> list[str]:
+    """Say in what a finished result differs from these parameters and today's inputs, a phrase each; empty
+    where there is none or it matches.
+    """
+    path = params.folder / RESULT
+    if not path.exists():
+        return []
+    result = read_result(path)
+    inputs = input_fingerprints(params) if inputs is None else inputs
+    then = _significant(params, of_today(type(params), result["parameters"]))
+    now = _significant(params, redact_tree(params.as_dict()))
+    found = [
+        f"{name} was {then.get(name, 'unknown')!r}, now {now.get(name, 'unknown')!r}"
+        for name in sorted({*then, *now})
+        if then.get(name) != now.get(name)
+    ]
+    for name in sorted({*result["inputs"], *inputs}):
+        if result["inputs"].get(name) != inputs.get(name):
+            found.append(f"{name} {_became(result['inputs'].get(name), inputs.get(name))}")
+    return found
+
+
+def _became(then: str | None, now: str | None) -> str:
+    if now == "absent":
+        return "is gone"
+    return (
+        "was not read"
+        if then in (None, "absent")
+        else "is not read any more"
+        if now is None
+        else "has changed"
+    )
+
+
+def stale_after(params: StageParams) -> list[str]:
+    """Return the finished stages that rest on what this stage leaves, and those that rest on them."""
+    left, found = set(LEAVES.get(params.stage, ())), []
+    rest = {path.parent.name: read_result(path) for path in sorted(params.run_folder.glob(f"*/{RESULT}"))}
+    while hit := next((name for name, one in rest.items() if left & {*one["inputs"]}), ""):
+        left |= set(LEAVES.get(rest.pop(hit)["stage"], ()))
+        if hit != params.folder.name:
+            found.append(hit)
+    return found
+
+
+def _significant(params: StageParams, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the parameters that change how a stage runs, not what it finds."""
+    return {name: value for name, value in parameters.items() if name not in params.passing}
+
+
+def of_today(cls: type[StageParams], parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a result under today's names; one that an earlier version did not know had
+    its default.
+    """
+    named = {cls.renamed.get(name, name): value for name, value in parameters.items()}
+    return {**defaults(cls), **named}
+
+
+def _target_folder(params: StageParams) -> list[Path]:
+    """The target's folder; one without a config is no checkpoint, and may be a whole disk."""
+    folder = Path(os.path.expanduser(params.target))
+    return [folder] if os.path.exists(folder / "config.json") else []

@@ -1,0 +1,326 @@
+"""A run has a name, and the name owns its parameters.
+
+`params/<run>/common.yaml` and `<stage>.yaml` hold the values, `runs/<run>/` is the folder. What a person
+types (in the notebook's cell, with papermill's options, on our command line) is preferred to them, and the
+defaults of the stage's class stand behind both. `resolve` is the one place where this order is kept: a
+notebook opened by hand, plain papermill and the launcher all come here, so they cannot disagree. A run whose
+parameter folder is gone has those that its finished result was made with.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dflash_lab.errors import InputError, near
+from dflash_lab.files import as_json, read_json, write_bytes, write_json
+from dflash_lab.workbench.kernel import enter_workspace, started_by_papermill
+from dflash_lab.workbench.params import RUN_NAME, P, StageParams, check_names, defaults, field_types
+from dflash_lab.workbench.strict_yaml import read_parameter_file
+
+COMMON = "common.yaml"
+PARAMS, RUNS = Path("params"), Path("runs")
+RUN_FILE = "run.json"  # in a run's folder: whose it is
+TYPED = "typed in the notebook"
+
+S = TypeVar("S", bound=StageParams)
+Typed = Mapping[str, tuple[Any, str]]  # name -> value, and where it was given
+
+
+@dataclass(frozen=True)
+class NamedRun:
+    """A run as its name finds it: the parameter folder, None where it has none."""
+
+    name: str
+    parameters: Path | None
+
+
+def find_run(given: str, run_dir: str = "") -> NamedRun:
+    """Find a run by its name, or by the path of its parameter folder or of its run folder.
+
+    Raises an `InputError` with the near match for a name that has neither.
+    """
+    path = Path(given)
+    if len(path.parts) > 1:  # a path: of parameters, or of the run itself
+        if _has_parameters(path):
+            ours = path.resolve() == (PARAMS / path.name).resolve()
+            return NamedRun(path.name, PARAMS / path.name if ours else path)
+        if path.resolve().parent != RUNS.resolve():
+            raise InputError(
+                f"{given}: no such folder of parameters (it would hold {COMMON}).{_known(path.name)}"
+            )
+    name = path.name
+    if not RUN_NAME.fullmatch(name):
+        raise InputError(f"run={given!r}: a run's name is letters, digits, - . + and _, such as mine.")
+    if _has_parameters(PARAMS / name):
+        return NamedRun(name, PARAMS / name)
+    folder = Path(os.path.expanduser(run_dir)) if run_dir else RUNS / name
+    if not folder.is_dir():
+        raise InputError(
+            f"no run {name!r}: neither {PARAMS / name} nor {folder} is there.{_known(name)} "
+            f"A new one: dflash-lab new {name}"
+        )
+    return NamedRun(name, None)
+
+
+def known_runs() -> list[str]:
+    """Return the names of runs that have parameters or a folder."""
+    with_parameters = {path.name for path in PARAMS.glob("*") if _has_parameters(path)}
+    return sorted(with_parameters | {path.name for path in RUNS.glob("*") if path.is_dir()})
+
+
+def _known(name: str) -> str:
+    known = known_runs()
+    return f"{near(name, known)} Runs: {', '.join(known) or 'none'}."
+
+
+def _has_parameters(folder: Path) -> bool:
+    from dflash_lab.workbench.registry import STAGES
+
+    return any((folder / name).is_file() for name in (COMMON, *(f"{stage}.yaml" for stage in STAGES)))
+
+
+def resolve(cls: type[S], typed: Typed) -> S:
+    """Return the parameters of a stage for what was `typed`, and behind it what the run's folder says.
+
+    The result knows the origin of each value (`origins`). Nothing is made on disk. Raises an `InputError`
+    that says where a wrong value was given, and for a run that does not exist.
+    """
+    check_names(cls, {name: value for name, (value, _) in typed.items()})
+    run, origin = typed.get("run", ("", "default"))
+    run_dir, _ = typed.get("run_dir", ("", ""))
+    run = run if isinstance(run, str) else str(run)
+    named = find_run(run or defaults(cls)["run"], run_dir if isinstance(run_dir, str) else "")
+    values: dict[str, tuple[Any, str]] = {**_owned(cls, named, typed), **typed}
+    ours = named.parameters is None or named.parameters == PARAMS / named.name
+    values["run"] = (named.name if ours else str(named.parameters), origin)
+    try:
+        made = cls(**{name: value for name, (value, _) in values.items()})
+    except InputError as error:
+        told = re.match(rf"{cls.stage}: (\w+)[=:]", str(error))  # how `Params` begins what it says of a field
+        if told is None or told[1] not in values:
+            raise
+        raise InputError(f"{error} ({_place(values[told[1]][1], told[1])})") from None
+    object.__setattr__(made, "origins", {name: where for name, (_, where) in values.items()})
+    return made
+
+
+def _owned(cls: type[StageParams], named: NamedRun, typed: Typed) -> dict[str, tuple[Any, str]]:
+    """Return what the run itself says: its parameter folder, or without one what its result was made with."""
+    if named.parameters is None:
+        return _of_result(cls, named, typed)
+    flags = {name for name, kind in field_types(cls).items() if kind is bool}
+    found: dict[str, tuple[Any, str]] = {}
+    for path in (named.parameters / COMMON, named.parameters / f"{cls.stage}.yaml"):
+        if path.exists():
+            values = read_parameter_file(path, flags)
+            check_names(cls, values, where=str(path))
+            if "run" in values:
+                raise InputError(
+                    f"{path}: a run's name is that of its folder, {named.name}. Remove the line."
+                )
+            found |= {name: (value, str(path)) for name, value in values.items()}
+    return found
+
+
+def _of_result(cls: type[StageParams], named: NamedRun, typed: Typed) -> dict[str, tuple[Any, str]]:
+    from dflash_lab.workbench.finished import RESULT, of_today, read_result
+
+    folder = Path(typed["run_dir"][0]) if typed.get("run_dir") else RUNS / named.name
+    for path in sorted(folder.glob(f"{cls.stage}*/{RESULT}")):
+        result = read_result(path)
+        values = of_today(cls, result["parameters"])
+        shard = typed.get("shard", (values.get("shard"), ""))[0]
+        if result["stage"] == cls.stage and shard == values.get("shard"):
+            return {
+                name: (value, str(path))
+                for name, value in values.items()
+                if name in field_types(cls) and name not in StageParams.passing
+            }
+    return {}
+
+
+def _place(where: str, name: str) -> str:
+    """Return where a parameter was given: an option, or a file with the line."""
+    path = Path(where)
+    if not path.is_file():
+        return where if where == TYPED else f"given with {where}"
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
+    number = next((n for n, line in enumerate(lines, 1) if re.match(rf"[\"']?{name}[\"']?\s*:", line)), 1)
+    return f"{where}:{number}"
+
+
+# The notebook ----------------------------------------------------------------------------------------------
+
+
+def from_notebook(cls: type[P], namespace: Mapping[str, Any]) -> P:
+    """Make parameters from a notebook's `globals()`: what its cell or papermill sets is typed, what is None
+    comes from the run. An injected name that `cls` lacks is an `InputError`.
+
+    Also makes the folder above `notebooks/` the working directory, where papermill starts a kernel anyway and
+    JupyterLab does not, so that relative paths mean the same in both; and turns `interactive` off when
+    papermill runs the notebook, unless it was asked for by name.
+    """
+    injected = _injected(namespace)
+    check_names(cls, dict.fromkeys(injected))
+    known = list(field_types(cls))
+    missing = [name for name in known if name not in namespace]
+    if missing:
+        for old, new in cls.renamed.items():
+            if new in missing and old in namespace:
+                raise InputError(
+                    f"{cls.stage}: {old} in the parameters cell is now called {new}. Type {new} in its place."
+                )
+        lost = ", ".join(missing)
+        raise InputError(
+            f"{cls.stage}: the parameters cell does not set {lost}. Run it, or add the line back."
+        )
+    enter_workspace()
+    values = {name: namespace[name] for name in known if namespace[name] is not None}
+    typed = {
+        name: (value, "given to papermill" if name in injected else TYPED) for name, value in values.items()
+    }
+    if started_by_papermill():
+        typed.setdefault("interactive", (False, "headless"))
+    if issubclass(cls, StageParams):
+        return resolve(cls, typed)
+    return cls(**{name: value for name, (value, _) in typed.items()})
+
+
+def _injected(namespace: Mapping[str, Any]) -> list[str]:
+    """Return the names assigned by papermill's latest injected cell, which starts with ``# Parameters``."""
+    for source in reversed(namespace.get("In", [])):
+        if source.lstrip().startswith("# Parameters"):
+            body = ast.parse(source).body
+            return [
+                target.id
+                for line in body
+                if isinstance(line, ast.Assign)
+                for target in line.targets
+                if isinstance(target, ast.Name)
+            ]
+    return []
+
+
+# Whose folder it is ----------------------------------------------------------------------------------------
+
+
+def check_owner(params: StageParams) -> None:
+    """Raise an `InputError` when the run's folder belongs to another folder of parameters, which is still
+    there.
+    """
+    owner = _owner(params.run_folder)
+    mine = _parameters_of(params)
+    if owner is None or mine is None or owner.resolve() == mine.resolve() or not owner.is_dir():
+        return
+    raise InputError(
+        f"{params.run_folder} holds the run of {_shown(owner)}, and these parameters are those of {mine}. "
+        f"Two runs never share a folder: {_apart(params)}"
+    )
+
+
+def claim(params: StageParams) -> None:
+    """Write down in the run's folder which parameters it belongs to. The folder is made."""
+    mine = _parameters_of(params)
+    if mine is None:
+        return
+    record = {
+        "run": params.run_name,
+        "parameters": os.path.relpath(mine.resolve(), params.run_folder.resolve()),
+    }
+    path = params.run_folder / RUN_FILE
+    if not path.is_file() or path.read_bytes() != as_json(record):
+        write_json(path, record)
+
+
+def _parameters_of(params: StageParams) -> Path | None:
+    """Return the parameter folder of parameters that `resolve` made, None without one."""
+    if not params.origins:
+        return None
+    return find_run(params.run, params.run_dir).parameters
+
+
+def _owner(folder: Path) -> Path | None:
+    path = folder / RUN_FILE
+    if not path.is_file():
+        return None
+    record = read_json(path)
+    told = record.get("parameters") if isinstance(record, dict) else None
+    if not isinstance(told, str):
+        raise InputError(f"{path}: does not say whose run this is. Remove the file to take the folder over.")
+    return Path(os.path.normpath(folder.resolve() / told))
+
+
+def _shown(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _apart(params: StageParams) -> str:
+    if params.run_dir:
+        where = params.origins.get("run_dir", "")
+        return f"give another run_dir ({where}), or leave it out for runs/{params.run_name}."
+    return f"rename one of the two folders, or give run_dir. To take it over, remove {RUN_FILE} there."
+
+
+def new_run(name: str, *, source: str = "own", target: str = "", input: str = "") -> Path:
+    """Make `params/<name>` from the parameters of another run, with its target and input set; return the
+    folder.
+
+    Comments and order of the files stay. Raises an `InputError` when the name is taken or the source has
+    none.
+    """
+    if not RUN_NAME.fullmatch(name):
+        raise InputError(f"{name!r}: a run's name is letters, digits, - . + and _, such as mine.")
+    goal = PARAMS / name
+    taken = next((path for path in (goal, RUNS / name) if path.exists()), None)
+    if taken is not None:
+        raise InputError(f"{taken} is there already. Give another name, or remove it.")
+    found = find_run(source)
+    if found.parameters is None:
+        raise InputError(f"{source}: this run has no parameter folder to start from.")
+    texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(found.parameters.glob("*.yaml"))}
+    for value, key, file in ((target, "target", COMMON), (input, "input", "prepare.yaml")):
+        if value:
+            texts[file] = _with_line(texts.get(file, ""), key, value)
+    if COMMON in texts:  # the folder of a run is that of its name
+        texts[COMMON] = re.sub(r"(?m)^run_dir:.*\n?", "", texts[COMMON])
+    for file, text in texts.items():
+        write_bytes(goal / file, text.encode())
+    return goal
+
+
+def _with_line(text: str, key: str, value: str) -> str:
+    """Return YAML text whose line `key:` has a value; its comment stays, without the mark of a line to be
+    set.
+    """
+    line = f"{key}: {_scalar(value)}"
+    changed, count = re.subn(
+        rf"(?m)^{key}:[^#\n]*?([ \t]*#.*)?$",
+        lambda m: line + (m[1] or "").replace("# <-- ", "# "),
+        text,
+        count=1,
+    )
+    return changed if count else f"{text.rstrip()}\n{line}\n".lstrip()
+
+
+def _scalar(value: str) -> str:
+    """Return text as YAML reads it back: as it is where that is clear, else in double quotes."""
+    return (
+        value
+        if re.fullmatch(r"[A-Za-z/~][\w./~+-]*", value) and value.lower() not in _WORDS
+        else _quoted(value)
+    )
+
+
+_WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
+
+
+def _quoted(value: str) -> str:
+    import json
+
+    return json.dumps(value, ensure_ascii=False)

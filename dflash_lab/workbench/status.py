@@ -1,0 +1,88 @@
+"""Each stage of a run: finished, out of date and why, failed, never run. A dry run of what would be done
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dflash_lab.errors import LabError
+from dflash_lab.files import read_json
+from dflash_lab.workbench.finished import FAILURE, RESULT, differences, stale_after
+from dflash_lab.workbench.lock import LOCK, is_held
+from dflash_lab.workbench.params import StageParams
+from dflash_lab.workbench.registry import STAGES, params_class
+from dflash_lab.workbench.replace import settle
+from dflash_lab.workbench.run_params import NamedRun, find_run, resolve
+
+
+@dataclass(frozen=True)
+class StageStatus:
+    """`state`: finished, stale (finished, and would be done again), running, failed, stopped, killed, never
+    run, or unreadable; `why` is a sentence, empty where there is nothing to add.
+    """
+
+    stage: str
+    folder: str
+    state: str
+    why: str
+
+
+def run_status(run: str | Path) -> list[StageStatus]:
+    """Return the state of each stage that a run has parameters for, in order, shards apart.
+
+    `run` is its name, or the path of its parameters or folder. Raises an `InputError` for a run that is not
+    there.
+    """
+    named = find_run(str(run))
+    found: list[StageStatus] = []
+    again: dict[str, str] = {}  # folder of a stage -> the earlier one that comes first
+    for stage in STAGES:
+        if not _has(named, stage):
+            continue
+        try:
+            shards = list(_shards(stage, str(run)))
+        except LabError as error:
+            found.append(StageStatus(stage, stage, "unreadable", str(error)))
+            continue
+        for params in shards:
+            settle(params.run_folder)
+            state, why = _state(params)
+            if state == "finished" and params.folder.name in again:
+                why = f"goes out of date when {again[params.folder.name]} is done again"
+            if state == "stale":
+                again |= dict.fromkeys(stale_after(params), params.folder.name)
+            found.append(StageStatus(stage, params.folder.name, state, why))
+    return found
+
+
+def _has(named: NamedRun, stage: str) -> bool:
+    return named.parameters is None or (named.parameters / f"{stage}.yaml").exists()
+
+
+def _shards(stage: str, run: str) -> Iterator[StageParams]:
+    first = resolve(params_class(stage), {"run": (run, "given by name")})
+    for shard in range(getattr(first, "num_shards", 1)):
+        yield replace(first, shard=shard) if hasattr(first, "shard") else first  # type: ignore[call-arg]
+
+
+def _state(params: StageParams) -> tuple[str, str]:
+    folder = params.folder
+    if is_held(folder):
+        return "running", ""
+    try:
+        attempt = read_json(folder / FAILURE) if (folder / FAILURE).exists() else {}
+        if (folder / RESULT).exists():
+            told = f"a later attempt {attempt['state']}: {attempt['message']}" if attempt else ""
+            if changes := differences(params):
+                return "stale", "; ".join([*changes, *([told] if told else [])])
+            return ("finished", told) if params.stands() else ("stale", "what it left is not whole any more")
+        if attempt:
+            return attempt["state"], attempt["message"]
+    except (LabError, KeyError, TypeError) as error:
+        return "unreadable", str(error)
+    if (folder / LOCK).exists():
+        return "killed", "started and gone without a word; the same command goes on"
+    return "never run", ""
