@@ -60,6 +60,14 @@ CELLS = """() => {
     }
     return found;
 }"""
+ASK = """async code => {
+    const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
+    let text = '';
+    const future = kernel.requestExecute({code, store_history: false});
+    future.onIOPub = message => { text += message.content.data?.['text/plain'] ?? ''; };
+    await future.done;
+    return text;
+}"""
 SOURCES = """() => Array.from(
     window.jupyterapp.shell.currentWidget.content.model.cells, cell => cell.sharedModel.getSource()
 )"""
@@ -238,6 +246,10 @@ class Notebook:
 
     def cells(self) -> list[dict[str, Any]]:
         return self.page.evaluate(CELLS)
+
+    def ask(self, code: str) -> str:
+        """Return the value of an expression in the notebook's kernel, as text."""
+        return self.page.evaluate(ASK, code)
 
     def scroll_to(self, text: str, wait_ms: float = 800) -> None:
         """Bring the cell whose source contains `text` to the top of the screen."""

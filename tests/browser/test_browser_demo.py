@@ -112,6 +112,7 @@ def test_run_all_shows_the_demo_and_changes_nothing(browser, demo, demo_lab, sta
             after = finished_files(demo / "runs" / "demo")
             assert {name: after.get(name) for name in before} == before
             assert {Path(name).parent.name for name in set(after) - set(before)} <= {"figures"}
+        assert notebook.ask("__import__('os').environ['GOMP_SPINCOUNT']") == "'1000'"
         assert complaints(notebook) == []
     finally:
         notebook.close()

@@ -15,15 +15,6 @@ from dflash_lab.workbench.registry import STAGES
 
 pytestmark = pytest.mark.timeout(600)
 
-ASK = """async code => {
-    const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
-    let text = '';
-    const future = kernel.requestExecute({code, store_history: false});
-    future.onIOPub = message => { text += message.content.data?.['text/plain'] ?? ''; };
-    await future.done;
-    return text;
-}"""
-
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_run_all_in_a_fresh_lab(opened, workspace, stage):
@@ -112,7 +103,7 @@ def test_the_sweep_starts_stops_and_leaves_the_kernel_free(opened):
     start.click()
     page.wait_for_function("() => document.body.innerText.match(/loading the target|of \\d+ points/)")
     began = time.monotonic()
-    answer = page.evaluate(ASK, "6 * 7")
+    answer = notebook.ask("6 * 7")
     assert answer == "42" and time.monotonic() - began < 10
     notebook.screenshot("sweep-running")
     if stop.is_enabled():

@@ -63,7 +63,8 @@ def test_every_run_is_listed_with_its_state_and_why_stages_are_not_finished(here
     finish(here / "runs" / "mine" / "prepare")
     write_json(here / "runs" / "mine" / "extract" / "failure.json", {"state": "failed", "message": "no"})
     mine = [
-        StageStatus("prepare", "prepare", "finished", ""),
+        StageStatus("prepare", "prepare", "finished", "a later attempt failed: disk full"),
+        StageStatus("dataset_stats", "dataset_stats", "finished", ""),
         StageStatus("extract", "extract", "stale", "token_budget is 1024, it was 512."),
         StageStatus("train_drafter", "train_drafter", "never run", ""),
         StageStatus("acceptance", "acceptance", "never run", ""),
@@ -76,6 +77,7 @@ def test_every_run_is_listed_with_its_state_and_why_stages_are_not_finished(here
     assert listed["<strong>mine</strong>"][:2] == ["failed", "1/2"]
     points = re.findall(r"<li>(.*?)</li>", rendered(text), re.DOTALL)
     assert [re.sub("<.*?>", "", point) for point in points] == [
+        "mine, prepare: finished: a later attempt failed: disk full",
         "mine, extract: stale: token_budget is 1024, it was 512.",
         "mine, train_drafter, acceptance: never run",
     ]
