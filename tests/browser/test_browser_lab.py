@@ -80,7 +80,7 @@ def test_training_is_drawn_while_its_cell_runs(opened, workspace):
         timeout=90_000,
     )
     page.get_by_role("button", name="positions").click()
-    page.locator(".heatmaplayer image").first.wait_for(timeout=20_000)
+    page.locator(".heatmaplayer image").first.wait_for(timeout=60_000)
     seen = page.locator(".widget-label", has_text="step ").last
     before = seen.inner_text()
     page.wait_for_function("before => !document.body.innerText.includes(before)", arg=before, timeout=60_000)
