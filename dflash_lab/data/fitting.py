@@ -1,8 +1,8 @@
 """A plan whose batches padding does not eat: for few samples a large token budget is lowered.
 
-A budget that holds most of a data set makes one or two batches of it, padded to their longest sample; 57 chats
-under 16,384 tokens are one batch of which half is padding. Where the plan wastes more than `WASTE_PCT`, its
-budget is halved as long as that makes the whole cheaper: fewer padded tokens, but `BATCH_TOKENS` more for each
+A budget that holds most of a data set makes one or two batches of it, padded to their longest sample; 57
+chats under 16,384 tokens are one batch of which half is padding. Where the plan wastes more than `WASTE_PCT`,
+the cheapest of its halves, quarters and so on is taken: fewer padded tokens, but `BATCH_TOKENS` more for each
 batch more. Large data sets waste a percent or two under any budget and keep theirs.
 """
 

@@ -32,14 +32,15 @@ class Checkout:
         (root / ".venv").mkdir()
         (root / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
         shutil.copytree(REPO / "params", root / "params")
-        for folder, run in (("demo", "runs/demo"), ("own", "runs/mine")):
+        for folder, run in (("demo", "runs/demo"), ("own", "runs/mine"), ("own-cpu", "runs/mine")):
             for stage, values in TINY.items():
                 self._set(root / "params" / folder / f"{stage}.yaml", values)
             common = {"run_dir": run, "device": "cpu", "dtype": "float32"}
             common |= {"target": str(target)} if folder == "demo" else {}
             self._set(root / "params" / folder / "common.yaml", common)
         self._set(root / "params" / "demo" / "prepare.yaml", {"limit": 40})
-        self._set(root / "params" / "own" / "extract.yaml", {"num_shards": 1})
+        for folder in ("own", "own-cpu"):
+            self._set(root / "params" / folder / "extract.yaml", {"num_shards": 1})
         conversations(root / "mine.jsonl")
         (root / "path" / "to").mkdir(parents=True)
         shutil.copytree(target, root / "path" / "to" / "model")

@@ -172,10 +172,12 @@ def test_on_a_cpu_the_points_that_fit_the_time_are_measured(
     left = result.points.filter(pl.col("measured_moving").is_null()).sort(pl.col("batch") * pl.col("length"))
     assert 12 <= len(seen) == result.figures["points_measured"] == 20 - left.height
     sizes = (left["batch"] * left["length"]).to_list()
-    assert min(sizes) >= max(seen) and now[0] + 0.01 * min(sizes) > params.measure_s  # no more would have fitted
+    assert min(sizes) >= max(seen)
+    assert now[0] + 0.01 * min(sizes) > params.measure_s, "one more would have fitted"
     told = result.figures["not_measured"]
-    assert told.startswith(f"{left.height} from {left['batch'][0]} x {left['length'][0]} (about ")
-    assert "to 16 x 256 (about 41 s) of 20 points" in told and f"{len(seen)} points took {now[0]:.0f} s" in told
+    assert told.startswith(f"{left.height} of 20 points, {left['batch'][0]} x {left['length'][0]} (about ")
+    assert "to 16 x 256 (about 41 s): no time was left" in told and "30 s given" in told
+    assert f"the other {len(seen)} took {now[0]:.0f};" in told
     enough = int(told.rsplit(" ", 1)[1])
     assert enough >= now[0] + 0.01 * sum(sizes) and told in caplog.text
     more = execute(params_for(tmp_path, tiny_target("llama"), measure_s=enough, orders=orders, **grid))
@@ -187,7 +189,7 @@ def test_one_point_left_out_is_named_alone():
 
     done = {"batch": 1, "length": 100, "order": "rising", "seconds": 3.0}
     rows = [done, {"batch": 4, "length": 1000, "order": "", "seconds": None}]
-    assert not_measured(20.0, rows).startswith("4 x 1,000 (about 2 min 00 s) of 2 points: no time was left of")
+    assert not_measured(20.0, rows).startswith("1 of 2 points, 4 x 1,000 (about 2 min 00 s): ")
     assert not_measured(20.0, [done]) == ""
 
 

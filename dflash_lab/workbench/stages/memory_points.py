@@ -53,8 +53,8 @@ def measure_points(
 ) -> list[dict[str, Any]]:
     """Load the target and fill in what was measured; `each` is called with all rows whenever some are new.
 
-    On CUDA points are measured until the time is up, on a CPU, where the largest takes a hundred times as long
-    as the smallest, as long as the next one is expected to fit into it.
+    On CUDA points are measured until the time is up, on a CPU, where the largest takes some hundred times as
+    long as the smallest, as long as the next one is expected to fit into it.
 
     A target whose weights alone do not fit is a result too: every point is marked as out of memory. Raises
     what `progress` raises between points, so a stop takes effect there.
@@ -90,7 +90,7 @@ def measure_points(
             speed_up(target, "auto")
         allowed_s = params.measure_s * (POINTS_SHARE if found.cuda else 1.0)
         deadline = time.monotonic() + allowed_s
-        # Counts on a CPU are the same in any order: there the small points say how long a large one would take.
+        # On a CPU counts are the same in any order, and small points say how long a large one would take.
         for order in params.orders if found.cuda else ("rising",):
             sizes = sorted(rows, key=_tokens, reverse=order == "falling")
             what, count = f"measuring, {order} sizes, for {allowed_s:.0f} s", 0
@@ -133,11 +133,11 @@ def not_measured(measure_s: float, rows: list[dict[str, Any]]) -> str:
     took = sum(row.get("seconds") or 0.0 for row in done)
     expected = [expected_seconds(rows, row) for row in left]
     named = [f"{row['batch']} x {row['length']:,} (about {duration(s)})" for row, s in zip(left, expected)]
-    which = named[0] if len(left) == 1 else f"{len(left)} from {named[0]} to {named[-1]}"
+    which = named[0] if len(left) == 1 else f"{named[0]} to {named[-1]}"
     enough = math.ceil(1.2 * (took + sum(expected)) / 10) * 10
     return (
-        f"{which} of {len(rows)} points: no time was left of the {measure_s:g} s given, of which {len(done)} "
-        f"points took {took:.0f} s. Predictions stand for them. To measure them too: -p measure_s {enough}"
+        f"{len(left)} of {len(rows)} points, {which}: no time was left for them of the {measure_s:g} s given, "
+        f"of which the other {len(done)} took {took:.0f}; they are predicted. For all: -p measure_s {enough}"
     )
 
 
