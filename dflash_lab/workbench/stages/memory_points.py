@@ -136,8 +136,8 @@ def not_measured(measure_s: float, rows: list[dict[str, Any]]) -> str:
     which = named[0] if len(left) == 1 else f"{named[0]} to {named[-1]}"
     enough = math.ceil(1.2 * (took + sum(expected)) / 10) * 10
     return (
-        f"{len(left)} of {len(rows)} points, {which}: no time was left for them of the {measure_s:g} s given, "
-        f"of which the other {len(done)} took {took:.0f}; they are predicted. For all: -p measure_s {enough}"
+        f"{len(left)} of {len(rows)} points, {which}: no time was left of the {measure_s:g} s given, of "
+        f"which the other {len(done)} took {took:.0f}; they are predicted. For all: -p measure_s {enough}"
     )
 
 
