@@ -74,10 +74,8 @@ def evaluate(run: Trainer) -> None:
         logger.info("held-out rows at step %d: %s", run.step, _told(report))
     if report["streak"] is None:
         return
-    rank = (
-        report["streak"],
-        -report["loss"],
-    )  # where all streaks are 1.000, as in a short run, the loss tells
+    # By streak, and where all streaks are 1.000, as they are in a short run, by loss.
+    rank = (report["streak"], -report["loss"])
     if place["best"] is None or rank > (place["best"], -place.get("best_loss", report["loss"])):
         place["best"], place["best_loss"], place["best_step"] = report["streak"], report["loss"], run.step
         keep_best(run, report)

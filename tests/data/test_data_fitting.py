@@ -55,3 +55,9 @@ def test_a_lowered_budget_is_never_dearer_and_no_batch_grows(lengths, budget, ro
     assert bool(fitted.lowered) == (plan.token_budget < budget)
     if asked.waste_pct <= WASTE_PCT:
         assert plan is asked
+        return
+    while (budget := budget // 2) > BATCH_TOKENS:  # cut no finer than pays: a batch costs something too
+        other = plan_batches(lengths, token_budget=budget, max_batch=rows, chunk=chunk)
+        assert plan.padded_tokens + BATCH_TOKENS * len(plan) <= other.padded_tokens + BATCH_TOKENS * len(
+            other
+        )
