@@ -7,6 +7,7 @@ untrained one's; where they do not, the sentence says why and what to type.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +30,7 @@ def before_training(steps: int, samples: int, tokens: int) -> str:
         return ""
     return (
         f"{_data(steps, samples, tokens)} are planned: too few to judge the drafter by its tau. "
-        f"{_more_steps(steps)}"
+        f"Give -p max_steps {_more(steps)}, and more conversations if there are any."
     )
 
 
@@ -99,17 +100,15 @@ def _why(training: Figures | None) -> str:
 
 
 def _longer(training: Figures) -> str:
-    """What makes a finished run of training longer: that which ended it."""
-    if training["ended_by"] == "time":
-        return f"Time ended the training: give -p time_limit_s {4 * round(training['train_seconds'])}."
-    a_step = training["train_seconds"] / training["steps"]
-    return _more_steps(training["steps"], a_step)
+    """What to type for a run of some times the steps, and how long it would take at this one's pace."""
+    more = _more(training["steps"])
+    seconds = training["train_seconds"] / training["steps"] * more
+    limit = f" -p time_limit_s {math.ceil(0.12 * seconds) * 10}" if training["time_limit_s"] else ""
+    return f"Give -p max_steps {more}{limit} (about {duration(seconds)}), and more conversations if there are any."
 
 
-def _more_steps(steps: int, a_step: float = 0.0) -> str:
-    more = max(4 * steps, 2 * FEW_STEPS)
-    time = f" (about {duration(a_step * more)})" if a_step else ""
-    return f"Give -p max_steps {more}{time}, and more conversations if there are any."
+def _more(steps: int) -> int:
+    return max(4 * steps, 2 * FEW_STEPS)
 
 
 def _data(steps: int, samples: int, tokens: int) -> str:

@@ -125,7 +125,7 @@ def test_a_tau_is_judged_against_the_untrained_one_and_by_its_training(run_of, l
     untaught = Drafter(read_config(run / "drafter")).initialize(torch.Generator().manual_seed(7))
     save_checkpoint(bare / "drafter", untaught)
     recorded = dict(
-        steps=12, best_step=12, ended_by="steps", training_samples=4, training_tokens=131, train_seconds=6.0
+        steps=12, best_step=12, time_limit_s=0.0, training_samples=4, training_tokens=131, train_seconds=6.0
     )
     write_json(bare / "train_drafter" / "figures.json", recorded)
     short: dict = {**FAST, "decode_best": False, "decode_tree": False}

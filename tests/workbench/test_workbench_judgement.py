@@ -21,7 +21,7 @@ def taus(trained, untrained=(1.0, 1.0, 1.006), prompts=16):
 
 def trained(steps=12, **changes):
     base = dict(
-        steps=steps, best_step=steps, ended_by="steps", training_samples=50, training_tokens=4011,
+        steps=steps, best_step=steps, time_limit_s=0.0, training_samples=50, training_tokens=4011,
         train_seconds=2.0 * steps, streak_first=1.0, streak_best=1.021,
     )  # fmt: skip
     return {**base, **changes}
@@ -55,8 +55,8 @@ def test_a_tau_that_is_not_above_says_what_was_too_few_and_what_to_type(interval
     [
         (trained(200, best_step=50), "step 50 was the best.*more conversations.*regenerate greedy"),
         (trained(200), r"it was still learning\. Give -p max_steps 800"),
-        (trained(70, ended_by="time", train_seconds=110.4), "Time ended .* give -p time_limit_s 440"),
-        (trained(9, ended_by="time", train_seconds=30.0), "9 steps .* too few.*give -p time_limit_s 120"),
+        (trained(70, time_limit_s=100.0, train_seconds=105.0), "max_steps 280 -p time_limit_s 510 .about 7"),
+        (trained(9, time_limit_s=30.0, train_seconds=30.6), "9 steps .* max_steps 120 -p time_limit_s 490"),
         (None, "How it was trained is not recorded"),
     ],
 )  # fmt: skip

@@ -98,10 +98,9 @@ def headline(
     best = files.read_json(measured) if measured.exists() else {}
     seconds = max(report.seconds, 1e-9)
     train = ~np.asarray(items.heldout, dtype=bool)
-    timed = 0 < params.time_limit_s <= report.seconds
     figures = {
         "steps": report.steps,
-        "ended_by": "time" if timed else "steps",
+        "time_limit_s": params.time_limit_s,
         "training_samples": int(train.sum()),
         "training_tokens": int(np.asarray(items.lengths)[train].sum()),
         "anchors": params.anchors,
