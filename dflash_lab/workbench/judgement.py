@@ -30,7 +30,7 @@ def before_training(steps: int, samples: int, tokens: int) -> str:
         return ""
     return (
         f"{_data(steps, samples, tokens)} are planned: too few to judge the drafter by its tau. "
-        f"Give -p max_steps {_more(steps)}, and more conversations if there are any."
+        f"Give -p max_steps {_more(steps)}, and more conversations if you have them."
     )
 
 
@@ -104,7 +104,8 @@ def _longer(training: Figures) -> str:
     more = _more(training["steps"])
     seconds = training["train_seconds"] / training["steps"] * more
     limit = f" -p time_limit_s {math.ceil(0.12 * seconds) * 10}" if training["time_limit_s"] else ""
-    return f"Give -p max_steps {more}{limit} (about {duration(seconds)}), and more conversations if there are any."
+    given = f"Give -p max_steps {more}{limit} (about {duration(seconds)})"
+    return f"{given}, and more conversations if you have them."
 
 
 def _more(steps: int) -> int:
