@@ -28,19 +28,20 @@ class Checkout:
         self.root = root
         for name in ("dflash_lab", "benchmarks", "docs", "data", "Makefile", "tests"):
             (root / name).symlink_to(REPO / name)
-        shutil.copytree(REPO / "notebooks", root / "notebooks")  # from a link one gets into the other checkout
+        shutil.copytree(REPO / "notebooks", root / "notebooks")  # a link leads into the other checkout
         self._install()
         (root / ".venv").mkdir()
         (root / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
         shutil.copytree(REPO / "params", root / "params")
-        for folder in ("demo", "own"):
+        for folder in ("demo", "own", "own-cpu"):
             for stage, values in TINY.items():
                 self._set(root / "params" / folder / f"{stage}.yaml", values)
             common = {"device": "cpu", "dtype": "float32"}
             common |= {"target": str(target)} if folder == "demo" else {}
             self._set(root / "params" / folder / "common.yaml", common)
         self._set(root / "params" / "demo" / "prepare.yaml", {"limit": 40})
-        self._set(root / "params" / "own" / "extract.yaml", {"num_shards": 1})
+        for folder in ("own", "own-cpu"):
+            self._set(root / "params" / folder / "extract.yaml", {"num_shards": 1})
         conversations(root / "mine.jsonl")
         (root / "path" / "to").mkdir(parents=True)
         shutil.copytree(target, root / "path" / "to" / "model")
