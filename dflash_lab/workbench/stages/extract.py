@@ -294,7 +294,6 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
             **memory_figures(cleared, device),
             "taps": str(tap_ids),
             "fused_layers": len(fast.errors),
-            "token_budget": token_budget,
         },
         batches=pl.DataFrame(report.batches, schema=_BATCH_SCHEMA),
         quarantined=pl.DataFrame(report.quarantined, schema=_QUARANTINE_SCHEMA),
