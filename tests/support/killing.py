@@ -64,19 +64,43 @@ def forked(step: Step, folder: Path, kill_at: int | None = None) -> int:
     os._exit(0)
 
 
+def count_operations(act: Step, folder: Path) -> int:
+    """Run `act` in a process of its own and return how many operations it does."""
+    told = folder.with_name(f"{folder.name}.count")
+
+    def counting(folder: Path) -> None:
+        count = [0]
+
+        def one() -> None:
+            count[0] += 1
+
+        _watch(folder, one)
+        act(folder)
+        told.write_text(str(count[0]))
+
+    ended_well(forked(counting, folder), "counting")
+    return int(told.read_text())
+
+
 def _arm(folder: Path, kill_at: int) -> None:
     left = [kill_at]
 
+    def one() -> None:
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+
+    _watch(folder, one)
+
+
+def _watch(folder: Path, operation: Callable[[], None]) -> None:
     def watch(event: str, arguments: tuple) -> None:
         if event not in EVENTS or not isinstance(arguments[0], str | bytes | os.PathLike):
             return
         if event == "open" and not (arguments[2] or 0) & WRITES:
             return
-        if not os.path.abspath(os.fsdecode(arguments[0])).startswith(f"{folder}{os.sep}"):
-            return
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        left[0] -= 1
+        if os.path.abspath(os.fsdecode(arguments[0])).startswith(f"{folder}{os.sep}"):
+            operation()
 
     sys.addaudithook(watch)
 

@@ -1,0 +1,101 @@
+"""New results take the place of old ones whole: killed before any step, there is the old or the new."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash_lab.errors import StoreError
+from dflash_lab.workbench import replace as replacing
+from dflash_lab.workbench.replace import JOURNAL, Move, replace, settle
+
+CHILD = Path(__file__).parents[1] / "support" / "kill_stage.py"
+
+
+def written(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with a file, a folder and a failure, and the new ones beside them."""
+    written(tmp_path / "samples", "old")
+    written(tmp_path / "store" / "a", "old")
+    written(tmp_path / "store" / "b", "old")
+    written(tmp_path / "stage" / "failure.json", "{}")
+    written(tmp_path / "stage" / ".fresh" / "samples", "new")
+    written(tmp_path / ".store.new" / "a", "new")
+    return tmp_path
+
+
+def moves(run: Path, whole: bool = True) -> list[Move]:
+    fresh = run / "stage" / ".fresh"
+    return [Move(run / ".store.new", run / "store", whole), Move(fresh / "samples", run / "samples")]
+
+
+def test_everything_takes_its_place(run):
+    replace(run, moves(run), [run / "stage" / "failure.json"])
+    assert (run / "samples").read_text() == (run / "store" / "a").read_text() == "new"
+    assert not (run / "store" / "b").exists() and not (run / ".store.new").exists()
+    assert not (run / JOURNAL).exists() and not (run / "stage" / "failure.json").exists()
+
+
+def test_what_others_put_into_a_folder_stays(run):
+    replace(run, moves(run, whole=False))
+    assert (run / "store" / "a").read_text() == "new" and (run / "store" / "b").read_text() == "old"
+
+
+def test_a_folder_is_never_gone_while_it_is_replaced(run, monkeypatch):
+    monkeypatch.setattr(os, "rename", lambda *args: pytest.fail("a step in which there is none"))
+    replace(run, moves(run))
+    assert (run / "store" / "a").read_text() == "new"
+
+
+def test_file_systems_that_cannot_exchange_take_two_steps(run, monkeypatch):
+    class Old:
+        pass
+
+    monkeypatch.setattr(replacing.ctypes, "CDLL", lambda *args, **more: Old())
+    replace(run, moves(run))
+    assert (run / "store" / "a").read_text() == "new" and not list(run.glob(".*.old"))
+
+
+def test_a_change_that_was_cut_short_is_ended_by_whoever_comes_next(run, monkeypatch):
+    monkeypatch.setattr(replacing, "_exchange", lambda new, place: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        replace(run, moves(run))
+    assert (run / "store" / "a").read_text() == "old" and (run / JOURNAL).exists()
+    monkeypatch.undo()
+    moved = run.with_name("moved")  # a run folder may be moved meanwhile
+    os.rename(run, moved)
+    settle(moved)
+    assert (moved / "store" / "a").read_text() == (moved / "samples").read_text() == "new"
+    settle(moved)
+
+
+def test_a_damaged_journal_is_named(run):
+    (run / JOURNAL).write_text("[]")
+    with pytest.raises(StoreError, match=r"\.replacing\.json.*Remove it"):
+        settle(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", ["prepare", "extract", "extract_shards", "train_drafter", "acceptance", "dataset_stats"]
+)
+def test_killed_at_any_moment_a_stage_leaves_the_old_result_or_the_new(case, tmp_path, tiny_target):
+    """`kill -9` before file operations all over the replacement, at least 20 places, of a real stage."""
+    done = subprocess.run(
+        [sys.executable, str(CHILD), case, str(tmp_path), str(tiny_target("llama"))],
+        capture_output=True,
+        text=True,
+        timeout=590,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert int(done.stdout.split()[-1]) >= 20

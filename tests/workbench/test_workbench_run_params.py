@@ -1,0 +1,269 @@
+"""A run's parameters have one owner, its name: by hand, under papermill and launched they are the same."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dflash_lab.errors import InputError
+from dflash_lab.files import read_json, write_json
+from dflash_lab.workbench import run_params
+from dflash_lab.workbench.finished import check_ready
+from dflash_lab.workbench.param_files import Given, read_given
+from dflash_lab.workbench.param_words import cell_source, in_force
+from dflash_lab.workbench.registry import STAGES, params_class
+from dflash_lab.workbench.run_params import claim, find_run, from_notebook, new_run
+from dflash_lab.workbench.stages.extract import ExtractParams
+from dflash_lab.workbench.stages.prepare import PrepareParams
+from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch):
+    """A folder with notebooks/ and two runs' parameters, as the working directory."""
+    (tmp_path / "notebooks").mkdir()
+    for name, budget in (("demo", 1024), ("mine", 2048)):
+        folder = tmp_path / "params" / name
+        folder.mkdir(parents=True)
+        (folder / "common.yaml").write_text("target: smollm2\ndevice: cpu\n")
+        (folder / "extract.yaml").write_text(f"# how\ntoken_budget: {budget}\nnum_shards: 2\n")
+        (folder / "prepare.yaml").write_text("input: chats.jsonl  # <-- yours\nlimit: 7\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def cell(stage: str, **written):
+    """The globals of a notebook after its parameters cell, in which a person has written something."""
+    space: dict = {}
+    exec(cell_source(params_class(stage)), space)
+    return {**space, **written}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_fresh_cell_sets_the_run_and_nothing_else(stage):
+    space = cell(stage)
+    names = {name for name in space if not name.startswith("__")}
+    assert space["run"] == "demo" and {space[name] for name in names - {"run"}} == {None}
+    assert all(
+        row.startswith("#") or "  # " in row or not row
+        for row in cell_source(params_class(stage)).split("\n")
+    )
+
+
+def test_long_cells_are_read_by_their_headings():
+    headings = [line for line in cell_source(TrainDrafterParams).split("\n\n") if line.startswith("# ")]
+    groups = [text.splitlines()[0] for text in headings]
+    assert [f"# {name}" for name in ("data", "drafter", "loss", "optimizer")] == [
+        one for one in groups if one in ("# data", "# drafter", "# loss", "# optimizer")
+    ]
+    assert groups[-1] == "# target and machine" and max(len(text.splitlines()) for text in headings) <= 16
+
+
+def test_by_hand_and_headless_the_parameters_are_the_runs(workspace):
+    by_hand = from_notebook(ExtractParams, cell("extract"))
+    launched = read_given(ExtractParams, Given(run="demo"))
+    files = [f"params/demo/{name}.yaml" for name in ("common", "extract")]
+    listed = read_given(ExtractParams, Given(files=files))
+    assert by_hand.token_budget == launched.token_budget == listed.token_budget == 1024
+    assert by_hand.run_folder == launched.run_folder == listed.run_folder == Path("runs/demo")
+    assert by_hand.interactive and not launched.interactive
+    assert by_hand.origins["token_budget"] == "params/demo/extract.yaml"
+    assert "window" not in by_hand.origins and by_hand.window == 32768
+
+
+def test_what_is_typed_is_preferred_and_unset_is_the_runs(workspace):
+    made = from_notebook(ExtractParams, cell("extract", run="mine", token_budget=512, shard=1))
+    assert (made.run_name, made.token_budget, made.shard, made.num_shards) == ("mine", 512, 1, 2)
+    assert made.origins["token_budget"] == run_params.TYPED
+    injected = cell(
+        "extract", run="mine", token_budget=512, In=["# Parameters\nrun = 'mine'\ntoken_budget = 512\n"]
+    )
+    assert from_notebook(ExtractParams, injected).origins["token_budget"] == "given to papermill"
+    given = read_given(ExtractParams, Given(run="mine", typed=[("token_budget", "512"), ("window", "None")]))
+    assert given.token_budget == 512 and given.origins["token_budget"] == "-p" and given.window == 32768
+
+
+def test_the_notebook_shows_what_is_in_force_and_where_it_came_from(workspace):
+    shown = in_force(from_notebook(ExtractParams, cell("extract", window=9)))
+    assert "token_budget" in repr(shown) and "params/demo/extract.yaml" in repr(shown)
+    assert "window" in repr(shown) and "max_batch" not in repr(shown)
+    page = shown._repr_html_()
+    assert "<b>window</b>" in page and ">max_batch<" in page and "typed in the notebook" in page
+
+
+def test_a_copied_parameter_folder_is_another_run(workspace):
+    shutil.copytree("params/mine", "params/other")
+    assert read_given(ExtractParams, Given(run="other")).run_folder == Path("runs/other")
+    assert read_given(ExtractParams, Given(run="params/other/")).run_folder == Path("runs/other")
+
+
+@pytest.mark.parametrize("name", ["mien", "params/mien", "runs/mien", "nowhere"])
+def test_a_run_that_is_not_there_is_refused_before_anything_is_made(workspace, name):
+    with pytest.raises(InputError) as caught:
+        read_given(ExtractParams, Given(run=name))
+    told = str(caught.value)
+    assert "demo, mine" in told and ("did you mean 'mine'" in told) == ("mien" in name)
+    with pytest.raises(InputError):
+        from_notebook(ExtractParams, cell("extract", run=name))
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("name", ["..", "", "a b", "-x", "runs", ".hidden"])
+def test_names_that_are_none_are_refused(workspace, name):
+    with pytest.raises(InputError):
+        find_run(name)
+
+
+def test_parameters_of_several_runs_at_once_are_refused(workspace):
+    files = ["params/demo/common.yaml", "params/mine/extract.yaml"]
+    with pytest.raises(InputError, match=r"several runs .*-p run NAME"):
+        read_given(ExtractParams, Given(files=files))
+    assert read_given(ExtractParams, Given(files=files, typed=[("run", "mine")])).run_name == "mine"
+
+
+def test_a_file_beside_the_runs_is_no_run(workspace):
+    Path("mine.yaml").write_text("token_budget: 77\n")
+    made = read_given(ExtractParams, Given(files=["mine.yaml"]))
+    assert (made.run_name, made.token_budget, made.num_shards) == ("demo", 77, 2)
+
+
+def test_a_folder_that_names_another_run_is_told(workspace):
+    Path("params/mine/common.yaml").write_text("run: demo\n")
+    with pytest.raises(
+        InputError, match=r"params/mine/common\.yaml: a run's name is that of its folder, mine"
+    ):
+        read_given(ExtractParams, Given(run="mine"))
+
+
+def test_a_wrong_value_is_told_by_hand_too_with_its_place(workspace):
+    Path("params/demo/extract.yaml").write_text("# x\ntoken_budget: -1\n")
+    with pytest.raises(InputError, match=r"token_budget=-1.*params/demo/extract\.yaml:2\)"):
+        from_notebook(ExtractParams, cell("extract"))
+    with pytest.raises(InputError, match=r"shard=-1.*\(typed in the notebook\)"):
+        from_notebook(ExtractParams, cell("extract", shard=-1))
+
+
+def test_a_run_without_parameters_has_those_of_its_result(workspace):
+    made = read_given(ExtractParams, Given(run="mine", typed=[("shard", "1")]))
+    record = {
+        "schema_version": 1,
+        "stage": "extract",
+        "parameters": made.as_dict(),
+        "inputs": {},
+        "figures": {},
+    }
+    write_json(Path("runs/mine/extract-1/result.json"), {**record, "seconds": 1.0})
+    shutil.rmtree("params/mine")
+    again = read_given(ExtractParams, Given(run="mine", typed=[("shard", "1")]))
+    assert again.token_budget == 2048 and again.origins["token_budget"] == "runs/mine/extract-1/result.json"
+    assert read_given(ExtractParams, Given(run="mine", typed=[("shard", "0")])).token_budget == 16384
+
+
+def test_two_parameter_folders_of_one_name_never_share_a_run(workspace):
+    shutil.copytree("params/mine", "elsewhere/mine")
+    first = read_given(ExtractParams, Given(run="mine"))
+    claim(first)
+    assert read_json("runs/mine/run.json") == {"run": "mine", "parameters": "../../params/mine"}
+    other = read_given(ExtractParams, Given(run="elsewhere/mine"))
+    with pytest.raises(
+        InputError, match=r"runs/mine holds the run of params/mine.*elsewhere/mine.*rename one"
+    ):
+        check_ready(other)
+    shutil.rmtree("params/mine")  # whose owner is gone may be taken over
+    with pytest.raises(InputError, match="Run prepare first"):
+        check_ready(other)
+
+
+def test_two_runs_with_one_run_dir_never_share_it(workspace):
+    for name in ("demo", "mine"):
+        with open(f"params/{name}/common.yaml", "a") as file:
+            file.write("run_dir: big/disk\n")
+    claim(read_given(PrepareParams, Given(run="demo")))
+    with pytest.raises(InputError, match=r"big/disk holds the run of params/demo.*another run_dir"):
+        check_ready(read_given(PrepareParams, Given(run="mine")))
+    claim(read_given(PrepareParams, Given(run="demo")))
+    check_ready(read_given(PrepareParams, Given(run="demo")))
+
+
+def test_a_moved_workspace_keeps_its_runs(workspace, monkeypatch):
+    claim(read_given(PrepareParams, Given(run="demo")))
+    moved = workspace.with_name(f"{workspace.name}-moved")
+    os.rename(workspace, moved)
+    monkeypatch.chdir(moved)
+    check_ready(read_given(PrepareParams, Given(run="demo")))
+
+
+@pytest.mark.parametrize(
+    ("stage", "maker"),
+    [
+        ("dataset_stats", "prepare"),
+        ("extract", "prepare"),
+        ("train_drafter", "extract"),
+        ("acceptance", "train_drafter"),
+    ],
+)
+def test_what_a_stage_needs_is_asked_for_before_anything_is_made(workspace, stage, maker):
+    with pytest.raises(
+        InputError, match=rf"is not there yet. Run {maker} first: dflash-lab {maker} --run demo"
+    ):
+        check_ready(read_given(params_class(stage), Given()))
+    assert not Path("runs").exists()
+
+
+def test_a_mistyped_run_folder_is_told_before_a_target_is_loaded(workspace):
+    (workspace / "runs" / "demo").mkdir(parents=True)
+    typed = Given(typed=[("run_dir", "runs/dmeo")])
+    with pytest.raises(InputError, match=r"runs/dmeo is not there \(did you mean 'demo'\?\)"):
+        check_ready(read_given(params_class("acceptance"), typed))
+    assert not Path("runs/dmeo").exists()
+
+
+# dflash-lab new --------------------------------------------------------------------------------------------
+
+
+def test_a_new_run_has_its_target_and_input_and_the_comments(workspace):
+    with open("params/mine/common.yaml", "a") as file:
+        file.write("run_dir: runs/elsewhere\n")
+    folder = new_run("third", source="mine", target="path/to model", input="my chats.jsonl")
+    made = read_given(PrepareParams, Given(run="third"))
+    assert (made.target, made.input, made.limit) == ("path/to model", "my chats.jsonl", 7)
+    assert made.run_folder == Path("runs/third")
+    assert (
+        "# yours" in (folder / "prepare.yaml").read_text()
+        and "# how" in (folder / "extract.yaml").read_text()
+    )
+    assert "<--" not in (folder / "prepare.yaml").read_text()  # it is set
+
+
+@pytest.mark.parametrize(
+    "value", ["true", "7", "a: b", 'quo"te', "~/x", "über/modell", "no", "1:30", "owner/name"]
+)
+def test_any_text_is_read_back_as_it_was_typed(workspace, value):
+    new_run("third", source="mine", input=value)
+    assert read_given(PrepareParams, Given(run="third")).input == os.path.expanduser(value)
+
+
+def test_a_taken_name_and_an_unknown_source_are_refused(workspace):
+    with pytest.raises(InputError, match=r"params/mine is there already"):
+        new_run("mine")
+    (workspace / "runs" / "old").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"runs/old is there already"):
+        new_run("old")
+    with pytest.raises(InputError, match="did you mean 'mine'"):
+        new_run("third", source="mien")
+    with pytest.raises(InputError, match="letters, digits"):
+        new_run("../third", source="mine")
+    assert not Path("params/third").exists()
+
+
+def test_every_stage_of_the_repositorys_runs_is_read(monkeypatch):
+    monkeypatch.chdir(REPO)
+    for folder in sorted(path.parent for path in REPO.glob("params/*/common.yaml")):
+        for stage in STAGES:
+            made = read_given(params_class(stage), Given(run=folder.name))
+            assert made.run_folder == Path("runs") / folder.name and not made.interactive
