@@ -54,6 +54,8 @@ def run_notebook(stage: str, given: Given, extra: list[str]) -> int:
     make_folder(output.parent)
     written = output if not (params.folder / RESULT).exists() else output.with_suffix(".attempt.ipynb")
     words = [_literal(source), _literal(written), *given.arguments(stage), *_defaults(extra), *extra]
+    if not any("interactive" in values for _, values in given.sources(stage)):
+        words += ["-p", "interactive", "False"]  # the kernel cannot tell on every system who started it
     _save_whole(written)
     began = time.time()
     with _pass_on_sigterm() as terminated:
