@@ -32,10 +32,10 @@ class Checkout:
         (root / ".venv").mkdir()
         (root / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
         shutil.copytree(REPO / "params", root / "params")
-        for folder, run in (("demo", "runs/demo"), ("own", "runs/mine")):
+        for folder in ("demo", "own"):
             for stage, values in TINY.items():
                 self._set(root / "params" / folder / f"{stage}.yaml", values)
-            common = {"run_dir": run, "device": "cpu", "dtype": "float32"}
+            common = {"device": "cpu", "dtype": "float32"}
             common |= {"target": str(target)} if folder == "demo" else {}
             self._set(root / "params" / folder / "common.yaml", common)
         self._set(root / "params" / "demo" / "prepare.yaml", {"limit": 40})

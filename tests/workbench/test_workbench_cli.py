@@ -14,18 +14,13 @@ from hypothesis import strategies as st
 
 from dflash_lab.errors import InputError
 from dflash_lab.workbench import cli, kernel, launch
-from dflash_lab.workbench.param_files import (
-    Given,
-    known_names,
-    parse_parameters,
-    read_given,
-    read_parameter_file,
-)
+from dflash_lab.workbench.param_files import Given, known_names, read_given
 from dflash_lab.workbench.params import defaults, from_mapping
 from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.run_params import from_notebook
 from dflash_lab.workbench.stages.extract import ExtractParams
 from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+from dflash_lab.workbench.strict_yaml import parse_parameters, read_parameter_file
 
 REPO = Path(__file__).resolve().parents[2]
 

@@ -106,7 +106,9 @@ def lab(tmp_path):
         nbformat.v4.new_markdown_cell("# Toy"),
         nbformat.v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}),
         nbformat.v4.new_code_cell(RUN),
-        nbformat.v4.new_code_cell('print("interactive", params.interactive, "held", Held.alive, "target", params.target)'),
+        nbformat.v4.new_code_cell(
+            'print("interactive", params.interactive, "held", Held.alive, "target", params.target)'
+        ),
     ]
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     nbformat.write(

@@ -22,8 +22,8 @@ from dflash_lab.file_errors import FileError
 from dflash_lab.files import read_json, write_json
 from dflash_lab.workbench import finished, lock, stage
 from dflash_lab.workbench.fingerprint import fingerprint
-from dflash_lab.workbench.params import StageParams, param
 from dflash_lab.workbench.finished import WouldReplace
+from dflash_lab.workbench.params import StageParams, param
 from dflash_lab.workbench.progress import Stopped
 from dflash_lab.workbench.replace import Move
 
