@@ -1,7 +1,7 @@
 # make demo     install, then run the six stages on the embedded model into runs/demo
 # make install  only install, into .venv
 # make test     install the test extras, check the code, run every test
-# make lab      JupyterLab on this machine only, with its token
+# make lab      JupyterLab on this machine only, with its token, on a page of runs and notebooks
 SHELL := /bin/bash
 PYTHON ?= python3
 RUN ?= params/demo
@@ -13,17 +13,12 @@ PYTEST_ARGS ?=
 # Released packages that our checkpoints are tested in. Their pins would rule ours: they lie apart, without their needs.
 CLIENTS := dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0 loguru pydantic-settings
 BIN := .venv/bin
-# Containers run as root, which Jupyter refuses unless told; it listens on loopback with its token either way.
-AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 .PHONY: demo test lab check format bench install install-test clean
 .DELETE_ON_ERROR:
 
-# Threads that wait for each other sleep after microseconds instead of spinning on: as fast on an idle machine, many
-# times as fast where another program takes the core that the awaited thread needs.
-demo: export GOMP_SPINCOUNT ?= 1000
 demo: install
 	$(BIN)/dflash-lab run $(RUN)
 
@@ -42,7 +37,7 @@ format: install-test
 	$(BIN)/nbstripout --keep-id notebooks/*.ipynb
 
 lab: install
-	$(BIN)/jupyter lab --ip=127.0.0.1 --port=$(PORT) $(AS_ROOT) --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks
+	$(BIN)/dflash-lab lab --port $(PORT)
 
 bench: install-test
 	for claim in $(CLAIMS); do \

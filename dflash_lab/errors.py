@@ -14,6 +14,10 @@ class LabError(Exception):
 class InputError(LabError, ValueError):
     """A parameter, file or tensor given by the user is wrong; the message says what, where and the remedy."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows (IPython asks for it): the sentence, not the way through our code to it."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class StoreError(LabError, RuntimeError):
     """Something on disk is not what its manifest says: missing, cut, altered, or of another setup."""

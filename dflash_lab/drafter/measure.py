@@ -72,8 +72,12 @@ def evaluate(run: Trainer) -> None:
         run.journal.write("heldout", run.step, **report)
         run.journal.flush()
         logger.info("held-out rows at step %d: %s", run.step, _told(report))
-    if report["streak"] is not None and (place["best"] is None or report["streak"] > place["best"]):
-        place["best"], place["best_step"] = report["streak"], run.step
+    if report["streak"] is None:
+        return
+    # By streak, and where all streaks are 1.000, as they are in a short run, by loss.
+    rank = (report["streak"], -report["loss"])
+    if place["best"] is None or rank > (place["best"], -place.get("best_loss", report["loss"])):
+        place["best"], place["best_loss"], place["best_step"] = report["streak"], report["loss"], run.step
         keep_best(run, report)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from dflash_lab import files, provenance
-from dflash_lab.data.batching import plan_batches
+from dflash_lab.data.fitting import Fitted, fit_batches
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.extraction import manifest as manifests
 from dflash_lab.extraction.codecs import find_codec
@@ -24,6 +25,7 @@ from dflash_lab.extraction.writer import Written
 from dflash_lab.target.model import Target
 from dflash_lab.target.taps import check_tap_ids
 
+logger = logging.getLogger(__name__)
 BUFFERS = 3  # on the host, of one batch each; the device runs as many batches ahead of their copies
 
 
@@ -67,7 +69,8 @@ def extract(
 ) -> ExtractionReport:
     """Store the tapped states of one shard of `samples`; return the account.
 
-    token_budget: padded tokens of a batch. part_gib: the most unsealed bytes a crash can lose. recheck: read
+    token_budget: padded tokens of a batch; lowered where few samples would make it mostly padding, which the
+    report says. part_gib: the most unsealed bytes a crash can lose. recheck: read
     the checksum of every sealed part before trusting it. notes: goes into the manifest's run line.
 
     Raises `InputError` for parameters that fit neither target nor data and for a shard in use, `StoreError`
@@ -89,9 +92,12 @@ def extract(
         chunk = 64 if target.is_hybrid else 1
         mine = shard_rows(index, shard, num_shards, chunk=chunk, hidden=target.hidden_size)
         todo = not_stored(index, mine, _trusted(store, folder, recheck))
-        plan = plan_batches(
+        fitted = fit_batches(
             index.lengths[todo], token_budget=token_budget, max_batch=max_batch, window=window, chunk=chunk
         )
+        plan = fitted.plan
+        if fitted.lowered:
+            logger.info("%s", fitted.lowered)
         tokens = _tokens(index, todo, target)
         run = Run(
             target, layout, index, todo, plan, tokens, folder, part_gib, BUFFERS, seal_seconds, on_progress
@@ -105,7 +111,8 @@ def extract(
             samples=len(mine),
             stored_before=len(mine) - len(todo),
             plan={
-                "token_budget": token_budget,
+                "token_budget": plan.token_budget,
+                "token_budget_given": token_budget,
                 "max_batch": max_batch,
                 "window": window,
                 "chunk": chunk,
@@ -116,7 +123,7 @@ def extract(
             **provenance.provenance(),
         )
         written = run.all(layers) if len(todo) else Written()
-        return _account(run, written, index, mine, folder)
+        return _account(run, written, index, mine, folder, fitted)
 
 
 def clean(folder: Path) -> None:
@@ -162,7 +169,7 @@ def _tokens(index: SampleIndex, rows: np.ndarray, target: Target) -> Tokens:
 
 
 def _account(
-    run: Run, written: Written, index: SampleIndex, mine: np.ndarray, folder: Path
+    run: Run, written: Written, index: SampleIndex, mine: np.ndarray, folder: Path, fitted: Fitted
 ) -> ExtractionReport:
     """Hold the account together: every sample of the shard is stored or quarantined, or this raises."""
     quarantined = [
@@ -194,6 +201,8 @@ def _account(
         failures=run.failures,
         gpu_idle_pct=run.idle_pct,
         selftest=run.selftest,
+        token_budget=fitted.plan.token_budget,
+        token_budget_lowered=fitted.lowered,
     )
     manifests.append(folder, "end", **report.figures())
     return report

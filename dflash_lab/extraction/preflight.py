@@ -59,11 +59,13 @@ def preflight(
     storage: str,
     device_type: str,
     tflops: float = 0.0,
+    replaced: Path | None = None,
 ) -> Preflight:
     """Check a run against the target's config and the disk; `InputError` when it cannot work.
 
-    lengths: tokens of every sample of every shard. tflops: sustained TFLOP/s of one device, 0 for an assumed
-    one. Work is 2 x parameters of the layers that run, a token.
+    lengths: tokens of every sample of every shard. replaced: the store whose place this one will take, which
+    stays until it is whole. tflops: sustained TFLOP/s of one device, 0 for an assumed one. Work is 2 x
+    parameters of the layers that run, a token.
     """
     layers = config.num_hidden_layers
     check_tap_ids(tap_ids, layers)
@@ -81,6 +83,7 @@ def preflight(
             f"take {needed / 2**30:,.1f} GiB, {stored / 2**30:,.1f} GiB are stored and "
             f"{free / 2**30:,.1f} GiB are free. "
             "Give another store folder, fewer taps, storage=fp8 (half the bytes), or fewer samples."
+            + _beside(replaced)
         )
     last = layers - 1 if store_final else max(tap_ids)
     parameters = body_parameters(config, last)
@@ -96,6 +99,16 @@ def preflight(
         parameters,
         hours,
         rate,
+    )
+
+
+def _beside(replaced: Path | None) -> str:
+    if replaced is None:
+        return ""
+    size = sum(path.stat().st_size for path in replaced.rglob("*") if path.is_file())
+    return (
+        f" The earlier store, {replaced} ({size / 2**30:,.1f} GiB), stays until this one is whole, and both "
+        "do not fit. If it is not needed any more, remove it first."
     )
 
 

@@ -54,6 +54,8 @@ class ExtractionReport:
     failures: list[str]
     gpu_idle_pct: float
     selftest: dict[str, Any] = field(default_factory=dict)
+    token_budget: int = 0  # of the batches as planned
+    token_budget_lowered: str = ""  # why it is less than was given, if it is
 
     @property
     def waste_pct(self) -> float:
@@ -92,6 +94,8 @@ class ExtractionReport:
             "bytes_written": self.bytes_written,
             "write_gb_per_s": round(self.bytes_written / self.seconds / 1e9, 4) if self.seconds else 0.0,
             "limited_by": self.limited_by,
+            "token_budget": self.token_budget,
+            **({"token_budget_lowered": self.token_budget_lowered} if self.token_budget_lowered else {}),
             **(clock if self.forward_seconds else {}),
         }
 

@@ -95,6 +95,13 @@ def build_parser() -> argparse.ArgumentParser:
     verify = add("verify", "check every part of a feature store against its manifest", commands.verify)
     verify.add_argument("store", help="the store's folder, such as runs/demo/store")
     _add_exchange(add)
+    lab = add(
+        "lab",
+        "JupyterLab on this machine, opening on a page of runs and notebooks; its own options follow",
+        commands.lab,
+        passes_through=True,
+    )
+    lab.add_argument("--port", type=int, default=8888, metavar="N", help="(default: %(default)s)")
     completion = add(
         "completion", 'print a completion script: eval "$(dflash-lab completion bash)"', commands.completion
     )

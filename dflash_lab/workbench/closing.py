@@ -13,6 +13,7 @@ from dflash_lab.workbench.finished import RESULT, read_result
 from dflash_lab.workbench.registry import STAGES
 
 Figures = dict[str, Any]
+JUDGEMENT = "judgement"  # a sentence of `acceptance` among the numbers
 
 # name in the table -> (unit, stage, name in that stage's figures, how several shards are put together)
 ROWS: dict[str, tuple[str, str, str, Callable[[list[float]], float]]] = {
@@ -41,7 +42,9 @@ def stage_results(run: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def closing_figures(run: Path) -> Figures:
-    """Return the table's numbers by name. A stage that has not run leaves its numbers out."""
+    """Return the table's numbers by name, and the sentence on tau. A stage that has not run leaves out its
+    own.
+    """
     results = stage_results(run)
     figures: Figures = {}
     for name, (_, stage, source, together) in ROWS.items():
@@ -51,6 +54,9 @@ def closing_figures(run: Path) -> Figures:
         values = [value for value in values if value is not None]
         if values:
             figures[name] = together(values)
+    told = [result["figures"].get(JUDGEMENT) for result in results.get("acceptance", [])]
+    if any(told):
+        figures[JUDGEMENT] = told[-1]
     for stage in STAGES:
         if stage in results:
             figures[f"{stage}_seconds"] = round(sum(result["seconds"] for result in results[stage]), 1)
@@ -64,15 +70,17 @@ def closing_rows(figures: Figures) -> list[tuple[str, str, str]]:
         if name in ROWS
         else (name.removesuffix("_seconds") + " time", f"{value:,.1f}", "s")
         for name, value in figures.items()
+        if name != JUDGEMENT
     ]
 
 
 def closing_lines(figures: Figures) -> list[str]:
-    """Return the table as aligned lines of text."""
+    """Return the table as aligned lines of text, and below it what the measured tau amounts to."""
     rows = closing_rows(figures)
     width = max((len(row[0]) for row in rows), default=0)
     right = max((len(row[1]) for row in rows), default=0)
-    return [f"{name:<{width}}  {value:>{right}} {unit}".rstrip() for name, value, unit in rows]
+    lines = [f"{name:<{width}}  {value:>{right}} {unit}".rstrip() for name, value, unit in rows]
+    return [*lines, *([figures[JUDGEMENT]] if JUDGEMENT in figures else [])]
 
 
 def _number(value: float) -> str:

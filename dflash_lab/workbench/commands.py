@@ -22,6 +22,7 @@ COMMANDS = (
     "export",
     "import",
     "completion",
+    "lab",
     *STAGES,
 )
 
@@ -148,6 +149,13 @@ def verify(options: argparse.Namespace, extra: list[str]) -> int:
     store = open_store(folder)
     print(f"{folder}: whole, {store.num_samples:,} samples of {store.num_tokens:,} tokens read again")
     return 0
+
+
+def lab(options: argparse.Namespace, extra: list[str]) -> int:
+    """Run JupyterLab, opening on the first page."""
+    from dflash_lab.workbench.start_page import run_lab
+
+    return run_lab(options.port, extra)
 
 
 def completion(options: argparse.Namespace, extra: list[str]) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dflash_lab.errors import InputError
 
-_RUNNERS = ("papermill", "dflash-lab")
+_RUNNERS = ("papermill", "dflash-lab", "dflash_lab.workbench.cli")
 
 
 def workspace(start: Path | None = None) -> Path:

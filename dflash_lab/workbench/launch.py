@@ -18,16 +18,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from dflash_lab.files import make_folder, read_json, write_bytes
+from dflash_lab.files import make_folder, read_json
 from dflash_lab.workbench.finished import FAILURE, RESULT, check_ready, is_finished
 from dflash_lab.workbench.kernel import enter_workspace, notebook_path
+from dflash_lab.workbench.papermill_engine import ENGINE, QuietEngine
+from dflash_lab.workbench.papermill_saving import save_whole
+from dflash_lab.workbench.papermill_words import literal
 from dflash_lab.workbench.param_files import Given, read_given
 from dflash_lab.workbench.params import StageParams
 from dflash_lab.workbench.registry import params_class
 from dflash_lab.workbench.replace import settle
-from dflash_lab.workbench.secrets import RedactingFormatter, redact
+from dflash_lab.workbench.secrets import RedactingFormatter
 
 OK, FAILED, USAGE, DEAD_KERNEL, TERMINATED = 0, 1, 2, 138, 143
 KILL_AFTER_S = 25.0  # a kernel that is still there this long after SIGTERM is killed; its finished files stay
@@ -42,21 +44,23 @@ def output_notebook(params: StageParams) -> Path:
     return params.folder.with_suffix(".ipynb")
 
 
+def attempt_notebook(params: StageParams) -> Path:
+    """Return where it stands until it has ended well: beside that place, where there is a result to lose."""
+    output = output_notebook(params)
+    return output.with_suffix(".attempt.ipynb") if (params.folder / RESULT).exists() else output
+
+
 def run_notebook(stage: str, given: Given, extra: list[str]) -> int:
     """Run one stage through papermill with `extra` options of papermill's own; return the exit code."""
     enter_workspace()
     params = read_given(params_class(stage), given)
-    settle(params.run_folder)
-    if params.force or not is_finished(params):  # a finished one is only shown
-        check_ready(params)
+    check_before(params)
     source = notebook_path(stage)
     output = output_notebook(params)
     make_folder(output.parent)
-    written = output if not (params.folder / RESULT).exists() else output.with_suffix(".attempt.ipynb")
-    words = [_literal(source), _literal(written), *given.arguments(stage), *_defaults(extra), *extra]
-    if not any("interactive" in values for _, values in given.sources(stage)):
-        words += ["-p", "interactive", "False"]  # the kernel cannot tell on every system who started it
-    _save_whole(written)
+    written = attempt_notebook(params)
+    words = [literal(source), literal(written), *given.arguments(stage), *_defaults(extra), *extra]
+    save_whole(written, written)
     began = time.time()
     with _pass_on_sigterm() as terminated:
         code = _papermill(words)
@@ -68,27 +72,20 @@ def run_notebook(stage: str, given: Given, extra: list[str]) -> int:
     return code
 
 
-def _save_whole(output: Path) -> None:
-    """Let papermill save this notebook as every file is saved here: whole or not at all, without secrets.
-
-    Its own writer opens the file and writes into it, which leaves half a notebook on a full disk.
-    """
-    from papermill.iorw import LocalHandler, papermill_io
-
-    class Whole(LocalHandler):
-        def write(self, buf: str, path: str) -> None:
-            write_bytes(path, redact(buf).encode())
-
-    papermill_io.register(
-        str(output), Whole()
-    )  # a scheme is what a path begins with; the last one is asked first
+def check_before(params: StageParams) -> None:
+    """Raise an `InputError` when the stage cannot begin, as its kernel would; a finished one is shown."""
+    settle(params.run_folder)
+    if params.force or not is_finished(params):
+        check_ready(params)
 
 
 def _papermill(words: list[str]) -> int:
     import click
     from papermill.cli import papermill
+    from papermill.engines import papermill_engines
     from papermill.exceptions import PapermillExecutionError
 
+    papermill_engines.register(ENGINE, QuietEngine)  # also where this package is on a path, not installed
     try:
         papermill.main(args=words, prog_name="papermill", standalone_mode=False)
     except PapermillExecutionError as error:
@@ -110,35 +107,12 @@ def _defaults(extra: list[str]) -> list[str]:
     chosen = set(extra)
     words = [] if chosen & {"-k", "--kernel"} else ["-k", "python3"]
     if "--engine" not in chosen:
-        words += ["--engine", _quiet_engine()]
+        words += ["--engine", ENGINE]
     if not chosen & {"--log-output", "--no-log-output"}:
         words.append("--log-output")
     if not chosen & {"--progress-bar", "--no-progress-bar"}:
         words.append("--no-progress-bar")
     return words
-
-
-def _quiet_engine() -> str:
-    """Register papermill's engine with a kernel that keeps its start-up warnings to itself; return its name.
-
-    The kernel writes them straight to the terminal, past our filter. The one it always gives (no encryption)
-    is about a connection that never leaves this machine.
-    """
-    from papermill.engines import NBClientEngine, papermill_engines
-
-    class Quiet(NBClientEngine):
-        @classmethod
-        def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **options: Any) -> Any:
-            quiet = ["--IPKernelApp.log_level=ERROR"]
-            return super().execute_managed_notebook(nb_man, kernel_name, extra_arguments=quiet, **options)
-
-    papermill_engines.register("dflash-lab", Quiet)
-    return "dflash-lab"
-
-
-def _literal(path: Path) -> str:
-    """Return a path that survives papermill's `{name}` formatting."""
-    return str(path).replace("{", "{{").replace("}", "}}")
 
 
 @contextlib.contextmanager

@@ -120,9 +120,12 @@ def _finish(run: Path) -> None:
         one.unlink(missing_ok=True)
     path.unlink()
     sync_folder(run)
-    for new, _, _, _ in moves:  # what is left there is old, or empty
+    for new, _, _, _ in moves:  # what is left there is old
         shutil.rmtree(new, ignore_errors=True)
         shutil.rmtree(_aside(new), ignore_errors=True)
+    for made in {new.parent for new, _, _, _ in moves} - {run}:
+        with contextlib.suppress(OSError):  # not empty: it was more than a place to make things in
+            made.rmdir()
 
 
 def _exchange(new: Path, place: Path) -> None:

@@ -33,7 +33,7 @@ def write_report(run: Path) -> Path:
     table = stage_table(run.resolve().parent)
     stages = [row for row in table.iter_rows(named=True) if row["run"] == run.resolve().name]
     if not stages:
-        raise InputError(f"{run}: holds no stage. Run one first: dflash-lab prepare --run {run.name}")
+        raise InputError(f"{run}: holds no stage. Run one first: dflash-lab run {run.name}")
     body = [f"<h1>{html.escape(run.resolve().name)}</h1>", _closing(run), _state_table(stages)]
     figures = 0
     for row in stages:

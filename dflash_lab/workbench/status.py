@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from dflash_lab.errors import LabError
 from dflash_lab.files import read_json
@@ -15,7 +16,7 @@ from dflash_lab.workbench.lock import LOCK, is_held
 from dflash_lab.workbench.params import StageParams
 from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.replace import settle
-from dflash_lab.workbench.run_params import NamedRun, find_run, resolve
+from dflash_lab.workbench.run_params import NamedRun, Typed, find_run, resolve
 
 
 @dataclass(frozen=True)
@@ -30,20 +31,23 @@ class StageStatus:
     why: str
 
 
-def run_status(run: str | Path) -> list[StageStatus]:
+def run_status(run: str | Path, run_dir: str | Path = "") -> list[StageStatus]:
     """Return the state of each stage that a run has parameters for, in order, shards apart.
 
-    `run` is its name, or the path of its parameters or folder. Raises an `InputError` for a run that is not
-    there.
+    `run` is its name, or the path of its parameters or folder; `run_dir` its folder where it is elsewhere.
+    Raises an `InputError` for a run that is not there.
     """
-    named = find_run(str(run))
+    named = find_run(str(run), str(run_dir))
+    typed: dict[str, tuple[Any, str]] = {"run": (str(run), "given by name")}
+    if run_dir:
+        typed["run_dir"] = (str(run_dir), "given by name")
     found: list[StageStatus] = []
     again: dict[str, str] = {}  # folder of a stage -> the earlier one that comes first
     for stage in STAGES:
         if not _has(named, stage):
             continue
         try:
-            shards = list(_shards(stage, str(run)))
+            shards = list(_shards(stage, typed))
         except LabError as error:
             found.append(StageStatus(stage, stage, "unreadable", str(error)))
             continue
@@ -62,8 +66,8 @@ def _has(named: NamedRun, stage: str) -> bool:
     return named.parameters is None or (named.parameters / f"{stage}.yaml").exists()
 
 
-def _shards(stage: str, run: str) -> Iterator[StageParams]:
-    first = resolve(params_class(stage), {"run": (run, "given by name")})
+def _shards(stage: str, typed: Typed) -> Iterator[StageParams]:
+    first = resolve(params_class(stage), typed)
     for shard in range(getattr(first, "num_shards", 1)):
         yield replace(first, shard=shard) if hasattr(first, "shard") else first  # type: ignore[call-arg]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
+import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
@@ -25,38 +25,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory: pytest.TempPathFactory, tiny_target: Callable[[str], Path]) -> Path:
-    """notebooks/ with the parameters cell edited as a person would, params/, and a small file of chats."""
+    """notebooks/ with the run's name written into the parameters cell as a person would, params/ with that
+    run's, and a small file of chats.
+    """
+    from lab import write_parameters
     from test_notebooks_headless import TINY, conversations
 
     root = tmp_path_factory.mktemp("workspace")
     shutil.copytree(REPO / "params", root / "params")
+    (root / "params" / "lab").mkdir()
+    own: dict[str, dict[str, Any]] = {**TINY, "extract": {**TINY["extract"], "num_shards": 1}}
+    own["prepare"] = {**TINY["prepare"], "input": str(conversations(root / "chats.jsonl"))}
+    own["common"] = {"target": str(tiny_target("llama")), "device": "cpu", "dtype": "float32"}
+    for name, values in own.items():
+        (root / "params" / "lab" / f"{name}.yaml").write_text(yaml.safe_dump(values))
     (root / "notebooks").mkdir()
-    chats = conversations(root / "chats.jsonl")
     for source in (REPO / "notebooks").glob("*.ipynb"):
-        notebook = nbformat.read(source, as_version=4)
-        values: dict[str, Any] = {
-            "run_dir": "runs/lab",
-            "target": str(tiny_target("llama")),
-            "device": "cpu",
-            "dtype": "float32",
-            "input": str(chats),
-            **TINY.get(source.stem, {}),
-        }
-        if source.stem == "extract":
-            values["num_shards"] = 1
-        for cell in notebook.cells:
-            if "parameters" in cell.metadata.get("tags", []):
-                cell.source = "\n".join(_edited(line, values) for line in cell.source.splitlines())
-        nbformat.write(notebook, root / "notebooks" / source.name)
+        write_parameters(source, root / "notebooks" / source.name, run="lab")
     return root
-
-
-def _edited(line: str, values: dict[str, Any]) -> str:
-    name = line.split(":")[0].strip()
-    if name not in values:
-        return line
-    head, comment = line.split(" = ")[0], line.partition("  #")[2]
-    return f"{head} = {values[name]!r}  #{comment}"
 
 
 @pytest.fixture(scope="session")

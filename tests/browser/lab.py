@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -17,8 +18,12 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import nbformat
 from playwright.sync_api import Browser, ConsoleMessage, Page
 
+HARMLESS = re.compile(
+    r"favicon|ResizeObserver loop|Failed to load resource: .*(404|403)|WebSocket connection.*closed"
+)
 TOKEN = "a-token-for-tests"
 ARGUMENTS = [
     "--headless",
@@ -41,6 +46,10 @@ OPEN = """async () => {
     await panel.sessionContext.session.kernel.info;
 }"""
 RUN_ALL = """() => { window.jupyterapp.commands.execute('notebook:run-all-cells'); }"""
+RESTART_AND_RUN_ALL = """() => {
+    window.ran = false;
+    window.jupyterapp.commands.execute('notebook:restart-run-all').finally(() => { window.ran = true; });
+}"""
 CELLS = """() => {
     const cells = window.jupyterapp.shell.currentWidget.content.model.cells;
     const found = [];
@@ -50,6 +59,14 @@ CELLS = """() => {
         found.push({source: cell.sharedModel.getSource(), count: cell.executionCount, outputs: json.outputs});
     }
     return found;
+}"""
+ASK = """async code => {
+    const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
+    let text = '';
+    const future = kernel.requestExecute({code, store_history: false});
+    future.onIOPub = message => { text += message.content.data?.['text/plain'] ?? ''; };
+    await future.done;
+    return text;
 }"""
 SOURCES = """() => Array.from(
     window.jupyterapp.shell.currentWidget.content.model.cells, cell => cell.sharedModel.getSource()
@@ -120,17 +137,18 @@ def free_port() -> int:
 
 
 class Lab:
-    """A JupyterLab server on loopback whose settings live in a temporary folder."""
+    """A JupyterLab server started over a workspace as `make lab` does, whose settings live in a temporary
+    folder.
+    """
 
     def __init__(self, root: Path, home: Path, theme: str = "JupyterLab Light") -> None:
         self.port = free_port()
         self.root = root
         settings = home / "settings" / "@jupyterlab" / "apputils-extension"
         settings.mkdir(parents=True, exist_ok=True)
-        quiet = {"fetchNews": "false", "checkForUpdates": False}
-        (settings / "notification.jupyterlab-settings").write_text(json.dumps(quiet))
         (settings / "themes.jupyterlab-settings").write_text(json.dumps({"theme": theme}))
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment.pop("GOMP_SPINCOUNT", None)  # which importing our package has set here
         for name, folder in (
             ("JUPYTER_CONFIG_DIR", "config"),
             ("JUPYTER_DATA_DIR", "data"),
@@ -143,11 +161,12 @@ class Lab:
         self.log = (home / "lab.log").open("w+")
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1"),
-                *(f"--port={self.port}", "--ServerApp.port_retries=0", f"--ServerApp.root_dir={root}"),
+                *(sys.executable, "-m", "dflash_lab.workbench.cli", "lab", "--no-browser"),
+                *(f"--port={self.port}", "--ServerApp.port_retries=0"),
                 *(f"--IdentityProvider.token={TOKEN}", "--LabApp.expose_app_in_browser=True"),
                 "--LabApp.extension_manager=readonly",
             ],
+            cwd=root,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=self.log,
@@ -214,8 +233,23 @@ class Notebook:
         waiting = [cell["source"][:80] for cell in self.cells() if cell["count"] is None]
         raise TimeoutError(f"cells without a number after {timeout_s} s: {waiting}")
 
+    def restart_and_run_all(self, timeout_s: float = 180) -> list[dict[str, Any]]:
+        """The same after `Restart Kernel and Run All Cells`, its question answered with yes."""
+        self.page.evaluate(RESTART_AND_RUN_ALL)
+        self.page.locator(".jp-Dialog .jp-mod-accept").click()
+        self.page.wait_for_function("() => window.ran", timeout=timeout_s * 1000)
+        cells = self.cells()
+        failed = [out for cell in cells for out in cell["outputs"] if out["output_type"] == "error"]
+        assert not failed, f"{failed[0]['ename']}: {failed[0]['evalue']}"
+        assert [cell["count"] for cell in cells] == list(range(1, len(cells) + 1))  # of a fresh kernel
+        return cells
+
     def cells(self) -> list[dict[str, Any]]:
         return self.page.evaluate(CELLS)
+
+    def ask(self, code: str) -> str:
+        """Return the value of an expression in the notebook's kernel, as text."""
+        return self.page.evaluate(ASK, code)
 
     def scroll_to(self, text: str, wait_ms: float = 800) -> None:
         """Bring the cell whose source contains `text` to the top of the screen."""
@@ -242,6 +276,25 @@ class Notebook:
         """Shut the kernel down and close the page."""
         self.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
         self.context.close()
+
+
+def write_parameters(source: Path, goal: Path, **values: Any) -> None:
+    """Copy a notebook with values written into its parameters cell, as a person types them."""
+    notebook = nbformat.read(source, as_version=4)
+    for cell in notebook.cells:
+        if "parameters" in cell.metadata.get("tags", []):
+            for name, value in values.items():
+                cell.source = re.sub(
+                    rf"(?m)^({name}: \w+ = ).*?(  #|$)",
+                    lambda m, value=value: f"{m[1]}{value!r}{m[2]}",
+                    cell.source,
+                )
+    nbformat.write(notebook, goal)
+
+
+def complaints(notebook: Notebook) -> list[str]:
+    """What the console complained about, without what JupyterLab itself does on every start."""
+    return [text for text in notebook.complaints if not HARMLESS.search(text)]
 
 
 def chromium() -> str:

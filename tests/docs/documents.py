@@ -128,8 +128,8 @@ def _check_papermill(words: list[str]) -> None:
     notebooks = [word for word in words if word.endswith(".ipynb")]
     if not notebooks:  # `papermill --log-output`: an option in running text
         return
-    path = REPO / notebooks[0]
-    path = path if path.exists() else REPO / "notebooks" / notebooks[0]  # a bare name is found there
+    path = REPO / notebooks[0]  # papermill finds a bare name of ours
+    path = path if path.exists() else REPO / "notebooks" / notebooks[0]
     known = set(papermill.inspect_notebook(str(path)))
     for place, word in enumerate(words):
         if word in ("-p", "-r"):

@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "acceptance"))
 
 from dflash_lab.errors import InputError
-from dflash_lab.files import read_json
+from dflash_lab.files import read_json, write_json
 from dflash_lab.workbench.stage import execute
 from dflash_lab.workbench.stages.acceptance import AcceptanceParams, AcceptanceResult
 
@@ -104,6 +105,39 @@ def test_nothing_is_suspect_in_a_healthy_run(llama_result):
     assert set(result.checks["verdict"]) == {"fine"}
     assert result.checks.height == 11
     assert result.facts["cause"] == "No check found anything wrong."
+
+
+def test_a_tau_is_judged_against_the_untrained_one_and_by_its_training(run_of, llama_result, tmp_path):
+    """Few steps on few samples: the sentence names both, in the result, the log and the closing table."""
+    import shutil
+
+    from dflash_lab.workbench.closing import closing_figures, closing_lines
+
+    _, good = llama_result
+    assert good.figures["tau_trained_low"] > good.figures["tau_untrained_high"]
+    told = good.figures["judgement"]
+    assert "lies above the untrained drafter's" in told and f"tau {good.figures['tau_trained']:.3f} (" in told
+    target, run = run_of("llama")
+    bare = tmp_path / "run"
+    shutil.copytree(run, bare, ignore=shutil.ignore_patterns("acceptance*"))
+    from dflash_lab.drafter.checkpoint import read_config, save_checkpoint
+    from dflash_lab.drafter.model import Drafter
+
+    untaught = Drafter(read_config(run / "drafter")).initialize(torch.Generator().manual_seed(7))
+    save_checkpoint(bare / "drafter", untaught)
+    recorded = dict(
+        steps=12, best_step=12, time_limit_s=0.0, training_samples=4, training_tokens=131, train_seconds=6.0
+    )
+    write_json(bare / "train_drafter" / "figures.json", recorded)
+    short: dict = {**FAST, "decode_best": False, "decode_tree": False}
+    result = execute(AcceptanceParams(run_dir=str(bare), target=str(target), **short))
+    told = result.figures["judgement"]
+    assert f"tau {result.figures['tau_trained']:.3f} (interval" in told and "does not lie above" in told
+    assert "12 steps on 4 samples (131 tokens) are too few" in told and "-p max_steps 120" in told
+    assert closing_lines(closing_figures(bare))[-1] == told
+    assert AcceptanceResult.load(bare / "acceptance").figures["judgement"] == told
+    other = AcceptanceParams(run_dir=str(bare), target=str(target), drafter=str(run / "drafter"), **short)
+    assert other.training() is None  # another place's drafter: this run's training does not speak of it
 
 
 def test_hybrid_target_is_decoded_and_its_trees_stay_offline(run_of):

@@ -20,6 +20,7 @@ from dflash_lab.extraction.store import open_store
 from dflash_lab.extraction.verify import discard, verify
 from dflash_lab.files import read_json
 from dflash_lab.workbench.figures import extract as figures
+from dflash_lab.workbench.figures.headline import headline
 from dflash_lab.workbench.stage import execute, is_finished
 from dflash_lab.workbench.stages.extract import ExtractParams, ExtractResult
 
@@ -178,3 +179,24 @@ def test_figures_say_what_they_show(params: Callable[..., ExtractParams]) -> Non
     empty = result.batches.clear()
     for fig in (figures.speed(empty), figures.batch_shapes(empty, 200), figures.self_test({}, names)):
         assert isinstance(fig, go.Figure)
+
+
+def test_a_budget_that_padding_would_eat_is_lowered_and_the_result_says_so(params, caplog) -> None:
+    """The chats of a first try, under the budget of a GPU: not one batch, half of it padding."""
+    lengths = np.random.default_rng(0).integers(10, 90, 57)
+    samples = [
+        Sample(f"s{number}", np.arange(length) % 250 + number % 5, np.ones(length, np.uint8), "test")
+        for number, length in enumerate(lengths)
+    ]
+    write_samples(params().samples_path, samples, heldout_fraction=0.2, provenance={})
+    with caplog.at_level("INFO"):
+        result = execute(params(token_budget=16384, max_batch=512))
+    told = result.figures["token_budget_lowered"]
+    assert result.figures["token_budget"] < 4096 and f"to {result.figures['token_budget']:,}" in told
+    assert result.figures["batches"] > 1 and f"{result.figures['batches']} batches" in told
+    assert result.figures["padding_waste_pct"] < 20 and "% padding" in told
+    assert told in caplog.text and repr(headline(result.figures)).count(told) == 1
+    figure = figures.batch_shapes(result.batches, result.figures["token_budget"])
+    assert figure.data[1].x[0] * figure.data[1].y[0] == pytest.approx(result.figures["token_budget"])
+    kept = execute(params(token_budget=200, force=True))
+    assert "token_budget_lowered" not in kept.figures

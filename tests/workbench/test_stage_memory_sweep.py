@@ -73,7 +73,8 @@ def test_every_point_is_predicted_and_measured(swept):
     assert result.figures["worst_error_pct"] < 1.0  # counted on fake tensors against counted for real
     assert result.figures["analytic_worst_error_pct"] < 8.0
     assert result.figures["points_measured"] == 6 and result.figures["out_of_memory"] == 0
-    assert points["order"].unique().to_list() == ["falling"]
+    assert points["order"].unique().to_list() == ["rising"]  # whatever `orders` says: this is a CPU
+    assert "not_measured" not in result.figures
     steps = result.steps.sort("anchors")
     assert steps["anchors"].to_list() == [8, 16] and steps["measured_gib"].null_count() == 2
     assert result.figures["predicted_step_gib"] == pytest.approx(steps["fake_gib"].max(), abs=1e-4)
@@ -134,6 +135,62 @@ def test_figures_draw_what_the_tables_say(swept):
 def test_the_map_speaks_of_a_line_only_where_it_draws_one(budget, words):
     chart = peak_map([1, 2], [64, 128], [[1.0, 2.0], [1.2, 2.4]], budget)
     assert words in chart.layout.title.text and chart.data[1].showlegend == (budget == 1.5)
+
+
+@pytest.fixture
+def slow_machine(monkeypatch):
+    """A clock that only measuring moves: 10 ms a token, and half a second more the first time."""
+    from dflash_lab.memory import measure
+    from dflash_lab.workbench.stages import memory_points
+
+    now, seen = [0.0], []
+
+    def measured(_target, setup):
+        seconds = 0.01 * setup.batch * setup.length + 0.5 * (not seen)
+        seen.append(setup.batch * setup.length)
+        now[0] += seconds
+        found = {"measured_gib": 1.0, "measured_moving": 10**6, "reserved_gib": None, "out_of_memory": False}
+        return {**found, "seconds": seconds}
+
+    monkeypatch.setattr(measure, "measure_extraction", measured)
+    monkeypatch.setattr(memory_points.time, "monotonic", lambda: now[0])
+    return now, seen
+
+
+@pytest.mark.parametrize("orders", [["falling"], ["rising"], ["falling", "rising"]])
+def test_on_a_cpu_the_points_that_fit_the_time_are_measured(
+    tmp_path, tiny_target, monkeypatch, slow_machine, orders, caplog
+):
+    """The largest point first would take all of the time, and leave one point of twenty."""
+    now, seen = slow_machine
+    monkeypatch.setenv("DFLASH_LAB_CACHE", str(tmp_path / "cache"))
+    grid = {"batches": [1, 2, 4, 8, 16], "lengths": [16, 17, 64, 256]}
+    params = params_for(tmp_path, tiny_target("llama"), measure_s=30.0, orders=orders, **grid)
+    with caplog.at_level("INFO"):
+        result = execute(params)
+    assert seen == sorted(seen) and now[0] <= params.measure_s
+    left = result.points.filter(pl.col("measured_moving").is_null()).sort(pl.col("batch") * pl.col("length"))
+    assert 12 <= len(seen) == result.figures["points_measured"] == 20 - left.height
+    sizes = (left["batch"] * left["length"]).to_list()
+    assert min(sizes) >= max(seen)
+    assert now[0] + 0.01 * min(sizes) > params.measure_s, "one more would have fitted"
+    told = result.figures["not_measured"]
+    assert told.startswith(f"{left.height} of 20 points, {left['batch'][0]} x {left['length'][0]} (about ")
+    assert "to 16 x 256 (about 41 s): no time was left" in told and "30 s given" in told
+    assert f"the other {len(seen)} took {now[0]:.0f};" in told
+    enough = int(told.rsplit(" ", 1)[1])
+    assert enough >= now[0] + 0.01 * sum(sizes) and told in caplog.text
+    more = execute(params_for(tmp_path, tiny_target("llama"), measure_s=enough, orders=orders, **grid))
+    assert more.figures["points_measured"] == 20 and "not_measured" not in more.figures
+
+
+def test_one_point_left_out_is_named_alone():
+    from dflash_lab.workbench.stages.memory_points import not_measured
+
+    done = {"batch": 1, "length": 100, "order": "rising", "seconds": 3.0}
+    rows = [done, {"batch": 4, "length": 1000, "order": "", "seconds": None}]
+    assert not_measured(20.0, rows).startswith("1 of 2 points, 4 x 1,000 (about 2 min 00 s): ")
+    assert not_measured(20.0, [done]) == ""
 
 
 def test_nothing_measured_still_draws(tmp_path, tiny_target):

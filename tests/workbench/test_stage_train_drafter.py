@@ -22,6 +22,7 @@ from dflash_lab.drafter.checkpoint import load_checkpoint, read_config
 from dflash_lab.drafter.journal import Journal, Reader
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.workbench.figures import train_drafter as figures
+from dflash_lab.workbench.figures.headline import headline
 from dflash_lab.workbench.finished import WouldReplace
 from dflash_lab.workbench.stage import execute
 from dflash_lab.workbench.stages.train_drafter import (
@@ -118,6 +119,18 @@ def test_stage_leaves_a_drafter_and_its_figures(result, run_dir):
     assert all(1 <= tau <= 4 for row in taus.rows() for tau in row)
 
 
+def test_too_few_steps_are_said_before_the_first_and_in_the_result(run_dir, tiny_target, tmp_path, caplog):
+    with caplog.at_level("WARNING"):
+        found = execute(params(tmp_path, tiny_target, store=str(run_dir / "store"))).figures
+    samples, tokens = found["training_samples"], found["training_tokens"]
+    assert 0 < samples < 14 and samples * 17 <= tokens <= samples * 44  # those held out are not trained on
+    assert f"12 steps on {samples} samples ({tokens:,} tokens) are planned: too few" in caplog.text
+    assert f"12 steps on {samples} samples ({tokens:,} tokens) in " in found["judgement"]
+    assert "too few steps" in found["judgement"] and "-p max_steps" in found["judgement"]
+    kept = json.loads((tmp_path / "train_drafter" / "result.json").read_text())["figures"]
+    assert kept["judgement"] == found["judgement"] and found["judgement"] in repr(headline(found))
+
+
 def test_finished_stage_is_shown_again_without_training(result, run_dir, tiny_target):
     before = (run_dir / "drafter" / "model.safetensors").stat().st_mtime_ns
     again = execute(params(run_dir, tiny_target))
@@ -165,6 +178,11 @@ def test_epochs_become_steps(run_dir, tiny_target):
     steps = train_settings(chosen, store, drafter_config(chosen, store)).max_steps
     rows = int(store.lengths[~store.heldout].sum()) / 96
     assert 3 * rows / 2 <= steps <= 3 * (rows + 3) / 2
+    for least, wanted in ((2, steps), (50, 50)):
+        floored = params(run_dir, tiny_target, max_steps=0, epochs=3.0, accumulate=2, min_steps=least)
+        assert train_settings(floored, store, drafter_config(floored, store)).max_steps == wanted
+    given = params(run_dir, tiny_target, max_steps=7, min_steps=50)  # steps asked for are steps
+    assert train_settings(given, store, drafter_config(given, store)).max_steps == 7
 
 
 def test_wrong_parameters_are_named(run_dir, tiny_target):

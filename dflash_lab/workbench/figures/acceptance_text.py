@@ -1,10 +1,16 @@
-"""Answers as coloured text: which tokens were drafted, and what was drafted where the target disagreed."""
+"""Answers as coloured text: which tokens were drafted, and what was drafted where the target disagreed; and
+what stands where no check ran.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import polars as pl
 
 from dflash_lab.workbench.figures.style import escape
+from dflash_lab.workbench.judgement import learned, of_acceptance
 
 _ACCEPTED, _TARGET = "rgba(0, 158, 115, 0.30)", "rgba(213, 94, 0, 0.35)"
 
@@ -46,6 +52,26 @@ def coloured_text(tokens: pl.DataFrame, answer: int, method: str = "trained") ->
         else:
             parts.append(f"<b>{shown}</b>")
     return f'<p style="white-space: pre-wrap; line-height: 1.8">{"".join(parts)}</p>'
+
+
+def judged(figures: Mapping[str, Any]) -> str:
+    """Return whether tau shows that the drafter learned, as the stage found it; a result of an earlier
+    version is judged by its intervals alone.
+    """
+    return str(figures["judgement"] if "judgement" in figures else of_acceptance(figures, None))
+
+
+def checked(figures: Mapping[str, Any], facts: Mapping[str, Any], diagnose: str) -> str:
+    """Return what the checks found, or why none ran: a tau that shows no learning is not one that needed
+    none.
+    """
+    if "cause" in facts:
+        return str(facts["cause"])
+    if diagnose == "never":
+        return "No check ran: diagnose is never."
+    if not learned(figures):
+        return f"No check ran, for decoded and offline tau do not disagree. But {judged(figures)}"
+    return "No check was needed: decoded and offline tau agree, and tau lies above the untrained drafter's."
 
 
 def legend() -> str:

@@ -8,12 +8,17 @@ Measured costs tell the block size and the tree budget that pay; both are then d
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from dflash_lab import files
 from dflash_lab.acceptance.evaluation import Evaluation
+from dflash_lab.workbench.judgement import of_acceptance
 from dflash_lab.workbench.params import StageParams, param
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +102,23 @@ class AcceptanceParams(StageParams):
             needed.append((self.samples_path, "" if self.samples else "prepare"))
         return needed
 
+    def training(self) -> dict[str, Any] | None:
+        """The figures of this run's training; None for a drafter of another place, or one whose training left
+        none that tell of its data.
+        """
+        path = self.path_or("", "train_drafter") / "figures.json"
+        figures = files.read_json(path) if not self.drafter and path.exists() else {}
+        return figures if "training_samples" in figures else None
+
 
 AcceptanceResult = Evaluation  # the registry finds a stage's result by this name
 
 
 def run_acceptance(params: AcceptanceParams, progress: Any = None) -> AcceptanceResult:
-    """Decode, compare, analyse."""
+    """Decode, compare, analyse, and judge."""
     from dflash_lab.acceptance.evaluate import Evaluator
 
-    return Evaluator(params, progress).evaluate()
+    result = Evaluator(params, progress).evaluate()
+    result.figures["judgement"] = of_acceptance(result.figures, params.training())
+    logger.info("%s", result.figures["judgement"])
+    return result

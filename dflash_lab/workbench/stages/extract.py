@@ -236,6 +236,7 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
         storage=params.storage,
         device_type=device.type,
         tflops=params.assumed_tflops,
+        replaced=params.store_path if store == params.new_store else None,
     )
     longest = int(lengths.max(initial=1))
     cleared = ask_extraction(params, config, device, tap_ids=tap_ids, longest=longest)
@@ -293,7 +294,6 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
             **memory_figures(cleared, device),
             "taps": str(tap_ids),
             "fused_layers": len(fast.errors),
-            "token_budget": token_budget,
         },
         batches=pl.DataFrame(report.batches, schema=_BATCH_SCHEMA),
         quarantined=pl.DataFrame(report.quarantined, schema=_QUARANTINE_SCHEMA),

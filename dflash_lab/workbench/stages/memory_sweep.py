@@ -3,8 +3,9 @@
 Three numbers a point, kept apart: the analytic account, the count of a run on fake tensors, and the
 measurement. On a CPU the measurement is a count of live tensors in a real run; on CUDA it is what the
 allocator reserved. From nine sizes on a calibration is fitted, judged on points that it has not seen, and
-kept for the advice here and for the other stages of the run. Points are measured largest first until the time
-given is up; a lack of memory is a result.
+kept for the advice here and for the other stages of the run. On CUDA points are measured largest first until
+the time given is up, on a CPU smallest first as long as the next one fits into it; a lack of memory is a
+result.
 """
 
 from __future__ import annotations
@@ -70,8 +71,10 @@ class MemorySweepParams(StageParams):
     measure: bool = param(
         True, "load the target and measure the grid; false: predict only", group="measuring"
     )
-    measure_s: float = param(600.0, "seconds to measure for; the largest points come first", unit="s", low=1)
-    orders: list[str] = param(["falling"], "orders of measuring", choices=("falling", "rising"))
+    measure_s: float = param(600.0, "seconds to measure for", unit="s", low=1)
+    orders: list[str] = param(
+        ["falling"], "orders of measuring on CUDA; on a CPU, sizes rise", choices=("falling", "rising")
+    )
     num_layers: int = param(5, "layers of the drafter", low=1, high=64, group="drafter")
     num_heads: int = param(0, "attention heads of the drafter; 0: the target's", low=0, high=4096)
     num_kv_heads: int = param(0, "key/value heads of the drafter; 0: the target's", low=0, high=4096)
@@ -248,7 +251,7 @@ def with_calibrations(params: MemorySweepParams, found: Scene) -> Scene:
 def run_memory_sweep(params: MemorySweepParams, progress: Any = None) -> MemorySweepResult:
     """Predict the grid, measure it, and say what fits."""
     from dflash_lab.workbench.stages.memory_calibration import calibrate
-    from dflash_lab.workbench.stages.memory_points import measure_points, predict_points
+    from dflash_lab.workbench.stages.memory_points import measure_points, not_measured, predict_points
     from dflash_lab.workbench.stages.memory_steps import step_points
     from dflash_lab.workbench.stages.memory_tables import advice_frame, bucket_frame, headline, term_frame
 
@@ -266,6 +269,9 @@ def run_memory_sweep(params: MemorySweepParams, progress: Any = None) -> MemoryS
     buckets = bucket_frame(params, found)
     advice, texts = advice_frame(params, found)
     figures = headline(found, frame, steps, buckets)
+    if params.measure and (left := not_measured(params.measure_s, points)):
+        logger.info("not measured: %s", left)
+        figures["not_measured"] = left
     return MemorySweepResult(figures, frame, steps, term_frame(params, found), advice, buckets, texts)
 
 

@@ -120,6 +120,7 @@ class TrainDrafterParams(StageParams):
         0, "optimizer steps; 0: from epochs", low=0, high=10**9, group="length and measuring"
     )
     epochs: float = param(6.0, "passes over the training samples when max_steps is 0", low=0.0, high=1e5)
+    min_steps: int = param(0, "least steps where they come from epochs", low=0, high=10**9)
     time_limit_s: float = param(
         0.0, "time in steps after which training winds up; 0: none", unit="s", low=0.0
     )
@@ -315,7 +316,7 @@ def collect(params: TrainDrafterParams, report: TrainReport, config: DrafterConf
     items = open_bare(params)
     records = read_journal(params.folder / "run")
     steps, metrics = step_frame(records), metric_frame(records)
-    figures = headline(params, report, config, steps)
+    figures = headline(params, report, config, steps, items)
     row = inspect_row(items, config, params.context_tokens, params.anchors, params.seed, _decoder(params))
     pipeline = pl.read_parquet(params.folder / DIARY) if params.targets else pl.DataFrame(schema=SCHEMA)
     return TrainDrafterResult(figures, steps, metrics, position_frame(records), row, pipeline)

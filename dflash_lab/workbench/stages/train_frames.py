@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import polars as pl
 
 from dflash_lab import files
@@ -83,9 +84,12 @@ def _number(value: Any) -> Any:
 
 
 def headline(
-    params: TrainDrafterParams, report: TrainReport, config: DrafterConfig, steps: pl.DataFrame
+    params: TrainDrafterParams, report: TrainReport, config: DrafterConfig, steps: pl.DataFrame, items: Any
 ) -> dict[str, Any]:
-    """The figures of a finished run, with what its processes left of memory and rates."""
+    """The figures of a finished run on `items` (store or samples), with what its processes left of memory and
+    rates, and in a sentence what they amount to.
+    """
+    from dflash_lab.workbench.judgement import of_training
     from dflash_lab.workbench.stages.train_here import MEMORY
     from dflash_lab.workbench.train_pipeline import SUMMARY
 
@@ -93,8 +97,12 @@ def headline(
     measured = report.best / "metrics.json"  # absent when no held-out row could be measured
     best = files.read_json(measured) if measured.exists() else {}
     seconds = max(report.seconds, 1e-9)
-    return {
+    train = ~np.asarray(items.heldout, dtype=bool)
+    figures = {
         "steps": report.steps,
+        "time_limit_s": params.time_limit_s,
+        "training_samples": int(train.sum()),
+        "training_tokens": int(np.asarray(items.lengths)[train].sum()),
         "anchors": params.anchors,
         "skipped_steps": report.skipped,
         "loss_first": losses[0] if len(losses) else None,
@@ -120,3 +128,4 @@ def headline(
         **files.read_json(params.folder / MEMORY),
         **(files.read_json(params.folder / SUMMARY) if params.targets else {}),
     }
+    return {**figures, "judgement": of_training(figures)}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_lab import files
 from dflash_lab.errors import InputError
+from dflash_lab.workbench.judgement import before_training
 from dflash_lab.workbench.stages.clearance import SNAPSHOT
 from dflash_lab.workbench.stages.train_probe import tau_probe
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from dflash_lab.target.head import TargetHead
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
+logger = logging.getLogger(__name__)
 MEMORY = "memory.json"  # of the first process: predicted and measured peak, how a live target runs its rows
 
 
@@ -79,6 +82,8 @@ def train_here(
     run, source = params.folder / "run", train_setup.source_of(params, items)
     if group.rank == 0:
         lengths = items.lengths[~items.heldout].tolist()
+        if warning := before_training(settings.max_steps, len(lengths), sum(lengths)):
+            logger.warning("%s", warning)
         now = setup(settings, drafter, lengths, group.world, source)
         train_setup.set_aside_other_run(run, now, anew=params.force)
     group.barrier()

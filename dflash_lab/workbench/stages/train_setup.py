@@ -167,7 +167,9 @@ def own_shape(params: TrainDrafterParams | MemorySweepParams) -> dict[str, Any]:
 
 
 def train_settings(params: TrainDrafterParams, items: States, config: DrafterConfig) -> TrainSettings:
-    """The training room's settings; `epochs` become steps by counting the packed rows."""
+    """The training room's settings; `epochs` become steps by counting the packed rows, `min_steps` at
+    least: a few dozen chats are one row, and six passes over it six steps.
+    """
     import numpy as np
 
     from dflash_lab.drafter.loss.config import LossConfig
@@ -185,7 +187,7 @@ def train_settings(params: TrainDrafterParams, items: States, config: DrafterCon
             anchors=params.anchors,
             seed=params.seed,
         ).count(0)
-        steps = max(1, math.ceil(params.epochs * rows / (params.accumulate * params.world)))
+        steps = max(1, params.min_steps, math.ceil(params.epochs * rows / (params.accumulate * params.world)))
     same = (
         "context_tokens anchors accumulate selector_weight gamma denominator noise_std warmup floor "
         "clip_norm log_every eval_every eval_rows checkpoint_every keep max_bad_steps explode_factor "

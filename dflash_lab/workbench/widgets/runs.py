@@ -12,6 +12,7 @@ from dflash_lab.errors import LabError
 from dflash_lab.workbench.figures import runs as figures
 from dflash_lab.workbench.figures.style import live
 from dflash_lab.workbench.runs import compare_figures, compare_parameters, overview
+from dflash_lab.workbench.status import run_status
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -28,7 +29,7 @@ def matching(table: pl.DataFrame, words: str, sort: str) -> pl.DataFrame:
 
 
 def browser(root: Path | str = "runs") -> ipywidgets.Widget:
-    """Return the browser of the runs below `root`; select two or more to compare them."""
+    """Return the browser of the runs below `root`; select one for its stages, two or more to compare them."""
     import ipywidgets as widgets
 
     root = Path(root)
@@ -50,7 +51,7 @@ def browser(root: Path | str = "runs") -> ipywidgets.Widget:
         chosen.value = kept
         table.value = rows._repr_html_()
         message.value = html.escape(
-            f"{rows.height} of {state['table'].height} runs; select two or more to compare"
+            f"{rows.height} of {state['table'].height} runs; select one for its stages, more to compare"
         )
 
     def compare(*_: Any) -> None:
@@ -66,6 +67,8 @@ def browser(root: Path | str = "runs") -> ipywidgets.Widget:
             figure.layout.title, figure.layout.annotations = fresh.layout.title, fresh.layout.annotations
             figure.layout.yaxis.title = fresh.layout.yaxis.title
         differing.value = numbers.value = ""
+        if len(chosen.value) == 1:
+            differing.value = _stages(root / chosen.value[0])
         if len(chosen.value) < 2:
             return
         folders = [root / name for name in chosen.value]
@@ -91,6 +94,19 @@ def browser(root: Path | str = "runs") -> ipywidgets.Widget:
     list_runs()
     return widgets.VBox(
         [widgets.HBox([words, sort, metric, refresh]), chosen, message, figure, differing, numbers, table]
+    )
+
+
+def _stages(run: Path) -> str:
+    """Return the state of each stage of a run as a table, with what would be done again and why."""
+    try:
+        rows = [(one.folder, one.state, one.why) for one in run_status(run.name, run)]
+    except LabError as error:
+        return f"<b>{html.escape(str(error))}</b>"
+    cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
+    head = "<tr><th>stage</th><th>state</th><th></th></tr>"
+    return (
+        f'<h4>stages</h4><table class="dataframe">{head}{"".join(f"<tr>{row}</tr>" for row in cells)}</table>'
     )
 
 

@@ -1,0 +1,229 @@
+"""The first page of JupyterLab says what is here and stays true; Lab starts on it, for this machine only."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mistune
+import pytest
+
+from dflash_lab.files import write_json
+from dflash_lab.workbench import start_page
+from dflash_lab.workbench.lock import stage_lock
+from dflash_lab.workbench.registry import STAGES
+from dflash_lab.workbench.status import StageStatus
+
+REPO = Path(__file__).resolve().parents[2]
+EVIL = "<b>a|b</b> *c* _d_ [e](f) `g`"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A workspace with the repository's notebooks and parameters, and no run."""
+    for name in ("notebooks", "params", "docs", "README.md"):
+        (tmp_path / name).symlink_to(REPO / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def finish(folder: Path, **figures: float) -> None:
+    record = {"schema_version": 1, "stage": folder.name.split("-")[0], "parameters": {}, "inputs": {}}
+    write_json(
+        folder / "result.json",
+        {**record, "figures": figures, "seconds": 1.0, "time": "2025-03-01T10:00:00+00:00"},
+    )
+
+
+def rendered(text: str) -> str:
+    return str(mistune.create_markdown(plugins=["table"])(text))
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of every row of every table, as a reader sees them."""
+    found = re.findall(r"<tr>(.*?)</tr>", rendered(text), re.DOTALL)
+    return [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.DOTALL) for row in found]
+
+
+def say(monkeypatch, **stages: list[StageStatus]) -> None:
+    """Let the dry run of each run say what is given here."""
+    monkeypatch.setattr(start_page, "run_status", lambda run: stages.get(Path(run).name, []))
+
+
+def test_every_run_is_listed_with_its_state_and_why_stages_are_not_finished(here, monkeypatch):
+    finish(here / "runs" / "demo" / "prepare")
+    finish(here / "runs" / "demo" / "acceptance", tau_trained=1.25, tau_untrained=1.0)
+    finish(here / "runs" / "mine" / "prepare")
+    write_json(here / "runs" / "mine" / "extract" / "failure.json", {"state": "failed", "message": "no"})
+    mine = [
+        StageStatus("prepare", "prepare", "finished", "a later attempt failed: disk full"),
+        StageStatus("dataset_stats", "dataset_stats", "finished", ""),
+        StageStatus("extract", "extract", "stale", "token_budget is 1024, it was 512."),
+        StageStatus("train_drafter", "train_drafter", "never run", ""),
+        StageStatus("acceptance", "acceptance", "never run", ""),
+    ]
+    say(monkeypatch, mine=mine)
+    text = start_page.start_page()
+    listed = {row[0]: row[1:] for row in rows(text)}
+    assert listed["<strong>demo</strong>"][:2] == ["finished", "2/2"]
+    assert listed["<strong>demo</strong>"][-2:] == ["1.00", "1.25"]
+    assert listed["<strong>mine</strong>"][:2] == ["failed", "1/2"]
+    points = re.findall(r"<li>(.*?)</li>", rendered(text), re.DOTALL)
+    assert [re.sub("<.*?>", "", point) for point in points] == [
+        "mine, prepare: finished: a later attempt failed: disk full",
+        "mine, extract: stale: token_budget is 1024, it was 512.",
+        "mine, train_drafter, acceptance: never run",
+    ]
+    waiting = next(line for line in text.splitlines() if line.startswith("Parameters that were not run"))
+    assert "`paper`" in waiting and "`demo`" not in waiting
+
+
+def test_without_runs_the_page_says_how_to_make_the_first(here):
+    text = start_page.write_start_page().read_text()
+    assert "None yet" in text and "`make demo`" in text
+
+
+def test_the_notebooks_stand_in_order_with_the_readmes_questions_and_all_links_lead_somewhere(here):
+    text = start_page.write_start_page().read_text()
+    table = [row for row in rows(text) if len(row) == 3 and row[0].isdigit()]
+    assert [re.sub("<.*?>", "", row[1]) for row in table] == list(STAGES)
+    tour = re.findall(r"^\| `(\w+)` \| (.*?) \|", (REPO / "README.md").read_text(), re.MULTILINE)
+    assert {re.sub("<.*?>", "", row[1]): row[2] for row in table} == dict(
+        pair for pair in tour if pair[0] in STAGES
+    )
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) >= 8
+    for link in links:
+        assert (here / "runs" / link).exists(), link
+
+
+def test_text_of_runs_stays_text(here, monkeypatch):
+    finish(here / "runs" / EVIL.replace("/", "") / "prepare")
+    status = StageStatus("extract", "extract", "failed", f"{EVIL}\n# more")
+    monkeypatch.setattr(start_page, "run_status", lambda run: [status])
+    html = rendered(start_page.start_page())
+    assert "<b>" not in html and "<h1>more" not in html and "<em>c" not in html and 'href="f"' not in html
+    assert "&lt;b&gt;a|b&lt;/b&gt; *c* _d_ [e](f) `g` # more" in html
+
+
+def test_a_run_that_cannot_be_judged_is_named_and_the_others_are_listed(here, monkeypatch):
+    from dflash_lab.errors import StoreError
+
+    finish(here / "runs" / "good" / "prepare")
+    finish(here / "runs" / "odd" / "prepare")
+
+    def judged(run):
+        if Path(run).name == "odd":
+            raise StoreError("no parameters of that name")
+        return []
+
+    monkeypatch.setattr(start_page, "run_status", judged)
+    text = start_page.start_page()
+    assert "- **odd**: no parameters of that name" in text and "**good**" in text
+
+
+FAKE_LAB = """
+import json, os, sys, time
+settings = [path for path in os.environ["JUPYTER_CONFIG_PATH"].split(os.pathsep)]
+told = {"words": sys.argv[1:], "settings": settings, "spins": os.environ.get("GOMP_SPINCOUNT")}
+open("told.json.new", "w").write(json.dumps(told))
+os.rename("told.json.new", "told.json")
+if "--end=7" in sys.argv:
+    sys.exit(7)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def started(here):
+    """Return a function that starts `dflash-lab lab` with a JupyterLab that only says what it was told."""
+    (here / "fake" / "jupyterlab").mkdir(parents=True)
+    (here / "fake" / "jupyterlab" / "__init__.py").touch()
+    (here / "fake" / "jupyterlab" / "__main__.py").write_text(FAKE_LAB)
+    (here / "below").mkdir()
+    processes = []
+
+    def start(*words: str, **environment: str) -> tuple[subprocess.Popen, dict]:
+        paths = os.pathsep.join([str(here / "fake"), str(REPO)])
+        others = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dflash_lab.workbench.cli", "lab", *words],
+            env={**others, "PYTHONPATH": paths, **environment},
+            cwd=here / "below",
+            stderr=(here / "said").open("w"),
+        )
+        processes.append(process)
+        deadline = time.monotonic() + 60
+        while not (here / "told.json").exists():
+            assert time.monotonic() < deadline and process.poll() in (None, 7), (here / "said").read_text()
+            time.sleep(0.05)
+        return process, json.loads((here / "told.json").read_text())
+
+    yield start
+    for process in processes:
+        process.terminate()
+        process.wait()
+
+
+def test_lab_listens_on_this_machine_keeps_its_token_and_opens_the_page(started, here):
+    process, told = started("--port", "9", "--no-browser", "--end=7", JUPYTER_CONFIG_PATH="/mine")
+    assert process.wait(30) == 7
+    words = told["words"]
+    assert "--ip=127.0.0.1" in words and "--port=9" in words and f"--ServerApp.root_dir={here}" in words
+    assert "--LabApp.default_url=/lab/tree/runs/start.md" in words and words[-2:] == [
+        "--no-browser",
+        "--end=7",
+    ]
+    assert not [word for word in words if "token" in word.lower() or "password" in word.lower()]
+    assert ("--allow-root" in words) == (os.geteuid() == 0)
+    assert (here / "runs" / "start.md").exists()
+    assert told["settings"][1:] == ["/mine"]  # a person's own settings folders stay, and win
+    overrides = Path(told["settings"][0]) / "labconfig" / "default_setting_overrides.json"
+    viewers = json.loads(overrides.read_text())["@jupyterlab/docmanager-extension:plugin"]
+    assert viewers == {"defaultViewers": {"markdown": "Markdown Preview"}}
+    assert told["spins"] == "1000"
+
+
+def test_the_page_follows_the_runs_while_lab_runs_and_sigterm_ends_both(started, here):
+    process, _ = started()
+    page = here / "runs" / "start.md"
+
+    def until(what: str) -> None:
+        deadline = time.monotonic() + 30
+        while not re.search(what, page.read_text()):
+            assert time.monotonic() < deadline, f"{what}\n{page.read_text()}\n{(here / 'said').read_text()}"
+            time.sleep(0.1)
+
+    assert "None yet" in page.read_text()
+    with stage_lock(here / "runs" / "demo" / "prepare"):
+        until(r"\*\*demo\*\* \| running")
+    until(r"\*\*demo\*\* \| killed")  # the lock is free, and no word was left
+    finish(here / "runs" / "demo" / "prepare")
+    until(r"\*\*demo\*\* \| finished")
+    shutil.rmtree(here / "runs" / "demo")
+    until("None yet")
+    (child,) = _children(process.pid)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) != 0
+    assert not Path(f"/proc/{child}").exists()
+
+
+def _children(pid: int) -> list[int]:
+    import psutil
+
+    return [child.pid for child in psutil.Process(pid).children()]
+
+
+def test_lab_outside_a_workspace_says_where_to_start(tmp_path, monkeypatch, capsys):
+    from dflash_lab.workbench import cli
+
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["lab"]) == 1
+    assert "no notebooks/ here or above. Start in the repository" in capsys.readouterr().err

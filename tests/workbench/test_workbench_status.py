@@ -1,0 +1,270 @@
+"""Nothing finished is replaced unasked, and `status` says beforehand what would be done again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from dflash_lab.errors import InputError
+from dflash_lab.extraction.store import open_store
+from dflash_lab.files import read_json
+from dflash_lab.workbench import cli
+from dflash_lab.workbench.finished import WouldReplace, is_finished
+from dflash_lab.workbench.lock import stage_lock
+from dflash_lab.workbench.param_files import Given, read_given
+from dflash_lab.workbench.registry import params_class
+from dflash_lab.workbench.runs import overview, stage_table
+from dflash_lab.workbench.stage import execute
+from dflash_lab.workbench.status import run_status
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, tiny_target: Callable[[str], Path]) -> Path:
+    """A workspace whose run `mine` has finished prepare, dataset_stats and both shards of extract."""
+    root = tmp_path_factory.mktemp("base")
+    (root / "notebooks").mkdir()
+    folder = root / "params" / "mine"
+    folder.mkdir(parents=True)
+    with (root / "chats.jsonl").open("w") as file:
+        for number in range(16):
+            turns = [("user", f"Say {number}"), ("assistant", f"The number is {number}. " * (1 + number % 3))]
+            file.write(json.dumps({"messages": [{"role": r, "content": c} for r, c in turns]}) + "\n")
+    texts = {
+        "common": f"target: {tiny_target('llama')}\ndevice: cpu\ndtype: float32\n",
+        "prepare": "input: chats.jsonl\nheldout_fraction: 0.25\n",
+        "dataset_stats": "max_length: 128\n",
+        "extract": "num_shards: 2\nnum_taps: 3\ntoken_budget: 512\nmax_batch: 4\npart_gib: 0.01\n",
+        "train_drafter": "num_layers: 1\n",
+    }
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        for stage in ("prepare", "dataset_stats"):
+            execute(given(stage))
+        for shard in range(2):
+            execute(given("extract", shard=shard))
+    return root
+
+
+@pytest.fixture
+def workspace(base, tmp_path, monkeypatch):
+    """A copy of it, as the working directory."""
+    root = tmp_path / "copy"
+    shutil.copytree(base, root)
+    monkeypatch.chdir(root)
+    return root
+
+
+def given(stage: str, run: str = "mine", **typed):
+    made = read_given(params_class(stage), Given(run=run, yaml=[json.dumps(typed)]))
+    return made
+
+
+def states(run: str = "mine") -> dict[str, str]:
+    return {row.folder: row.state for row in run_status(run)}
+
+
+def snapshot(root: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()
+    }
+
+
+FINISHED = dict.fromkeys(("prepare", "dataset_stats", "extract-0", "extract-1"), "finished")
+
+
+def test_states_of_a_run(workspace):
+    assert states() == {**FINISHED, "train_drafter": "never run"}
+    with stage_lock(Path("runs/mine/train_drafter")):
+        assert states()["train_drafter"] == "running"
+    assert states()["train_drafter"] == "killed"
+    shutil.rmtree("runs/mine/train_drafter")
+    with pytest.raises(InputError):
+        execute(given("train_drafter", target="random:nowhere"))
+    assert states()["train_drafter"] == "failed"
+
+
+def test_other_parameters_are_refused_with_all_that_a_person_needs(workspace):
+    before = snapshot(workspace / "runs")
+    with pytest.raises(WouldReplace) as caught:
+        execute(given("prepare", limit=5, max_length=64))
+    told = str(caught.value)
+    assert "limit was 0, now 5" in told and "max_length was 4096, now 64" in told and "\n" not in told
+    assert "dataset_stats, extract-0, extract-1" in told  # what would go stale
+    assert "-p force True" in told and "dflash-lab new NAME --from mine" in told
+    assert snapshot(workspace / "runs") == before
+
+
+def test_changed_inputs_are_refused_too_and_shown_beforehand(workspace):
+    with open("chats.jsonl", "a") as file:
+        file.write(
+            json.dumps(
+                {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
+            )
+        )
+    rows = {row.folder: row for row in run_status("mine")}
+    assert rows["prepare"].state == "stale" and "chats.jsonl has changed" in rows["prepare"].why
+    assert rows["extract-1"].state == "finished"
+    assert rows["extract-1"].why == "goes out of date when prepare is done again"
+    with pytest.raises(WouldReplace, match=r"chats\.jsonl has changed"):
+        execute(given("prepare"))
+    execute(given("prepare", force=True))
+    assert states() == {
+        "prepare": "finished",
+        **dict.fromkeys(("dataset_stats", "extract-0", "extract-1"), "stale"),
+        "train_drafter": "never run",
+    }
+    Path("chats.jsonl").unlink()
+    why = {row.folder: row.why for row in run_status("mine")}["prepare"]
+    assert "chats.jsonl is not read any more" in why
+
+
+def test_a_failed_attempt_leaves_the_result_valid_and_visible(workspace):
+    before = snapshot(workspace / "runs" / "mine")
+    Path("bad.jsonl").write_text("{broken\n")
+    with pytest.raises(InputError, match="no sample could be stored"):
+        execute(given("prepare", input="bad.jsonl", force=True))
+    after = snapshot(workspace / "runs" / "mine")
+    failure = json.loads(after.pop("prepare/failure.json"))
+    assert any("bad.jsonl:1" in one for one in failure["details"]["problems"])
+    assert {name: data for name, data in after.items() if ".fresh" not in name} == before
+    assert is_finished(given("prepare")) and execute(given("prepare")).figures["samples_stored"] == 16
+    row = next(row for row in run_status("mine") if row.stage == "prepare")
+    assert row.state == "finished" and "a later attempt failed" in row.why
+    table = stage_table(Path("runs")).filter(pl.col("stage") == "prepare").row(0, named=True)
+    assert table["state"] == "finished" and "later attempt" in table["message"]
+    assert overview(Path("runs")).row(0, named=True)["state"] == "finished"
+
+
+def test_two_runs_from_one_folder_leave_each_other_alone(workspace):
+    shutil.copytree("params/mine", "params/other")
+    before = snapshot(workspace / "runs" / "mine")
+    for stage in ("prepare", "dataset_stats", "extract"):
+        execute(given(stage, "other"))
+    assert snapshot(workspace / "runs" / "mine") == before
+    other = snapshot(workspace / "runs" / "other")
+    execute(given("prepare", limit=5, force=True))
+    assert snapshot(workspace / "runs" / "other") == other
+
+
+def test_a_new_store_takes_its_place_with_its_last_shard(workspace):
+    old = open_store("runs/mine/store").tap_ids
+    first = dataclasses.replace(given("extract", num_taps=2), force=True)
+    with pytest.raises(WouldReplace, match="num_taps was 3, now 2"):
+        execute(dataclasses.replace(first, force=False))
+    execute(first)
+    assert open_store("runs/mine/store").tap_ids == old
+    assert read_json("runs/mine/extract-0/result.json")["parameters"]["num_taps"] == 3
+    execute(dataclasses.replace(first, shard=1))
+    assert len(open_store("runs/mine/store").tap_ids) == 2 and open_store("runs/mine/store").num_samples == 16
+    for shard in range(2):
+        assert is_finished(given("extract", num_taps=2, shard=shard))
+    assert not list(Path("runs/mine").glob(".store.new*")) and not list(Path("runs/mine").glob("*/.fresh"))
+
+
+def test_fewer_shards_of_a_new_store_leave_no_result_of_the_others(workspace):
+    execute(given("extract", num_taps=2, num_shards=1, force=True))
+    assert open_store("runs/mine/store").num_samples == 16
+    assert not Path("runs/mine/extract-1/result.json").exists()
+
+
+def test_a_new_store_that_was_begun_with_yet_another_setup_is_given_up(workspace):
+    execute(given("extract", num_taps=2, force=True))
+    assert Path("runs/mine/.store.new").exists()
+    execute(given("extract", num_taps=1, force=True))
+    execute(given("extract", num_taps=1, shard=1, force=True))
+    assert len(open_store("runs/mine/store").tap_ids) == 1
+    execute(given("extract", num_taps=2, force=True))
+    execute(given("extract", num_taps=1, force=True))  # back to what is there
+    assert not Path("runs/mine/.store.new").exists() and not Path("runs/mine/extract-1/.fresh").exists()
+
+
+def test_where_both_stores_do_not_fit_that_is_said_first(workspace, monkeypatch):
+    import collections
+
+    Usage = collections.namedtuple("Usage", "free")
+    monkeypatch.setattr("dflash_lab.extraction.preflight.shutil.disk_usage", lambda path: Usage(1000))
+    with pytest.raises(
+        InputError, match=r"runs/mine/store \(.* GiB\), stays until this one is whole, and both"
+    ):
+        execute(given("extract", num_taps=2, force=True))
+    assert len(open_store("runs/mine/store").tap_ids) == 3 and states()["extract-0"] == "finished"
+
+
+def test_the_same_store_is_gone_on_with_and_nothing_is_done_again(workspace):
+    result = execute(given("extract", token_budget=256, force=True))
+    assert result.figures["samples_stored_before"] > 0 and result.figures["samples_stored"] == 0
+    assert not Path("runs/mine/.store.new").exists()
+
+
+def test_a_lost_store_is_made_again_unasked(workspace):
+    shutil.rmtree("runs/mine/store")
+    row = next(row for row in run_status("mine") if row.folder == "extract-0")
+    assert (row.state, row.why) == ("stale", "what it left is not whole any more")
+    execute(given("extract"))
+    execute(given("extract", shard=1))
+    assert states() == {**FINISHED, "train_drafter": "never run"}
+
+
+def test_the_command_shows_each_stage(workspace, capsys):
+    assert cli.main(["status", "mine"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["prepare", "finished"] and lines[-1].split() == [
+        "train_drafter",
+        "never",
+        "run",
+    ]
+    assert cli.main(["status", "mien"]) == 1
+    assert "did you mean 'mine'" in capsys.readouterr().err
+
+
+def test_a_run_of_all_stages_stops_where_something_would_be_replaced(workspace, capsys, monkeypatch):
+    from dflash_lab.workbench import launch
+
+    monkeypatch.setattr(launch, "_papermill", lambda words: pytest.fail("a kernel was started"))
+    for name in ("prepare", "dataset_stats", "extract-0", "extract-1"):
+        Path(f"runs/mine/{name}.ipynb").write_text("{}")
+    assert cli.main(["run", "mine", "-p", "max_length", "64"]) == 1
+    told = capsys.readouterr().err
+    assert "max_length was 4096, now 64" in told and "dflash-lab run mine --stale" in told
+
+
+def test_stale_stages_are_done_again_when_asked(workspace, monkeypatch):
+    from dflash_lab.workbench import pipeline
+
+    started = []
+
+    def run_notebook(stage, step, extra):
+        params = read_given(params_class(stage), step)
+        started.append((params.folder.name, params.force))
+        execute(params)
+        params.folder.with_suffix(".ipynb").write_text(
+            '{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}'
+        )
+        return 0
+
+    monkeypatch.setattr(pipeline, "run_notebook", run_notebook)
+    Path("params/mine/train_drafter.yaml").unlink()
+    for name in ("prepare", "dataset_stats", "extract-0", "extract-1"):
+        Path(f"runs/mine/{name}.ipynb").write_text(
+            '{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}'
+        )
+    with open("chats.jsonl", "a") as file:
+        file.write(
+            json.dumps(
+                {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
+            )
+        )
+    assert cli.main(["run", "mine", "--stale"]) == 0
+    assert started == [("prepare", True), ("dataset_stats", True), ("extract-0", True), ("extract-1", True)]
+    assert open_store("runs/mine/store").num_samples == 17 and set(states().values()) == {"finished"}
+    started.clear()
+    assert cli.main(["run", "mine"]) == 0
+    assert not started
