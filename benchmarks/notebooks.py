@@ -40,7 +40,8 @@ def parameters(stage: str, run: Path, device: str, changes: dict[str, Any]) -> d
     texts = [(demo / f"{name}.yaml").read_text(encoding="utf-8") for name in ("common", stage)]
     given = {name: value for text in texts for name, value in (yaml.safe_load(text) or {}).items()}
     dtype = "float32" if device == "cpu" else "bfloat16"
-    return {**given, "run_dir": str(run), "device": device, "dtype": dtype, **changes}
+    own = {"run_dir": str(run), "device": device, "dtype": dtype, "interactive": False}
+    return {**given, **own, **changes}
 
 
 def execute(stage: str, name: str, run: Path, device: str, changes: dict[str, Any]) -> dict[str, Any]:

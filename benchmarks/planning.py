@@ -90,7 +90,9 @@ def stats(path: Path, folder: Path) -> dict[str, float]:
     length_counts(path)
     counting = time.perf_counter() - start
     start = time.perf_counter()
-    result = run_dataset_stats(DatasetStatsParams(run_dir=str(folder), samples=str(path), interactive=False))
+    params = DatasetStatsParams(run_dir=str(folder), samples=str(path), interactive=False)
+    result = run_dataset_stats(params)
+    result.save(params.folder)
     seconds = time.perf_counter() - start
     return {"seconds": seconds, "counting_seconds": counting, "samples": result.figures["samples"]}
 

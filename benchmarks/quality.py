@@ -45,9 +45,10 @@ from dflash_lab.drafter.checkpoint import load_checkpoint, save_checkpoint
 from dflash_lab.drafter.live import LiveItems
 from dflash_lab.target.loading import choose_device, load_target
 from dflash_lab.target.smollm2 import cached_folder
-from dflash_lab.workbench.param_files import parse_parameters
-from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams, run_train_drafter
+from dflash_lab.workbench.stage import execute
+from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 from dflash_lab.workbench.stages.train_setup import drafter_config, open_bare
+from dflash_lab.workbench.strict_yaml import parse_parameters
 
 log = logging.getLogger("quality")
 SETS = ("heldout", "humaneval")
@@ -81,8 +82,8 @@ def warm_start(params: TrainDrafterParams, layers: list[int], device: torch.devi
     """Write the drafter that starts from the target's layers; return its folder."""
     target = load_target(params.target, device=device, dtype="float32")
     drafter = warm_drafter(target, drafter_config(params, open_bare(params)), layers, params.seed)
-    save_checkpoint(params.run / "start", drafter)
-    return params.run / "start"
+    save_checkpoint(params.run_folder / "start", drafter)
+    return params.run_folder / "start"
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
@@ -136,7 +137,7 @@ def train_row(args: argparse.Namespace, row: str, out: Path) -> dict[str, Any]:
     # Before the first step: with the diary it is what a run that is cut leaves to the report.
     files.write_json(out / "row.json", record | provenance.provenance())
     started = time.perf_counter()
-    result = run_train_drafter(params)
+    result = execute(params)
     trained = time.perf_counter()
     last = result.metrics.filter(result.metrics["kind"] == "train").tail(1).to_dicts()[0]
     record |= {

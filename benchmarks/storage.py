@@ -26,9 +26,10 @@ from dflash_lab.acceptance.offline import offline
 from dflash_lab.drafter.checkpoint import load_checkpoint
 from dflash_lab.extraction.store import open_store
 from dflash_lab.target.loading import choose_device, load_head
-from dflash_lab.workbench.stages.extract import ExtractParams, run_extract
-from dflash_lab.workbench.stages.prepare import PrepareParams, run_prepare
-from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams, run_train_drafter
+from dflash_lab.workbench.stage import execute
+from dflash_lab.workbench.stages.extract import ExtractParams
+from dflash_lab.workbench.stages.prepare import PrepareParams
+from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
 DEMO = Path(__file__).resolve().parent.parent / "params" / "demo"
 STORAGES = ("bf16", "fp8")
@@ -77,15 +78,11 @@ def main() -> None:
         run = Path(folder)
         samples = arguments.samples or run / "samples.parquet"
         if not arguments.samples:
-            run_prepare(
-                PrepareParams(run_dir=folder, **common, **{**demo("prepare"), "limit": arguments.limit})
-            )
+            execute(PrepareParams(run_dir=folder, **common, **{**demo("prepare"), "limit": arguments.limit}))
         for storage in STORAGES:
             given = {**demo("extract"), "num_shards": 1, "token_budget": 8192, "storage": storage}
-            store = str(run / storage)
-            report = run_extract(
-                ExtractParams(run_dir=store, samples=str(samples), store=store, **common, **given)
-            )
+            own = dict(run_dir=str(run / f"extract-{storage}"), store=str(run / storage))
+            report = execute(ExtractParams(samples=str(samples), **own, **common, **given))
             figures |= {
                 "samples": report.figures["samples_stored"],
                 f"{storage}_bytes": report.figures["bytes_written"],
@@ -99,7 +96,7 @@ def main() -> None:
                 params = TrainDrafterParams(
                     run_dir=str(here), store=str(run / storage), samples=str(samples), **common, **given
                 )
-                trained = run_train_drafter(params)
+                trained = execute(params)
                 found = {
                     "tau": tau(run / "bf16", here / "drafter", device, dtype),
                     "seconds": round(time.perf_counter() - began, 1),

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_lab.errors import StoreError
+from dflash_lab.file_errors import FileError
 from dflash_lab.files import make_folder, read_json, sync_folder, write_json
 from dflash_lab.locks import open_lock, wait_for_lock
 
@@ -62,6 +63,8 @@ def _entry(run: Path, move: Move) -> dict[str, Any]:
     new, place = move.new, Path(os.path.realpath(move.place))
     whole = False
     if new.is_dir():
+        if place.exists() and not place.is_dir():  # a file, or a device, that somebody named by mistake
+            raise FileError(errno.ENOTDIR, place)
         others = (
             {path.name for path in place.iterdir()} - {path.name for path in new.iterdir()}
             if place.is_dir()

@@ -119,6 +119,7 @@ def _take_place(params: StageParams) -> None:
     moves, removed = params.replacement()
     if moves:
         replace(params.run_folder, moves, removed)
+        shutil.rmtree(params.fresh, ignore_errors=True)
     else:
         logger.info("%s: done, and takes its place when the other shards are", params.folder.name)
 

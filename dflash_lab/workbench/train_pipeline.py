@@ -2,7 +2,7 @@
 
 The parent starts them, follows the run's journal for its progress bar, asks for a checkpoint and an orderly
 end when it is stopped, and raises the failing process's own traceback when one dies. Each leaves its log and
-its diary in `<run_dir>/train_drafter/workers/`.
+its diary in `train_drafter/workers/` of the run's folder.
 """
 
 from __future__ import annotations

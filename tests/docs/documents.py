@@ -18,6 +18,7 @@ from dflash_lab.workbench import cli, commands
 from dflash_lab.workbench.param_files import known_names, read_given
 from dflash_lab.workbench.pipeline import plan
 from dflash_lab.workbench.registry import STAGES, params_class
+from dflash_lab.workbench.status import run_status
 
 REPO = Path(__file__).resolve().parents[2]
 REASONS = {
@@ -97,15 +98,26 @@ def check_line(line: str) -> None:
             assert not word.startswith("--") or f'"{word}"' in script, f"{line}: {words[1]} has no {word}"
 
 
+def made_in_the_pages() -> dict[str, str]:
+    """Runs that a reader makes on the way, by `dflash-lab new`, and whose parameters they begin with."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages())
+    found = re.findall(r"dflash-lab new ([a-z]+)\b([^`\n]*)", text)
+    runs = {name: (re.search(r"--from (\S+)", rest) or ["", "own"])[1] for name, rest in found}
+    return {name: runs.get(source, source) for name, source in runs.items()}
+
+
 def _check_lab(words: list[str]) -> None:
     if words[0] in ("--help", "--version") or words[1:] in ([], ["--help"]):  # a command named in a sentence
         assert words[0].startswith("--") or words[0] in commands.COMMANDS
         return
     options, _ = cli.build_parser().parse_known_args(words)  # leaves the program when it is no such line
-    if options.command == "run":
-        given = commands._given(options, options.folder)
-        if Path(options.folder).is_dir():
-            assert plan(given)
+    if options.command in ("run", "status", *STAGES):
+        options.run = made_in_the_pages().get(options.run, options.run)
+    if options.command == "status":
+        assert run_status(options.run)
+    elif options.command == "run":
+        given = commands._given(options, options.run)
+        assert plan(given)
         for parameter, _ in [*given.typed, *given.raw]:
             assert any(parameter in known_names(params_class(stage)) for stage in STAGES), parameter
     elif options.command in STAGES:

@@ -91,12 +91,13 @@ def test_the_readme_runs_and_closes_with_a_measured_tau(walked, checkout):
     figures = read_json(mine / "result.json")["figures"]
     assert set(figures) >= set(ROWS) and figures["samples_stored"] == figures["samples_in"] == 24
     assert figures["samples_quarantined"] == 0 and figures["tau_trained"] >= 1.0
-    closing = walked["dflash-lab run params/mine"]
+    closing = walked["dflash-lab run mine"]
     for name in ("tau_trained", "extract_tokens_per_s", "padding_waste_pct", "report"):
         assert name in closing
-    assert walked["dflash-lab run params/demo"].count("finished before") == 7  # `make demo` made it
+    assert walked["dflash-lab run demo"].count("finished before") == 7  # `make demo` made it
     compared = next(text for line, text in walked.items() if line.startswith("dflash-lab runs --compare"))
     assert "num_shards" in compared and "mine" in compared
+    assert walked["dflash-lab status mine"].count("  finished") == 6
 
 
 def test_every_stage_left_its_notebook_and_the_report_reads_them(walked, checkout):
@@ -113,7 +114,7 @@ def test_a_second_start_changes_nothing(walked, checkout):
         return {path: path.stat().st_mtime_ns for path in found if path.name != ".lock"}
 
     before = files()
-    code, output = checkout.run("dflash-lab run params/mine")
+    code, output = checkout.run("dflash-lab run mine")
     assert code == 0 and output.count("finished before") == 6 and "tau_trained" in output
     assert files() == before
 
@@ -184,6 +185,13 @@ def table(title: str) -> list[str]:
 def test_results_have_the_fields_of_the_page(walked, checkout):
     for path in (checkout.root / "runs" / "demo").glob("*/result.json"):
         assert sorted(read_json(path)) == sorted(table("`result.json`")), path
+
+
+def test_a_run_says_whose_it_is_as_the_page_has_it(walked, checkout):
+    for run in ("demo", "mine"):
+        found = read_json(checkout.root / "runs" / run / "run.json")
+        assert list(found) == table("`run.json`")
+        assert found == {"run": run, "parameters": f"../../params/{run}"}
 
 
 def test_samples_have_the_columns_of_the_page(walked, checkout):

@@ -14,13 +14,15 @@ import nbformat
 import papermill
 import polars as pl
 import pytest
+import yaml
 
 from dflash_lab.files import read_json
 from dflash_lab.workbench.closing import ROWS, closing_figures
 from dflash_lab.workbench.figures.png import browser_path
+from dflash_lab.workbench.finished import is_finished
 from dflash_lab.workbench.registry import STAGES, params_class, result_class
 from dflash_lab.workbench.report import write_report
-from dflash_lab.workbench.stage import is_finished
+from dflash_lab.workbench.run_params import resolve
 
 REPO = Path(__file__).resolve().parents[2]
 KINDS = (
@@ -90,17 +92,31 @@ def conversations(path: Path, count: int = 24) -> Path:
 
 
 class Run:
-    """One finished chain: its folder, and the parameters each notebook was given."""
+    """One finished chain in a workspace of its own, where `params/tiny` has the values of every stage: a
+    notebook is given the run by name, and what a person would type beside it.
+    """
 
-    def __init__(self, folder: Path, target: Path, device: str) -> None:
-        self.folder = folder
-        dtype = "float32" if device == "cpu" else "bfloat16"
-        self.common = {"run_dir": str(folder), "target": str(target), "device": device, "dtype": dtype}
-        self.given: dict[str, dict[str, Any]] = {}
+    def __init__(self, workspace: Path, target: Path, device: str) -> None:
+        self.workspace, self.folder = workspace, workspace / "runs" / "tiny"
+        self.folder.mkdir(parents=True)
+        (workspace / "notebooks").symlink_to(REPO / "notebooks")
+        conversations(workspace / "chats.jsonl")
+        common = {
+            "target": str(target),
+            "device": device,
+            "dtype": "float32" if device == "cpu" else "bfloat16",
+        }
+        texts = {"common": common, **TINY, "prepare": {**TINY["prepare"], "input": "chats.jsonl"}}
+        for name, values in texts.items():
+            path = workspace / "params" / "tiny" / f"{name}.yaml"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(yaml.safe_dump(values))
+        self.typed: dict[str, dict[str, Any]] = {}
 
     def notebook(self, stage: str, name: str = "", **values: Any) -> None:
+        """Run a notebook as `papermill` does with `-p run tiny` and a `-p` for each of `values`."""
         name = name or stage
-        self.given[name] = {**self.common, **TINY[stage], **values, "interactive": False}
+        self.typed[name] = {"run": "tiny", **values}
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OMP_NUM_THREADS", "1")
             if stage != PICTURED:  # a browser start a notebook is half a minute a chain
@@ -108,9 +124,9 @@ class Run:
             papermill.execute_notebook(
                 str(REPO / "notebooks" / f"{stage}.ipynb"),
                 str(self.folder / f"{name}.ipynb"),
-                parameters=self.given[name],
+                parameters={**self.typed[name], "interactive": False},  # here, no papermill is the parent
                 kernel_name="python3",
-                cwd=str(REPO),
+                cwd=str(self.workspace),
                 progress_bar=False,
                 execution_timeout=240,
             )
@@ -124,7 +140,7 @@ def run(request, tmp_path_factory, tiny_target) -> Run:
     """Run the six notebooks once for a kind of target and a device (the extraction in two shards)."""
     kind, device = request.param
     made = Run(tmp_path_factory.mktemp(f"run-{kind}-{device}"), tiny_target(kind), device)
-    made.notebook("prepare", input=str(conversations(made.folder / "chats.jsonl")))
+    made.notebook("prepare")
     made.notebook("dataset_stats")
     for shard in range(2):
         made.notebook("extract", f"extract-{shard}", shard=shard)
@@ -212,24 +228,51 @@ def test_figures_are_small_have_titles_and_axes_with_names(run, stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_finished_stage_is_recognised_and_read_again(run, stage):
-    for name, given in run.given.items():
+def test_a_finished_stage_is_recognised_and_read_again(run, stage, monkeypatch):
+    monkeypatch.chdir(run.workspace)
+    for name, typed in run.typed.items():
         if name.split("-")[0] == stage:
-            params = params_class(stage)(**given)
+            values = {key: (value, "typed") for key, value in typed.items()}
+            params = resolve(params_class(stage), values)
             assert is_finished(params), name
             loaded = result_class(stage).load(params.folder)
             recorded = run.result(name)["figures"]
             assert set(loaded.figures) == set(recorded)
 
 
-def test_running_again_does_no_work_and_changing_a_parameter_does(run):
+def test_a_notebook_s_values_are_those_of_the_runs_folder(run):
+    for stage, values in TINY.items():
+        name = "extract-1" if stage == "extract" else stage
+        had = run.result(name)["parameters"]
+        assert {key: had[key] for key in values} == values and had["run"] == "tiny"
+    assert run.result("prepare")["parameters"]["input"] == "chats.jsonl"
+    assert read_json(run.folder / "run.json") == {"run": "tiny", "parameters": "../../params/tiny"}
+
+
+def test_running_again_does_no_work_and_changing_a_parameter_does_when_asked(run):
     before = run.result("dataset_stats")
     run.notebook("dataset_stats")
     assert run.result("dataset_stats") == before
-    run.notebook("dataset_stats", max_length=64)
+    with pytest.raises(papermill.PapermillExecutionError, match="max_length was 128, now 64"):
+        run.notebook("dataset_stats", max_length=64)
+    assert run.result("dataset_stats") == before
+    run.notebook("dataset_stats", max_length=64, force=True)
     changed = run.result("dataset_stats")
     assert changed["time"] >= before["time"] and changed["parameters"]["max_length"] == 64
-    run.notebook("dataset_stats")
+    run.notebook("dataset_stats", force=True)
+    assert run.result("dataset_stats")["parameters"]["max_length"] == 128
+
+
+def test_values_given_one_by_one_are_preferred_to_the_runs_folder(run, tmp_path):
+    samples = str(run.folder / "samples.parquet")
+    own = {**TINY["dataset_stats"], "run_dir": str(tmp_path / "own"), "samples": samples, "max_length": 77}
+    had = run.typed["dataset_stats"]
+    run.notebook("dataset_stats", **own)
+    run.typed["dataset_stats"] = had
+    found = read_json(tmp_path / "own" / "dataset_stats" / "result.json")["parameters"]
+    assert {key: found[key] for key in own} == own and found["run"] == "tiny"
+    assert found["device"] == run.result("prepare")["parameters"]["device"]
+    assert run.result("dataset_stats")["parameters"]["max_length"] == 128
 
 
 def test_the_closing_table_and_the_report_are_complete(run):
@@ -243,9 +286,9 @@ def test_a_mistyped_parameter_stops_the_notebook(run, tmp_path):
         papermill.execute_notebook(
             str(REPO / "notebooks" / "extract.ipynb"),
             str(tmp_path / "out.ipynb"),
-            parameters={**run.common, "shrad": 0, "interactive": False},
+            parameters={"run": "tiny", "shrad": 0, "interactive": False},
             kernel_name="python3",
-            cwd=str(REPO),
+            cwd=str(run.workspace),
             progress_bar=False,
             execution_timeout=120,
         )

@@ -4,6 +4,7 @@ refusals.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -41,8 +42,8 @@ def run_of(tiny_target, tmp_path_factory):
 @pytest.fixture(scope="module")
 def llama_result(run_of):
     target, run = run_of("llama")
-    params = AcceptanceParams(run_dir=str(run), target=str(target), diagnose="always", **FAST)
-    return params, execute(params)
+    params = AcceptanceParams(run_dir=str(run), target=str(target), diagnose="always", force=True, **FAST)
+    return dataclasses.replace(params, force=False), execute(params)
 
 
 def test_trained_beats_untrained_and_agrees_with_offline(llama_result):
@@ -141,7 +142,7 @@ def test_a_tau_is_judged_against_the_untrained_one_and_by_its_training(run_of, l
 
 def test_hybrid_target_is_decoded_and_its_trees_stay_offline(run_of):
     target, run = run_of("qwen3_5")
-    result = execute(AcceptanceParams(run_dir=str(run), target=str(target), **FAST))
+    result = execute(AcceptanceParams(run_dir=str(run), target=str(target), force=True, **FAST))
     assert result.figures["greedy_different"] == 0
     assert result.figures["tau_offline"] == pytest.approx(result.figures["tau_trained"], rel=0.03)
     assert "recurrent state" in result.facts["tree_refused"]
@@ -195,7 +196,7 @@ def test_thinking_that_the_training_text_did_not_have_is_named(tmp_path):
     prompts = tmp_path / "bench.jsonl"
     prompts.write_text('{"prompt": "What?"}\n{"prompt": "Who?"}\n')
     short: dict = {**FAST, "max_new_tokens": 8, "untrained_tokens": 0, "decode_best": False}
-    base = {"run_dir": str(run), "target": str(target), **short, "decode_tree": False}
+    base = {"run_dir": str(run), "target": str(target), **short, "decode_tree": False, "force": True}
     for thinking, words in ((True, "these prompts with thinking on"), (False, "")):
         result = execute(AcceptanceParams(prompts=str(prompts), thinking=thinking, **base))
         assert words in result.facts.get("cause", "") and bool(words) == ("cause" in result.facts)
@@ -262,7 +263,7 @@ def test_wrong_parameters_say_what_to_type(run_of, tmp_path):
     base = {"run_dir": str(run), "target": str(target), **FAST, "force": True}
     with pytest.raises(InputError, match=r"no such file.*humaneval"):
         execute(AcceptanceParams(prompts="nothing.jsonl", **base))
-    with pytest.raises(InputError, match="no drafter at"):
+    with pytest.raises(InputError, match=r"config\.json is not there\. Give a path that exists"):
         execute(AcceptanceParams(drafter=str(tmp_path), **base))
 
 
@@ -293,7 +294,7 @@ def test_a_store_of_another_target_is_refused_at_once(run_of, tmp_path):
     identity["target"]["weights"] = "of a fine-tune"
     (store / "store.json").write_text(json.dumps(identity))
     with pytest.raises(InputError, match="other weights"):
-        execute(AcceptanceParams(run_dir=str(run), target=str(target), store=str(store), **FAST))
+        execute(AcceptanceParams(run_dir=str(run), target=str(target), store=str(store), force=True, **FAST))
 
 
 def test_the_whole_evaluation_at_fixed_shapes_finds_the_same(run_of, llama_result):

@@ -321,16 +321,17 @@ def test_extraction_asks_with_the_calibration_of_its_run_and_says_so(extraction,
     assert before["memory_basis"].startswith("formulas alone: nothing was measured in this run")
     shape = target_shape(load_config(params.target))
     setup = ExtractionSetup(batch=1, length=1, tap_ids=(1, 3), dtype="float32", kernels="torch")
-    calibrated(params.run, extraction_scope(shape, setup, "cpu"), factor=1.5, setup=setup)
+    calibrated(params.run_folder, extraction_scope(shape, setup, "cpu"), factor=1.5, setup=setup)
     with caplog.at_level(logging.INFO):
         after = execute(extraction(force=True)).figures
     assert after["predicted_peak_gib"] > before["predicted_peak_gib"]
     assert after["memory_basis"].startswith("calibrated on 5 points of cpu; 7 held out: median error 0.1%")
     assert after["memory_basis"] in caplog.text
-    narrower = execute(extraction(dtype="bfloat16", store=str(params.run / "narrower"))).figures
+    own_store = str(params.run_folder / "narrower")
+    narrower = execute(extraction(dtype="bfloat16", store=own_store, force=True)).figures
     assert "measured for another dtype (dtype float32, here bfloat16)" in narrower["memory_basis"]
     other = extraction_scope(shape, setup, "a card")
-    calibrated(params.run, other, factor=1.5, setup=setup)
+    calibrated(params.run_folder, other, factor=1.5, setup=setup)
     again = execute(extraction(force=True)).figures
     assert "another device (device a card, here cpu)" in again["memory_basis"]
     assert again["predicted_peak_gib"] == before["predicted_peak_gib"]
@@ -344,7 +345,7 @@ def test_a_calibration_decides_what_extraction_may_do(extraction, monkeypatch):
     one = extraction_account(shape, dataclasses.replace(setup, batch=30, length=40), cuda=False)
     monkeypatch.setattr(planner, "device_budget_gib", lambda device: 1.05 * one.peak_gib)
     bare = ask_extraction(params, config, CPU, **ask)
-    calibrated(params.run, extraction_scope(shape, setup, "cpu"), factor=3.0, setup=setup)
+    calibrated(params.run_folder, extraction_scope(shape, setup, "cpu"), factor=3.0, setup=setup)
     wary = ask_extraction(params, config, CPU, **ask)
     assert wary.max_batch < bare.max_batch and wary.account.kind == "calibrated"
     with pytest.raises(DoesNotFit):
@@ -362,13 +363,13 @@ def test_training_asks_with_the_calibration_of_its_run_and_plans_anchors_by_it(
     assert with_anchors(params).anchors == 48
     setup = TrainingSetup(anchors=1, context=64, block_size=4, dtype="float32", soft_targets=False)
     scope = training_scope(target_shape(config), drafter, setup, "cpu")
-    calibrated(params.run, scope, factor=1.5, setup=setup)
+    calibrated(params.run_folder, scope, factor=1.5, setup=setup)
     assert with_anchors(params).anchors == 48  # a run that was planned keeps its anchors
     (params.folder / PLANNED).unlink()
     assert 0 < with_anchors(params).anchors < 48
     found = execute(dataclasses.replace(params, anchors=8)).figures
     assert found["memory_basis"].startswith("calibrated on 5 points of cpu")
-    found = execute(dataclasses.replace(params, anchors=8, optimizer="muon")).figures
+    found = execute(dataclasses.replace(params, anchors=8, optimizer="muon", force=True)).figures
     assert "another optimizer (optimizer adamw, here muon)" in found["memory_basis"]
 
 

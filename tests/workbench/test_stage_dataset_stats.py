@@ -45,7 +45,7 @@ def all_figures(result, limit=4096):
 
 def test_figures_equal_the_plain_counts_and_load_again(tmp_path):
     params = params_for(tmp_path)
-    result = run_dataset_stats(params)
+    result = execute(params)
     lengths = pl.read_parquet(REAL)["length"].to_numpy().astype(np.int64)
     found = result.figures
     assert (found["samples"], found["tokens"]) == (len(lengths), lengths.sum())

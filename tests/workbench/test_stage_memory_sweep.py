@@ -233,7 +233,7 @@ def test_the_drafter_and_its_optimizer_are_those_to_be_trained(tmp_path, tiny_ta
     params = params_for(
         tmp_path, tiny_target("llama"), measure=False, offload=True, gradient_checkpointing=True, **own
     )
-    second = params_for(tmp_path, tiny_target("llama"), measure=False, second=True)
+    second = params_for(tmp_path / "second", tiny_target("llama"), measure=False, second=True)
     assert scene(second).drafter.selector_rank == 256
     shown = execute(second)
     assert "draft layers: convolutions" in shown.terms["term"].to_list()

@@ -3,6 +3,7 @@ input."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -16,8 +17,9 @@ from dflash_lab.data.samples import content_hash, read_provenance, read_samples
 from dflash_lab.errors import InputError
 from dflash_lab.target.sources import load_tokenizer
 from dflash_lab.workbench.figures.prepare import mask_html, outcome, problem_kinds, problems_html
+from dflash_lab.workbench.finished import WouldReplace
 from dflash_lab.workbench.stage import execute
-from dflash_lab.workbench.stages.prepare import PrepareParams, PrepareResult, run_prepare
+from dflash_lab.workbench.stages.prepare import PrepareParams, PrepareResult
 
 
 def line(question, answer):
@@ -59,6 +61,11 @@ def made(tmp_path, tiny_target):
     return make
 
 
+def again(params):
+    """Run a finished stage once more, as a person who asks for it does."""
+    return execute(dataclasses.replace(params, force=True))
+
+
 def counts(figures):
     return {name: value for name, value in figures.items() if name.startswith("lost_")}
 
@@ -66,7 +73,7 @@ def counts(figures):
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
 def test_every_record_is_stored_merged_or_named(made, kind):
     params = made(kind)
-    result = run_prepare(params)
+    result = execute(params)
     frame = read_samples(params.samples_path)
     assert frame["id"].to_list() == ["in.jsonl:1", "in.jsonl:4", "in.jsonl:5"]
     assert (result.figures["samples_in"], result.figures["samples_stored"]) == (7, 3)
@@ -91,28 +98,28 @@ def test_every_record_is_stored_merged_or_named(made, kind):
     assert (result.figures["heldout"], result.figures["train"]) == (heldout, 3 - heldout)
     made_by = read_provenance(params.samples_path)
     assert made_by["tokenizer_hash"] and made_by["template_hash"] and made_by["thinking"] is False
-    assert sorted(path.name for path in params.run.iterdir()) == [
+    assert sorted(path.name for path in params.run_folder.iterdir() if path.name[0] != ".") == [
         "prepare",
         "samples.json",
         "samples.parquet",
     ]
-    again = PrepareResult.load(params.folder)
-    assert again.figures == result.figures and again.problems.equals(result.problems)
+    loaded = PrepareResult.load(params.folder)
+    assert loaded.figures == result.figures and loaded.problems.equals(result.problems)
 
 
 def test_truncating_keeps_the_sample_and_notes_it(made):
     params = made(over_long="truncate", max_length=100)
-    result = run_prepare(params)
+    result = execute(params)
     assert result.figures["truncated"] == 1 and result.figures["samples_stored"] == 4
     assert read_samples(params.samples_path)["length"].max() == 100
     note = result.problems.filter(pl.col("kind") == "truncated to max_length").row(0, named=True)
     assert (note["line"], note["records"]) == (6, 0)
     params = made(over_long="truncate", max_length=45)
-    assert "begins after" in run_prepare(params).problems.filter(pl.col("line") == 6)["reason"][0]
+    assert "begins after" in again(params).problems.filter(pl.col("line") == 6)["reason"][0]
 
 
 def test_limit_reads_only_so_many_and_too_few_to_split_is_said(made, caplog):
-    assert run_prepare(made(limit=1)).figures["samples_in"] == 1
+    assert execute(made(limit=1)).figures["samples_in"] == 1
     assert "too few samples to split" in caplog.text
 
 
@@ -123,7 +130,7 @@ def test_greedy_answers_are_what_the_target_says(made, kind):
     from dflash_lab.target.template import render_prompt
 
     params = made(kind, regenerate="greedy")
-    result = run_prepare(params)
+    result = execute(params)
     assert result.figures["samples_in"] == 7  # the question without an answer gets one
     target = load_target(params.target)
     prompt = render_prompt(target.tokenizer, [{"role": "user", "content": "Hi"}])
@@ -131,15 +138,15 @@ def test_greedy_answers_are_what_the_target_says(made, kind):
     row = read_samples(params.samples_path).row(0, named=True)
     assert row["input_ids"] == prompt + answer
     assert row["loss_mask"] == [0] * len(prompt) + [1] * len(answer)
-    again = run_prepare(params)
-    assert again.figures["answers_generated"] == 0 and again.figures["answers_reused"] == 6
-    assert again.figures["tokens"] == result.figures["tokens"]
+    reused = again(params)
+    assert reused.figures["answers_generated"] == 0 and reused.figures["answers_reused"] == 6
+    assert reused.figures["tokens"] == result.figures["tokens"]
 
 
 def test_sampled_answers_follow_the_seed(made):
     def tokens(**options):
         params = made(regenerate="sampled", **options)
-        run_prepare(params)
+        again(params)
         return read_samples(params.samples_path)["input_ids"].to_list()
 
     first = tokens(seed=1)
@@ -156,43 +163,46 @@ def test_a_stopped_generation_goes_on(made):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_prepare(params, stop)
+        execute(params, stop)
     assert not params.samples_path.exists()
-    result = run_prepare(params)
+    result = execute(params)
     assert result.figures["answers_reused"] >= 2 and result.figures["answers_generated"] > 0
     assert result.figures["samples_in"] == 7
 
 
 def test_the_target_writes_prompts_too(made):
     params = made(input="", regenerate="greedy", self_prompts=3, self_prompt_tokens=200, max_length=512)
-    result = run_prepare(params)
+    result = execute(params)
     frame = read_samples(params.samples_path)
     assert result.figures["samples_in"] == 3
     assert frame["source"].unique().to_list() == ["self_prompts"]
     before = (params.folder / "self_prompts.jsonl").read_bytes()
     with open(params.folder / "self_prompts.jsonl", "ab") as file:
         file.write(b'{"torn')
-    assert run_prepare(params).figures["tokens"] == result.figures["tokens"]
+    assert again(params).figures["tokens"] == result.figures["tokens"]
     assert (params.folder / "self_prompts.jsonl").read_bytes() == before
     for at in (0, len(before) // 2, len(before) - 3):
         damaged = bytearray(before)
         damaged[at] ^= 4
         (params.folder / "self_prompts.jsonl").write_bytes(damaged)
-        assert run_prepare(params).figures["tokens"] == result.figures["tokens"]
+        assert again(params).figures["tokens"] == result.figures["tokens"]
 
 
 def test_nothing_stored_is_an_error_that_says_why_and_keeps_the_old_samples(made, tmp_path):
     params = made()
-    run_prepare(params)
+    execute(params)
     before = params.samples_path.read_bytes()
     (tmp_path / "bad.jsonl").write_text("{broken\n")
     with pytest.raises(InputError, match=r"bad\.jsonl:1: not valid JSON"):
-        run_prepare(made(input=str(tmp_path / "bad.jsonl")))
+        again(made(input=str(tmp_path / "bad.jsonl")))
     assert params.samples_path.read_bytes() == before
-    assert pl.read_parquet(params.folder / "problems.parquet")["line"].to_list() == [1]
+    (told,) = json.loads((params.folder / "failure.json").read_text())["details"]["problems"]
+    assert told.startswith("bad.jsonl:1: not valid JSON")
+    assert PrepareResult.load(params.folder).figures["samples_stored"] == 3  # the earlier result stands
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(InputError, match="holds no record"):
-        run_prepare(made(input=str(tmp_path / "empty.jsonl")))
+        again(made(input=str(tmp_path / "empty.jsonl")))
+    assert params.samples_path.read_bytes() == before and execute(params).figures["samples_stored"] == 3
 
 
 good = st.sampled_from(LINES)
@@ -208,7 +218,7 @@ def test_any_file_is_accounted_for_or_refused_by_name(made, tmp_path, pieces, su
     path.write_bytes(b"\n".join(pieces))
     params = made(input=str(path), over_long=policy, run_dir=str(tmp_path / "any"))
     try:
-        found = run_prepare(params).figures
+        found = again(params).figures
     except InputError as error:
         assert path.name in str(error)
         return
@@ -236,9 +246,9 @@ def test_parameters_are_checked(made, options, word):
 
 def test_missing_input_and_random_targets_are_named(made, tmp_path):
     with pytest.raises(InputError, match="no such file"):
-        run_prepare(made(input=str(tmp_path / "none.jsonl")))
+        execute(made(input=str(tmp_path / "none.jsonl")))
     with pytest.raises(InputError, match="no tokenizer"):
-        run_prepare(made(target="random:smollm2-135m"))
+        execute(made(target="random:smollm2-135m"))
 
 
 def test_execute_skips_what_is_done_until_the_input_changes(made, tmp_path):
@@ -251,13 +261,16 @@ def test_execute_skips_what_is_done_until_the_input_changes(made, tmp_path):
     assert params.samples_path.stat().st_mtime_ns == stamp
     with open(tmp_path / "in.jsonl", "a") as file:
         file.write(line("new", "one") + "\n")
-    assert execute(params).figures["samples_stored"] == 4
+    with pytest.raises(WouldReplace, match=r"in\.jsonl has changed"):
+        execute(params)
+    assert params.samples_path.stat().st_mtime_ns == stamp
+    assert again(params).figures["samples_stored"] == 4
 
 
 def test_figures_hold_the_counts_and_escape_text(made, tmp_path):
     evil = "<script>alert(1)</script>"
     (tmp_path / "in.jsonl").write_text(line(evil, f"{evil} ok") + "\n" + line("q", "a") + "\n{bad\n")
-    result = run_prepare(made())
+    result = execute(made())
     bars = outcome(result.figures)
     assert sum(bar.x[0] for bar in bars.data) == 3
     assert evil not in mask_html(result.previews) and "&lt;script&gt;" in mask_html(result.previews)

@@ -23,6 +23,7 @@ from dflash_lab.drafter.journal import Journal, Reader
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.workbench.figures import train_drafter as figures
 from dflash_lab.workbench.figures.headline import headline
+from dflash_lab.workbench.finished import WouldReplace
 from dflash_lab.workbench.stage import execute
 from dflash_lab.workbench.stages.train_drafter import (
     TrainDrafterParams,
@@ -137,16 +138,14 @@ def test_finished_stage_is_shown_again_without_training(result, run_dir, tiny_ta
     assert (run_dir / "drafter" / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_other_parameters_set_the_earlier_run_aside(result, run_dir, tiny_target, tmp_path):
-    other = params(
-        run_dir,
-        tiny_target,
-        gamma=2.0,
-        max_steps=2,
-        drafter=str(tmp_path / "other"),
-        store=str(run_dir / "store"),
-    )
-    execute(other)
+def test_other_parameters_ask_first_and_set_the_earlier_run_aside(result, run_dir, tiny_target, tmp_path):
+    values = dict(gamma=2.0, max_steps=2, store=str(run_dir / "store"))
+    drafter = {path.name: path.read_bytes() for path in (run_dir / "drafter").iterdir()}
+    with pytest.raises(WouldReplace, match=r"gamma was 4\.0, now 2\.0; max_steps was 12, now 2"):
+        execute(params(run_dir, tiny_target, **values))
+    assert not (run_dir / "train_drafter" / "run-1").exists()
+    execute(params(run_dir, tiny_target, drafter=str(tmp_path / "other"), force=True, **values))
+    assert {path.name: path.read_bytes() for path in (run_dir / "drafter").iterdir()} == drafter
     assert (run_dir / "train_drafter" / "run-1" / "checkpoints" / "step-00000012").is_dir()
     assert read_config(tmp_path / "other").block_size == 4
 
@@ -163,7 +162,11 @@ def test_fine_tuning_starts_from_a_checkpoint(result, run_dir, tiny_target, tmp_
     tuned = execute(params(tmp_path, tiny_target, start_from=str(run_dir / "drafter"), **common))
     assert tuned.figures["streak_first"] == pytest.approx(result.figures["streak_best"])
     with pytest.raises(InputError, match="another shape"):
-        execute(params(tmp_path, tiny_target, start_from=str(run_dir / "drafter"), num_layers=3, **common))
+        execute(
+            params(
+                tmp_path, tiny_target, start_from=str(run_dir / "drafter"), num_layers=3, force=True, **common
+            )
+        )
 
 
 def test_epochs_become_steps(run_dir, tiny_target):
@@ -193,6 +196,7 @@ def test_wrong_parameters_are_named(run_dir, tiny_target):
                 run_dir,
                 tiny_target,
                 target="random:qwen3-0.6b",
+                force=True,
                 store=str(run_dir / "store"),
             )
         )
@@ -445,7 +449,7 @@ def test_live_samples_are_checked_before_a_target_is_loaded(tiny_target, tmp_pat
     for placed in ({}, {"targets": [0], "drafters": [0]}, {"gpus": 2}):
         chosen = params(tmp_path, tiny_target, source="live", **placed)
         path.unlink(missing_ok=True)
-        with pytest.raises(InputError, match=r"samples\.parquet: no such samples file"):
+        with pytest.raises(InputError, match=r"samples\.parquet is not there yet\. Run prepare first"):
             execute(chosen)
         write_samples(path, ids(1, 2, 5000), heldout_fraction=0.0, provenance={})
         with pytest.raises(InputError, match=r"samples\.parquet: holds token 5000, the target knows 0"):

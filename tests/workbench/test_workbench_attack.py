@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
 EXAMPLES = int(os.environ.get("ATTACK_EXAMPLES", "8"))  # a hunt for more: ATTACK_EXAMPLES=500
 # What would only make a run long: processes, compilation, sizes of a model; each has tests of its own.
 LEFT_OUT = {
+    "run",
     "run_dir",
     "interactive",
     "force",

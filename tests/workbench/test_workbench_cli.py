@@ -14,17 +14,13 @@ from hypothesis import strategies as st
 
 from dflash_lab.errors import InputError
 from dflash_lab.workbench import cli, kernel, launch
-from dflash_lab.workbench.param_files import (
-    Given,
-    known_names,
-    parse_parameters,
-    read_given,
-    read_parameter_file,
-)
-from dflash_lab.workbench.params import defaults, from_mapping, from_notebook
+from dflash_lab.workbench.param_files import Given, known_names, read_given
+from dflash_lab.workbench.params import defaults, from_mapping
 from dflash_lab.workbench.registry import STAGES, params_class
+from dflash_lab.workbench.run_params import from_notebook
 from dflash_lab.workbench.stages.extract import ExtractParams
 from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+from dflash_lab.workbench.strict_yaml import parse_parameters, read_parameter_file
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -74,7 +70,7 @@ def test_stage_help_lists_each_parameter_with_type_and_default(stage, capsys):
     assert left.value.code == 0
     for name in known_names(params_class(stage)):
         assert f"  {name} (" in text
-    assert "default" in text and "--run FOLDER" in text
+    assert "default" in text and "--run RUN" in text
 
 
 def test_stages_are_listed_in_order_with_their_purpose(capsys):
@@ -119,24 +115,24 @@ def test_bad_input_stops_before_papermill_with_exit_code_1(words, message, capsy
     assert message in capsys.readouterr().err
 
 
-def test_precedence_is_papermills(tmp_path):
-    (tmp_path / "common.yaml").write_text("seed: 1\ntarget: a\n")
+def test_precedence_is_papermills_and_the_runs_folder_is_the_weakest(tmp_path):
+    (tmp_path / "common.yaml").write_text("seed: 1\ntarget: a\ndtype: float32\n")
     (tmp_path / "extract.yaml").write_text("seed: 2\nmax_batch: 3\nwindow: 3\nnum_taps: 3\n")
     (tmp_path / "more.yaml").write_text("max_batch: 4\nwindow: 4\nnum_taps: 4\n")
     made = read_given(
         ExtractParams,
         Given(
             run=str(tmp_path),
-            base64=[base64.b64encode(b"target: weakest").decode()],
+            base64=[base64.b64encode(b"{target: b, max_batch: 2}").decode()],
             files=[str(tmp_path / "more.yaml")],
             yaml=["{window: 5, num_taps: 5}"],
             typed=[("num_taps", "6")],
             raw=[("store", "7")],
         ),
     )
-    assert (made.target, made.seed, made.max_batch, made.window, made.num_taps, made.store) == (
-        "a",
-        2,
+    assert (made.dtype, made.seed) == ("float32", 2)
+    assert (made.target, made.max_batch, made.window, made.num_taps, made.store) == (
+        "b",
         4,
         5,
         6,
@@ -145,12 +141,14 @@ def test_precedence_is_papermills(tmp_path):
     assert made.interactive is False
 
 
-def test_arguments_for_papermill_mean_the_same_files_in_the_same_order():
-    given = Given(run="params/demo", files=["x.yaml"], typed=[("shard", "0")], raw=[("store", "7")])
-    assert given.arguments("extract") == [
-        *("-f", "params/demo/common.yaml", "-f", "params/demo/extract.yaml", "-f", "x.yaml"),
-        *("-p", "shard", "0", "-r", "store", "7"),
-    ]
+def test_papermill_gets_what_was_typed_in_the_same_order_and_the_run_by_name(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("window: 3\n")
+    given = Given(run="7", files=[str(path)], yaml=["{}"], typed=[("shard", "0")], raw=[("store", "7")])
+    typed = ["-f", str(path), "-y", "{}", "-p", "shard", "0", "-r", "store", "7"]
+    assert given.arguments("extract") == [*typed, "-r", "run", "7"]
+    assert Given(files=["params/own/extract.yaml"]).arguments("extract")[-3:] == ["-r", "run", "params/own"]
+    assert Given(typed=[("shard", "0")]).arguments("extract") == ["-p", "shard", "0"]
 
 
 _BOMB = b"a: &a [x,x,x,x,x,x,x,x,x]\n" + b"".join(  # a few hundred bytes that stand for 9^9 values
@@ -216,7 +214,7 @@ def test_an_earlier_name_of_a_parameter_is_told_with_the_one_of_today(tmp_path, 
         read_given(TrainDrafterParams, Given(files=[str(path)]))
     with pytest.raises(InputError, match=told):
         read_given(TrainDrafterParams, Given(typed=[("processes", "2")]))
-    cell = {**defaults(TrainDrafterParams), "processes": 2}
+    cell = {**dict.fromkeys(defaults(TrainDrafterParams)), "run": "demo", "processes": 2}
     del cell["gpus"]
     with pytest.raises(InputError, match=told):
         from_notebook(TrainDrafterParams, cell)

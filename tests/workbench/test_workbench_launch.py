@@ -41,11 +41,11 @@ class PrepareParams(StageParams):
 @dataclass
 class PrepareResult:
     figures: dict = field(default_factory=dict)
+    def save(self, folder):
+        (folder / "table").write_text("rows")
     @classmethod
     def load(cls, folder):
         return cls({"loaded": 1})
-    def save(self, folder):
-        folder.mkdir(parents=True, exist_ok=True)
 
 class Held:
     alive = 0
@@ -75,15 +75,15 @@ class Finder:
 sys.meta_path.insert(0, Finder)
 """
 PARAMETERS = """\
-run: str = "demo"  # run
-mode: str = None  # what to do
-run_dir: str = None  # folder
-target: str = None  # target
-device: str = None  # device
-dtype: str = None  # dtype
-seed: int = None  # seed
-interactive: bool = None  # live
-force: bool = None  # again"""
+run: str = "demo"  # the run
+mode: str = None  # "work": what to do
+target: str = None  # "smollm2": target
+device: str = None  # "auto": device
+dtype: str = None  # "auto": dtype
+seed: int = None  # 0: seed
+run_dir: str = None  # "": folder
+interactive: bool = None  # True: live
+force: bool = None  # False: again"""
 RUN = """\
 from dflash_lab.workbench.run_params import from_notebook
 from dflash_lab.workbench.stage import execute
@@ -98,14 +98,17 @@ def lab(tmp_path):
     (tmp_path / "toy.py").write_text(TOY)
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(SITE.format(path=str(tmp_path / "toy.py")))
-    (tmp_path / "params" / "demo").mkdir(parents=True)
-    (tmp_path / "params" / "demo" / "common.yaml").write_text("target: smollm2\n")
+    for name in ("demo", "toy"):
+        (tmp_path / "params" / name).mkdir(parents=True)
+        (tmp_path / "params" / name / "prepare.yaml").write_text(f"target: {name}\n")
     (tmp_path / "notebooks").mkdir()
     cells = [
         nbformat.v4.new_markdown_cell("# Toy"),
         nbformat.v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}),
         nbformat.v4.new_code_cell(RUN),
-        nbformat.v4.new_code_cell('print("interactive", params.interactive, "held", Held.alive)'),
+        nbformat.v4.new_code_cell(
+            'print("interactive", params.interactive, "held", Held.alive, "target", params.target)'
+        ),
     ]
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     nbformat.write(
@@ -142,18 +145,18 @@ def test_a_notebook_that_cannot_be_saved_is_named_and_never_half_there(lab, tmp_
     def small_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))  # the notebook is larger
 
-    code, output = finish(lab("prepare", "-p", "run_dir", "runs/toy", preexec_fn=small_files))
+    code, output = finish(lab("prepare", "--run", "toy", preexec_fn=small_files))
     assert code == 1 and "dflash-lab: runs/toy/prepare.ipynb: the file would be larger" in output, output
     assert "Traceback" not in output
     assert not (tmp_path / "runs/toy/prepare.ipynb").exists() and not list(tmp_path.glob("runs/toy/.*"))
 
 
 def test_a_stage_ends_with_0_its_notebook_and_its_result(lab, tmp_path):
-    code, output = finish(lab("prepare", "-p", "run_dir", "runs/toy"))
+    code, output = finish(lab("prepare", "--run", "toy"))
     assert code == 0, output
     assert read_json(tmp_path / "runs/toy/prepare/result.json")["figures"] == {"steps": 3}
     saved = (tmp_path / "runs/toy/prepare.ipynb").read_text()
-    assert "interactive False" in saved
+    assert "interactive False" in saved and "target toy" in saved
     assert "hidden-token-value" not in saved and "[hidden]" in saved
     assert "hidden-token-value" not in output and "steps: 1/600" in output
     assert "widget" not in saved
@@ -163,10 +166,12 @@ def test_a_stage_ends_with_0_its_notebook_and_its_result(lab, tmp_path):
 
 def test_plain_papermill_is_headless_too(lab, tmp_path):
     (tmp_path / "runs").mkdir()
-    words = ["notebooks/prepare.ipynb", "runs/out.ipynb", "-p", "run_dir", "runs/plain"]
+    words = ["notebooks/prepare.ipynb", "runs/out.ipynb", "-p", "run", "toy"]
     code, output = finish(lab(*words, module="papermill"))
     assert code == 0, output
-    assert "interactive False" in (tmp_path / "runs/out.ipynb").read_text()
+    saved = (tmp_path / "runs/out.ipynb").read_text()
+    assert "interactive False" in saved and "target toy" in saved  # as params/toy has it
+    assert (tmp_path / "runs/toy/prepare/result.json").exists() and not (tmp_path / "runs/demo").exists()
     settings = Path(sys.prefix) / "etc" / "ipython" / "ipython_kernel_config.json"  # `make install` makes it
     assert ("without encryption" in output) != settings.exists()
 
@@ -181,23 +186,40 @@ def test_plain_papermill_with_a_mistyped_name_stops_with_the_near_match(lab, tmp
 
 
 def test_a_failed_stage_leaves_a_readable_notebook_and_failure(lab, tmp_path):
-    code, output = finish(lab("prepare", "-p", "run_dir", "runs/toy", "-p", "mode", "fail"))
+    code, output = finish(lab("prepare", "--run", "toy", "-p", "mode", "fail"))
     assert code == 1 and "no room for [hidden]" in output and "failure.json" in output
     record = read_json(tmp_path / "runs/toy/prepare/failure.json")
     assert record["error"] == "RuntimeError" and record["message"] == "no room for [hidden]"
     saved = (tmp_path / "runs/toy/prepare.ipynb").read_text()
     assert "no room for [hidden]" in saved and "hidden-token-value" not in saved
-    code, output = finish(lab("prepare", "-p", "run_dir", "runs/toy"))
+    code, output = finish(lab("prepare", "--run", "toy"))
     assert code == 0 and not (tmp_path / "runs/toy/prepare/failure.json").exists()
 
 
+def test_a_failed_attempt_leaves_the_notebook_of_the_result_that_stands(lab, tmp_path):
+    assert finish(lab("prepare", "--run", "toy"))[0] == 0
+    run = tmp_path / "runs" / "toy"
+    before = {name: (run / name).read_bytes() for name in ("prepare.ipynb", "prepare/result.json")}
+    code, output = finish(lab("prepare", "--run", "toy", "-p", "mode", "fail"))
+    assert code == 1 and "mode was 'work', now 'fail'" in output and "-p force True" in output
+    assert not (run / "prepare.attempt.ipynb").exists()  # no kernel was started
+    code, output = finish(lab("prepare", "--run", "toy", "-p", "mode", "fail", "-p", "force", "True"))
+    assert code == 1 and "the earlier result stands as it was: runs/toy/prepare/result.json" in output
+    assert {name: (run / name).read_bytes() for name in before} == before
+    assert "no room for [hidden]" in (run / "prepare.attempt.ipynb").read_text()
+    code, output = finish(lab("prepare", "--run", "toy", "-p", "seed", "3", "-p", "force", "True"))
+    assert code == 0 and not (run / "prepare.attempt.ipynb").exists(), output
+    assert read_json(run / "prepare/result.json")["parameters"]["seed"] == 3
+    assert (run / "prepare.ipynb").read_bytes() != before["prepare.ipynb"]
+
+
 def test_a_dead_kernel_ends_with_138(lab):
-    code, output = finish(lab("prepare", "-p", "run_dir", "runs/toy", "-p", "mode", "die"))
+    code, output = finish(lab("prepare", "--run", "toy", "-p", "mode", "die"))
     assert code == 138 and "not finished" in output
 
 
 def test_sigterm_stops_the_stage_at_a_resumable_point(lab, tmp_path):
-    process = lab("prepare", "-p", "run_dir", "runs/toy", "-p", "mode", "wait")
+    process = lab("prepare", "--run", "toy", "-p", "mode", "wait")
     steps = tmp_path / "runs/toy/prepare/steps"
     deadline = time.monotonic() + 60
     while not steps.exists() and time.monotonic() < deadline:

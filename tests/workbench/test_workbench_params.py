@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from dflash_lab.errors import InputError, LabError
 from dflash_lab.workbench import params as params_module
 from dflash_lab.workbench.coerce import coerce
-from dflash_lab.workbench.params import StageParams, fields_table, from_mapping, from_notebook, param
+from dflash_lab.workbench.param_words import fields_table
+from dflash_lab.workbench.params import StageParams, from_mapping, param
 from dflash_lab.workbench.registry import params_class
+from dflash_lab.workbench.run_params import from_notebook
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +103,25 @@ def test_unknown_name_has_its_near_match_and_place():
         from_mapping(ToyParams, {"shrad": 0}, where="x.yaml")
 
 
+@pytest.fixture(autouse=True)
+def workspace(tmp_path, monkeypatch):
+    """A workspace with the parameters of one run, in which a notebook is opened."""
+    (tmp_path / "params" / "demo").mkdir(parents=True)
+    (tmp_path / "params" / "demo" / "common.yaml").write_text("seed: 5\n")
+    (tmp_path / "notebooks").mkdir()
+    monkeypatch.chdir(tmp_path / "notebooks")
+
+
 def notebook(**changes):
-    return {**ToyParams().as_dict(), **changes}
+    """The globals of a notebook whose parameters cell ran: the run is set, the rest is None."""
+    return {**dict.fromkeys(ToyParams().as_dict()), "run": "demo", **changes}
 
 
 def test_notebook_values_are_taken_and_checked():
-    assert from_notebook(ToyParams, notebook(shard=4, In=["", "# Parameters\nshard = 4\n"])).shard == 4
+    made = from_notebook(ToyParams, notebook(shard=4, lr=0.5, In=["", "# Parameters\nshard = 4\n"]))
+    assert (made.shard, made.lr, made.seed, made.mode) == (4, 0.5, 5, "plain")
+    with pytest.raises(InputError, match="shard=-1: must be at least 0"):
+        from_notebook(ToyParams, notebook(shard=-1))
 
 
 def test_notebook_refuses_an_injected_unknown_name():
@@ -131,7 +146,7 @@ def test_help_rows_show_type_unit_range_and_default():
     assert rows["lr"].type == "float" and rows["lr"].allowed == "0.0..1.0" and rows["lr"].default == 1e-3
     assert rows["tap_ids"].type == "list[int]" and rows["tap_ids"].default == []
     assert rows["mode"].allowed == "plain | loud"
-    assert next(iter(rows)) == "shard" and list(rows)[-1] == "force"
+    assert list(rows)[:2] == ["run", "shard"] and list(rows)[-1] == "force"
 
 
 @given(

@@ -10,10 +10,10 @@ import pytest
 from dflash_lab.errors import InputError
 from dflash_lab.files import read_json, write_json
 from dflash_lab.workbench import pipeline
+from dflash_lab.workbench.finished import WouldReplace, check_ready, is_finished
 from dflash_lab.workbench.param_files import Given, read_given
 from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.runs import overview
-from dflash_lab.workbench.stage import is_finished
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -29,6 +29,7 @@ def demo(tmp_path, monkeypatch):
 
     def run_notebook(stage, given, extra):
         params = read_given(params_class(stage), given)
+        check_ready(params)
         started.append(params.folder.name)
         if stage in fails:
             return 1
@@ -41,7 +42,7 @@ def demo(tmp_path, monkeypatch):
             if path.name == "manifest.jsonl":
                 path.write_text('{"kind": "end"}\n')
         if stage == "prepare":
-            write_json(params.run / "samples.parquet", {})
+            write_json(params.run_folder / "samples.parquet", {})
         record = {
             "schema_version": 1,
             "stage": stage,
@@ -59,10 +60,14 @@ def demo(tmp_path, monkeypatch):
     return tmp_path, started, fails
 
 
+def files_of(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
 def pipeline_inputs(params):
     from dflash_lab.workbench.fingerprint import fingerprints
 
-    return fingerprints(params.inputs(), params.run)
+    return fingerprints(params.inputs(), params.run_folder)
 
 
 def test_plan_is_the_stages_in_order_with_a_step_a_shard(demo):
@@ -90,11 +95,15 @@ def test_everything_runs_once_then_nothing(demo):
     assert len(started) == 7 and read_json(root / "runs/demo/result.json") == record
 
 
-def test_a_changed_parameter_reruns_its_stage_only_until_its_outputs_change(demo):
-    _, started, _ = demo
-    pipeline.run_all(Given(run="params/demo"), [])
+def test_a_changed_parameter_reruns_its_stage_only_and_only_when_asked(demo):
+    root, started, _ = demo
+    pipeline.run_all(Given(run="demo"), [])
     started.clear()
-    pipeline.run_all(Given(run="params/demo", typed=[("num_prompts", "3")]), [])
+    changed, before = Given(run="demo", typed=[("num_prompts", "3")]), files_of(root)
+    with pytest.raises(WouldReplace, match=r"num_prompts was 3\d*, now 3\b|num_prompts was \d+, now 3"):
+        pipeline.run_all(changed, [])
+    assert started == [] and files_of(root) == before
+    assert pipeline.run_all(changed, [], stale=True) == 0
     assert started == ["acceptance"]
 
 
@@ -103,7 +112,10 @@ def test_a_changed_input_reruns_what_reads_it(demo):
     pipeline.run_all(Given(run="params/demo"), [])
     started.clear()
     write_json(root / "runs/demo/samples.parquet", {"other": 1})
-    pipeline.run_all(Given(run="params/demo"), [])
+    with pytest.raises(WouldReplace, match=r"samples.parquet has changed.*dflash-lab run demo --stale"):
+        pipeline.run_all(Given(run="params/demo"), [])
+    assert started == []
+    pipeline.run_all(Given(run="params/demo"), [], stale=True)
     assert {"dataset_stats", "extract-0", "extract-1"} <= set(started) and "prepare" not in started
 
 
@@ -128,8 +140,11 @@ def test_a_name_goes_to_the_stages_that_know_it_and_an_unknown_one_is_refused(de
 
 
 def test_a_folder_without_stages_is_refused(tmp_path):
+    (tmp_path / "common.yaml").write_text("seed: 1\n")
     with pytest.raises(InputError, match=r"has no <stage>.yaml"):
         pipeline.plan(Given(run=str(tmp_path)))
+    with pytest.raises(InputError, match=r"no such folder of parameters"):
+        pipeline.plan(Given(run=str(tmp_path / "nowhere")))
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -20,10 +20,12 @@ import pytest
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.file_errors import FileError
 from dflash_lab.files import read_json, write_json
-from dflash_lab.workbench import lock, stage
+from dflash_lab.workbench import finished, lock, stage
 from dflash_lab.workbench.fingerprint import fingerprint
+from dflash_lab.workbench.finished import WouldReplace
 from dflash_lab.workbench.params import StageParams, param
 from dflash_lab.workbench.progress import Stopped
+from dflash_lab.workbench.replace import Move
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +34,21 @@ class ToyParams(StageParams):
     steps: int = param(3, "steps", low=1)
 
     def inputs(self) -> list[Path]:
-        return [self.run / "samples.parquet", self.run / "store"]
+        return [self.run_folder / "samples.parquet", self.run_folder / "store"]
 
     def outputs(self) -> list[Path]:
-        return [self.run / "product"]
+        return [self.run_folder / "product"]
+
+    def products(self) -> list[Move]:
+        return [Move(self.fresh / "product", self.run_folder / "product")]
 
 
 @dataclass
 class ToyResult:
     figures: dict = field(default_factory=dict)
+
+    def save(self, folder: Path) -> None:
+        write_json(folder / "figures.json", {"tau": self.figures["tau"]})
 
     @classmethod
     def load(cls, folder: Path) -> ToyResult:
@@ -57,7 +65,7 @@ class Toy:
     def run(self, params, progress):
         self.calls += 1
         self.body(params, progress)
-        write_json(params.run / "product", {"steps": params.steps})
+        write_json(params.fresh / "product", {"steps": params.steps})
         return ToyResult({"tau": 1.5, "loss": float("nan")})
 
 
@@ -99,38 +107,53 @@ def test_finished_work_is_loaded_not_redone(toy, params):
 def test_what_an_earlier_version_finished_is_finished(toy, params, monkeypatch):
     """A parameter it had under another name is that one; one that it did not know had its default."""
     stage.execute(params)
-    path = params.folder / stage.RESULT
+    path = params.folder / finished.RESULT
     result = read_json(path)
     result["parameters"]["rounds"] = result["parameters"].pop("steps")
     write_json(path, result)
-    assert not stage.is_finished(params)  # an unknown name is another run
+    assert not finished.is_finished(params)  # an unknown name is another run
     monkeypatch.setattr(ToyParams, "renamed", {"rounds": "steps"})
-    assert stage.is_finished(params)
-    assert not stage.is_finished(dataclasses.replace(params, steps=params.steps + 1))
+    assert finished.is_finished(params)
+    assert not finished.is_finished(dataclasses.replace(params, steps=params.steps + 1))
     del result["parameters"]["rounds"]
     write_json(path, result)
     default = dataclasses.replace(params, steps=3)
-    assert stage.is_finished(default) and not stage.is_finished(dataclasses.replace(params, steps=4))
+    assert finished.is_finished(default) and not finished.is_finished(dataclasses.replace(params, steps=4))
 
 
-def test_changed_parameter_input_or_lost_output_runs_again(toy, params):
+def files_of(run: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_a_changed_parameter_or_input_runs_again_only_when_asked(toy, params):
     stage.execute(params)
-    stage.execute(changed(params, steps=4))
+
+    def refuses(told: str, **values: int) -> None:
+        before, calls = files_of(params.run_folder), toy.calls
+        with pytest.raises(WouldReplace, match=told):
+            stage.execute(changed(params, **values))
+        assert toy.calls == calls and files_of(params.run_folder) == before
+        stage.execute(changed(params, force=True, **values))
+        assert toy.calls == calls + 1
+        stage.execute(changed(params, **values))
+        assert toy.calls == calls + 1
+
+    refuses("steps was 3, now 4", steps=4)
+    assert read_json(params.run_folder / "product") == {"steps": 4}
+    (params.run_folder / "samples.parquet").write_bytes(b"other rows")
+    refuses("samples.parquet has changed", steps=4)
+    (params.run_folder / "store").mkdir()
+    (params.run_folder / "store" / "manifest.jsonl").write_text("{}")
+    refuses("store was not read", steps=4)
+
+
+def test_a_lost_output_is_made_again_by_the_same_command(toy, params):
+    stage.execute(params)
+    (params.run_folder / "product").unlink()
+    stage.execute(params)
+    assert toy.calls == 2 and read_json(params.run_folder / "product") == {"steps": 3}
+    stage.execute(params)
     assert toy.calls == 2
-    (params.run / "samples.parquet").write_bytes(b"other rows")
-    stage.execute(changed(params, steps=4))
-    assert toy.calls == 3
-    (params.run / "store").mkdir()
-    (params.run / "store" / "manifest.jsonl").write_text("{}")
-    stage.execute(changed(params, steps=4))
-    assert toy.calls == 4
-    (params.run / "product").unlink()
-    stage.execute(changed(params, steps=4))
-    assert toy.calls == 5
-    stage.execute(changed(params, steps=4, force=True))
-    assert toy.calls == 6
-    stage.execute(changed(params, steps=4))
-    assert toy.calls == 6
 
 
 def test_a_moved_run_is_still_finished(toy, params, tmp_path):
@@ -162,12 +185,27 @@ def test_failure_is_written_and_raised_and_cleared_by_success(toy, params):
     assert not (params.folder / "failure.json").exists()
 
 
-def test_a_failed_rerun_takes_the_old_result_away(toy, params):
+def test_a_failed_rerun_leaves_the_old_result_as_it_was(toy, params):
     stage.execute(params)
-    toy.body = lambda params, progress: 1 / 0
+    before = files_of(params.run_folder)
+
+    def fail(params, progress):
+        write_json(params.fresh / "product", {"steps": "half"})
+        raise ZeroDivisionError
+
+    toy.body = fail
     with pytest.raises(ZeroDivisionError):
-        stage.execute(changed(params, steps=9))
-    assert not (params.folder / "result.json").exists()
+        stage.execute(changed(params, steps=9, force=True))
+    after = files_of(params.run_folder)
+    assert {name: after[name] for name in before if ".lock" not in name} == {
+        name: data for name, data in before.items() if ".lock" not in name
+    }
+    assert read_json(params.folder / "failure.json")["state"] == "failed"
+    toy.body = lambda params, progress: None
+    assert finished.is_finished(params) and stage.execute(params).figures["loaded"] == 1
+    stage.execute(changed(params, steps=9, force=True))
+    assert read_json(params.run_folder / "product") == {"steps": 9}
+    assert not (params.folder / "failure.json").exists() and not params.fresh.exists()
 
 
 def test_secrets_reach_neither_result_nor_failure(toy, params, monkeypatch):
@@ -261,10 +299,10 @@ def test_what_a_killed_process_left_half_written_is_swept_before_the_next_start(
     ]
     for path in left:
         write_json(path, {})
-    (params.run / ".another.stage.tmp").write_text("is not ours")
+    (params.run_folder / ".another.stage.tmp").write_text("is not ours")
     stage.execute(params)
     assert kept.exists() and not any(path.exists() for path in left) and not left[1].parent.exists()
-    assert (params.run / ".another.stage.tmp").exists()
+    assert (params.run_folder / ".another.stage.tmp").exists()
 
 
 def test_two_processes_do_not_share_a_stage(toy, params):

@@ -9,6 +9,7 @@ never overwritten. At the end the drafter (`export`: the best on held-out rows, 
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import polars as pl
 
 from dflash_lab import files
+from dflash_lab.file_errors import FileError
 from dflash_lab.workbench.params import StageParams, param
 from dflash_lab.workbench.replace import Move
 
@@ -284,10 +286,11 @@ def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> Train
     params = with_anchors(params)
     if params.targets or params.head >= 0:  # a GPU may be named for several
         clear_processes(params)
+    if params.drafter_path.exists() and not params.drafter_path.is_dir():
+        raise FileError(errno.ENOTDIR, params.drafter_path)
     shutil.rmtree(params.fresh_drafter, ignore_errors=True)  # of an attempt that was killed
-    files.make_folder(
-        params.fresh_drafter
-    )  # on the disk of the drafter: one that cannot be written is told now
+    # On the disk of the drafter: one that cannot be written to is told now.
+    files.make_folder(params.fresh_drafter)
     if params.targets:
         report = train_pipeline(params, progress)
     elif params.gpus > 1:
