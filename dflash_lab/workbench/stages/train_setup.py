@@ -166,8 +166,9 @@ def check_room(params: TrainDrafterParams, config: DrafterConfig, dtype: torch.d
     from dflash_lab.drafter.state import newest
 
     weights = config.parameter_count * dtype.itemsize
+    state = config.parameter_count * (4 + 2 * (1 if params.moments == "int8" else 4))
     begun = newest(params.folder / "run" / "checkpoints") is not None
-    needs = {params.folder: 0 if begun else 2 * weights + 12 * config.parameter_count}
+    needs = {params.folder: 0 if begun else 2 * weights + state}
     needs[params.fresh_drafter] = weights
     by_disk: dict[int, int] = {}
     for folder, bytes_needed in needs.items():
@@ -179,8 +180,8 @@ def check_room(params: TrainDrafterParams, config: DrafterConfig, dtype: torch.d
             earlier = " An earlier drafter stays until it is whole." if stands else ""
             raise InputError(
                 f"{folder}: the drafter and the checkpoints of its training take "
-                f"{by_disk[disk] / 2**30:,.1f} GiB, {free / 2**30:,.1f} GiB are free.{earlier} Free space, or "
-                "give run_dir or drafter on another disk."
+                f"{by_disk[disk] / 2**30:,.1f} GiB, {free / 2**30:,.1f} GiB are free.{earlier} "
+                "Free space, or give run_dir or drafter on another disk."
             )
 
 
