@@ -263,7 +263,7 @@ def test_which_process_is_papermill():
         (["-c"], [python, "-c", "import papermill"]),
         ([""], [python]),
         ([], []),
-        (["/tools/papermill/tool.py"], [python, "/tools/papermill/tool.py"]),
+        (["/lab/papermill/tool.py"], [python, "/lab/papermill/tool.py"]),
     ):
         assert not is_papermill(argv, original), argv
     assert not is_papermill(sys.argv, sys.orig_argv)

@@ -92,6 +92,20 @@ def result(run_dir, tiny_target) -> TrainDrafterResult:
     return execute(params(run_dir, tiny_target))
 
 
+def test_what_does_not_fit_on_the_disk_is_said_before_anything_is_loaded(
+    result, run_dir, tiny_target, monkeypatch
+):
+    import collections
+
+    Usage = collections.namedtuple("Usage", "free")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10_000))
+    monkeypatch.setattr("dflash_lab.target.loading.load_head", lambda *args, **more: pytest.fail("loaded"))
+    before = (run_dir / "drafter" / "model.safetensors").read_bytes()
+    with pytest.raises(InputError, match=r"GiB are free\. An earlier drafter stays until it is whole"):
+        execute(params(run_dir, tiny_target, num_layers=1, force=True))
+    assert (run_dir / "drafter" / "model.safetensors").read_bytes() == before
+
+
 def test_stage_leaves_a_drafter_and_its_figures(result, run_dir):
     drafter = load_checkpoint(run_dir / "drafter")
     assert drafter.config.tap_ids == (1, 3, 5) and drafter.config.block_size == 4

@@ -59,6 +59,7 @@ def train_here(
     target, free_gib = load_config(params.target), device_budget_gib(device)
     store = train_setup.open_bare(params) if params.source == "store" else None
     config = train_setup.drafter_config(params, store)
+    train_setup.check_room(params, config, dtype)
     final = bool(getattr(store, "has_final", False))
 
     def ask(rows: str = "") -> Clearance | NotPredicted:

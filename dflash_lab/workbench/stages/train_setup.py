@@ -156,6 +156,35 @@ def drafter_config(params: TrainDrafterParams, states: Any) -> DrafterConfig:
     )
 
 
+def check_room(params: TrainDrafterParams, config: DrafterConfig, dtype: torch.dtype) -> None:
+    """Hold what a run leaves against the disks, before anything is loaded: the drafter, beside which an
+    earlier one stays until it is whole, and where training begins anew its best weights and a checkpoint
+    (weights, fp32 masters and two moments). Raises an `InputError` when it does not fit.
+    """
+    import shutil
+
+    from dflash_lab.drafter.state import newest
+
+    weights = config.parameter_count * dtype.itemsize
+    state = config.parameter_count * (4 + 2 * (1 if params.moments == "int8" else 4))
+    begun = newest(params.folder / "run" / "checkpoints") is not None
+    needs = {params.folder: 0 if begun else 2 * weights + state}
+    needs[params.fresh_drafter] = weights
+    by_disk: dict[int, int] = {}
+    for folder, bytes_needed in needs.items():
+        disk = folder.stat().st_dev
+        by_disk[disk] = by_disk.get(disk, 0) + bytes_needed
+        free = shutil.disk_usage(folder).free
+        if by_disk[disk] > free:
+            stands = params.drafter_path.exists()
+            earlier = " An earlier drafter stays until it is whole." if stands else ""
+            raise InputError(
+                f"{folder}: the drafter and the checkpoints of its training take "
+                f"{by_disk[disk] / 2**30:,.1f} GiB, {free / 2**30:,.1f} GiB are free.{earlier} "
+                "Free space, or give run_dir or drafter on another disk."
+            )
+
+
 def own_shape(params: TrainDrafterParams | MemorySweepParams) -> dict[str, Any]:
     """The drafter's sizes that the parameters give, None for the target's, and what makes it a DFlash 2."""
     names = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size")
