@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -52,6 +53,9 @@ def new(options: argparse.Namespace, extra: list[str]) -> int:
     enter_workspace()
     folder = new_run(options.name, source=options.source, target=options.target, input=options.input)
     print(f"{folder}: made from {options.source}")
+    about = (folder / "common.yaml").read_text(encoding="utf-8") if (folder / "common.yaml").exists() else ""
+    for line in itertools.takewhile(lambda line: line.startswith("#"), about.splitlines()):
+        print(f"  {line.removeprefix('#').strip()}")  # whose sizes these are
     for line in _open_ends(folder):
         print(f"  still to be set: {line}")
     print(f"Next: dflash-lab run {options.name}")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from dflash_lab.errors import InputError
 from dflash_lab.workbench import cli, kernel, launch
+from dflash_lab.workbench.papermill_words import literal
 from dflash_lab.workbench.param_files import Given, known_names, read_given
 from dflash_lab.workbench.params import defaults, from_mapping
 from dflash_lab.workbench.registry import STAGES, params_class
@@ -296,7 +297,7 @@ def test_bash_completion_completes(tmp_path, capsys):
 def test_output_path_is_in_the_run_folder_and_survives_braces():
     params = ExtractParams(run_dir="runs/{odd}", shard=1, num_shards=2)
     assert launch.output_notebook(params) == Path("runs/{odd}/extract-1.ipynb")
-    assert launch._literal(Path("runs/{odd}/x.ipynb")).format() == "runs/{odd}/x.ipynb"
+    assert literal(Path("runs/{odd}/x.ipynb")).format() == "runs/{odd}/x.ipynb"
 
 
 def test_log_defaults_give_way_to_the_callers_choice():
