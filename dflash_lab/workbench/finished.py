@@ -5,6 +5,7 @@ Nothing here makes or changes a file.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -136,8 +137,10 @@ def _became(then: str | None, now: str | None) -> str:
 
 def stale_after(params: StageParams) -> list[str]:
     """Return the finished stages that rest on what this stage leaves, and those that rest on them."""
-    left, found = set(LEAVES.get(params.stage, ())), []
-    rest = {path.parent.name: read_result(path) for path in sorted(params.run_folder.glob(f"*/{RESULT}"))}
+    left, found, rest = set(LEAVES.get(params.stage, ())), [], {}
+    for path in sorted(params.run_folder.glob(f"*/{RESULT}")):
+        with contextlib.suppress(StoreError):  # its own stage tells that it cannot be read
+            rest[path.parent.name] = read_result(path)
     while hit := next((name for name, one in rest.items() if left & {*one["inputs"]}), ""):
         left |= set(LEAVES.get(rest.pop(hit)["stage"], ()))
         if hit != params.folder.name:

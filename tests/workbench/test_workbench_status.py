@@ -213,6 +213,15 @@ def test_a_lost_store_is_made_again_unasked(workspace):
     assert states() == {**FINISHED, "train_drafter": "never run"}
 
 
+def test_one_result_that_cannot_be_read_hides_no_other_stage(workspace):
+    Path("runs/mine/extract-0/result.json").write_text("{")
+    Path("params/mine/prepare.yaml").write_text("input: chats.jsonl\nlimit: 5\n")
+    found = states()
+    assert (found["prepare"], found["extract-0"], found["extract-1"]) == ("stale", "unreadable", "finished")
+    with pytest.raises(WouldReplace, match=r"dataset_stats, extract-1 would"):
+        execute(given("prepare"))
+
+
 def test_the_command_shows_each_stage(workspace, capsys):
     assert cli.main(["status", "mine"]) == 0
     lines = capsys.readouterr().out.splitlines()
