@@ -43,9 +43,9 @@ def replace(run: Path, moves: Iterable[Move], removed: Iterable[Path] = ()) -> N
     """Put each of `moves` that is there into its place and take `removed` away, as one change of the run's
     folder.
     """
-    wanted = [_entry(run, move) for move in moves if move.new.exists()]
     with _locked(run):
-        _finish(run)
+        _finish(run)  # of another shard, perhaps, that has moved the same
+        wanted = [_entry(run, move) for move in moves if move.new.exists()]
         write_json(
             run / JOURNAL, {"moves": wanted, "removed": [os.path.relpath(path, run) for path in removed]}
         )

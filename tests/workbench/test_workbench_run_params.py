@@ -86,6 +86,10 @@ def test_what_is_typed_is_preferred_and_unset_is_the_runs(workspace):
     assert from_notebook(ExtractParams, injected).origins["token_budget"] == "given to papermill"
     given = read_given(ExtractParams, Given(run="mine", typed=[("token_budget", "512"), ("window", "None")]))
     assert given.token_budget == 512 and given.origins["token_budget"] == "-p" and given.window == 32768
+    unset = Given(run="mine", yaml=["{token_budget: 7, interactive: true}"])
+    unset.typed.extend([("token_budget", "None"), ("interactive", "None")])  # as the notebook will see them
+    unset = read_given(ExtractParams, unset)
+    assert unset.token_budget == 2048 and not unset.interactive
 
 
 def test_the_notebook_shows_what_is_in_force_and_where_it_came_from(workspace):
@@ -146,9 +150,14 @@ def test_a_wrong_value_is_told_by_hand_too_with_its_place(workspace):
         from_notebook(ExtractParams, cell("extract"))
     with pytest.raises(InputError, match=r"shard=-1.*\(typed in the notebook\)"):
         from_notebook(ExtractParams, cell("extract", shard=-1))
+    injected = cell("extract", shard=-1, In=["# Parameters\nshard = -1\n"])
+    with pytest.raises(InputError, match=r"shard=-1.*\(given to papermill\)"):
+        from_notebook(ExtractParams, injected)
+    with pytest.raises(InputError, match=r"shard=-1.*\(given with -p\)"):
+        read_given(ExtractParams, Given(typed=[("shard", "-1")]))
 
 
-def test_a_run_without_parameters_has_those_of_its_result(workspace):
+def test_a_run_without_parameters_has_those_of_its_result(workspace, monkeypatch):
     made = read_given(ExtractParams, Given(run="mine", typed=[("shard", "1")]))
     record = {
         "schema_version": 1,
@@ -162,6 +171,12 @@ def test_a_run_without_parameters_has_those_of_its_result(workspace):
     again = read_given(ExtractParams, Given(run="mine", typed=[("shard", "1")]))
     assert again.token_budget == 2048 and again.origins["token_budget"] == "runs/mine/extract-1/result.json"
     assert read_given(ExtractParams, Given(run="mine", typed=[("shard", "0")])).token_budget == 16384
+    for run_dir, place in (("", "runs/mine"), ("~/disk", "home/disk")):  # as a shell would not have read it
+        monkeypatch.setenv("HOME", str(workspace / "home"))
+        if not Path(place).exists():
+            shutil.copytree("runs/mine", place)
+        typed = [("shard", "1"), ("run_dir", run_dir)]
+        assert read_given(ExtractParams, Given(run="mine", typed=typed)).token_budget == 2048
 
 
 def test_two_parameter_folders_of_one_name_never_share_a_run(workspace):
