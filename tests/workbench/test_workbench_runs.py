@@ -221,5 +221,5 @@ def test_a_torn_notebook_is_named(root):
 
 
 def test_report_of_a_folder_without_stages_says_what_to_type(tmp_path):
-    with pytest.raises(InputError, match="dflash-lab prepare"):
+    with pytest.raises(InputError, match=f"dflash-lab run {tmp_path.name}"):
         report.write_report(tmp_path)
