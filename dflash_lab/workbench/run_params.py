@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dflash_lab.errors import InputError, near
+from dflash_lab.file_errors import naming
 from dflash_lab.files import as_json, read_json, write_bytes, write_json
 from dflash_lab.workbench.kernel import enter_workspace, started_by_papermill
 from dflash_lab.workbench.params import RUN_NAME, P, StageParams, check_names, defaults, field_types
@@ -50,7 +51,8 @@ def find_run(given: str, run_dir: str = "") -> NamedRun:
         if _has_parameters(path):
             ours = path.resolve() == (PARAMS / path.name).resolve()
             return NamedRun(path.name, PARAMS / path.name if ours else path)
-        if path.resolve().parent != RUNS.resolve():
+        path = Path(os.path.abspath(path))
+        if path.parent.resolve() != RUNS.resolve():  # the run itself may be a link to another disk
             raise InputError(
                 f"{given}: no such folder of parameters (it would hold {COMMON}).{_known(path.name)}"
             )
@@ -82,7 +84,8 @@ def _known(name: str) -> str:
 def _has_parameters(folder: Path) -> bool:
     from dflash_lab.workbench.registry import STAGES
 
-    return any((folder / name).is_file() for name in (COMMON, *(f"{stage}.yaml" for stage in STAGES)))
+    with naming(folder):
+        return any((folder / name).is_file() for name in (COMMON, *(f"{stage}.yaml" for stage in STAGES)))
 
 
 def resolve(cls: type[S], typed: Typed) -> S:
@@ -93,9 +96,8 @@ def resolve(cls: type[S], typed: Typed) -> S:
     """
     check_names(cls, {name: value for name, (value, _) in typed.items()})
     run, origin = typed.get("run", ("", "default"))
-    run_dir, _ = typed.get("run_dir", ("", ""))
     run = run if isinstance(run, str) else str(run)
-    named = find_run(run or defaults(cls)["run"], run_dir if isinstance(run_dir, str) else "")
+    named = find_run(run or defaults(cls)["run"], _typed_folder(typed))
     values: dict[str, tuple[Any, str]] = {**_owned(cls, named, typed), **typed}
     ours = named.parameters is None or named.parameters == PARAMS / named.name
     values["run"] = (named.name if ours else str(named.parameters), origin)
@@ -131,7 +133,8 @@ def _owned(cls: type[StageParams], named: NamedRun, typed: Typed) -> dict[str, t
 def _of_result(cls: type[StageParams], named: NamedRun, typed: Typed) -> dict[str, tuple[Any, str]]:
     from dflash_lab.workbench.finished import RESULT, of_today, read_result
 
-    folder = Path(typed["run_dir"][0]) if typed.get("run_dir") else RUNS / named.name
+    run_dir = _typed_folder(typed)
+    folder = Path(os.path.expanduser(run_dir)) if run_dir else RUNS / named.name
     for path in sorted(folder.glob(f"{cls.stage}*/{RESULT}")):
         result = read_result(path)
         values = of_today(cls, result["parameters"])
@@ -143,6 +146,12 @@ def _of_result(cls: type[StageParams], named: NamedRun, typed: Typed) -> dict[st
                 if name in field_types(cls) and name not in StageParams.passing
             }
     return {}
+
+
+def _typed_folder(typed: Typed) -> str:
+    """Return the `run_dir` that a person gave; `Params` refuses one that is no text."""
+    run_dir, _ = typed.get("run_dir", ("", ""))
+    return run_dir if isinstance(run_dir, str) else ""
 
 
 def _place(where: str, name: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dflash_lab.errors import InputError
+from dflash_lab.file_errors import FileError
 from dflash_lab.files import read_json, write_json
 from dflash_lab.workbench import run_params
 from dflash_lab.workbench.finished import check_ready
@@ -119,6 +120,19 @@ def test_names_that_are_none_are_refused(workspace, name):
         find_run(name)
 
 
+def test_a_run_whose_folder_is_a_link_is_found_by_its_path(workspace):
+    Path("elsewhere").mkdir()
+    Path("runs").mkdir()
+    Path("runs/mine").symlink_to(workspace / "elsewhere")
+    for given in ("runs/mine", str(workspace / "runs" / "mine"), "notebooks/../runs/mine/"):
+        assert find_run(given).name == "mine"
+
+
+def test_a_name_too_long_for_any_disk_is_told(workspace):
+    with pytest.raises(FileError, match="name is too long"):
+        find_run("a" * 300)
+
+
 def test_parameters_of_several_runs_at_once_are_refused(workspace):
     files = ["params/demo/common.yaml", "params/mine/extract.yaml"]
     with pytest.raises(InputError, match=r"several runs .*-p run NAME"):
@@ -162,6 +176,20 @@ def test_a_run_without_parameters_has_those_of_its_result(workspace):
     again = read_given(ExtractParams, Given(run="mine", typed=[("shard", "1")]))
     assert again.token_budget == 2048 and again.origins["token_budget"] == "runs/mine/extract-1/result.json"
     assert read_given(ExtractParams, Given(run="mine", typed=[("shard", "0")])).token_budget == 16384
+
+
+@pytest.mark.parametrize("run_dir", ["~/kept", "elsewhere"])
+def test_so_it_has_where_its_folder_is_given(workspace, monkeypatch, run_dir):
+    monkeypatch.setenv("HOME", str(workspace))
+    made = read_given(PrepareParams, Given(run="mine", yaml=[f"run_dir: {run_dir}"]))
+    record = {"schema_version": 1, "stage": "prepare", "parameters": made.as_dict(), "inputs": {}}
+    write_json(made.folder / "result.json", {**record, "figures": {}, "seconds": 1.0})
+    shutil.rmtree("params/mine")
+    again = read_given(PrepareParams, Given(run="mine", yaml=[f"run_dir: {run_dir}"]))
+    assert again.limit == 7 and again.folder == made.folder
+    Path("runs/mine").mkdir(parents=True)
+    with pytest.raises(InputError, match="run_dir=5: expected text"):
+        read_given(PrepareParams, Given(run="mine", yaml=["run_dir: 5"]))
 
 
 def test_two_parameter_folders_of_one_name_never_share_a_run(workspace):
