@@ -63,7 +63,9 @@ def run_status(run: str | Path, run_dir: str | Path = "") -> list[StageStatus]:
 
 
 def _has(named: NamedRun, stage: str) -> bool:
-    return named.parameters is None or (named.parameters / f"{stage}.yaml").exists()
+    """Say whether a run has parameters for a stage; with `common.yaml` alone it has them for all."""
+    files = [] if named.parameters is None else [path.stem for path in named.parameters.glob("*.yaml")]
+    return stage in files or not {*files} & {*STAGES}
 
 
 def _shards(stage: str, typed: Typed) -> Iterator[StageParams]:

@@ -284,6 +284,14 @@ def test_the_command_shows_each_stage(workspace, capsys):
     assert "did you mean 'mine'" in capsys.readouterr().err
 
 
+def test_a_run_of_common_parameters_alone_has_all_stages(workspace, capsys):
+    shutil.copytree("params/mine", "params/few")
+    for path in Path("params/few").glob("[!c]*.yaml"):
+        path.unlink()
+    assert cli.main(["status", "few"]) == 0
+    assert capsys.readouterr().out.count("never run") == 6
+
+
 def test_a_run_of_all_stages_stops_where_something_would_be_replaced(workspace, capsys, monkeypatch):
     from dflash_lab.workbench import launch
 
