@@ -81,10 +81,14 @@ def _state(params: StageParams) -> tuple[str, str]:
     try:
         attempt = read_json(folder / FAILURE) if (folder / FAILURE).exists() else {}
         if (folder / RESULT).exists():
-            told = f"a later attempt {attempt['state']}: {attempt['message']}" if attempt else ""
+            told = [f"a later attempt {attempt['state']}: {attempt['message']}"] if attempt else []
+            if getattr(params, "num_shards", 1) > 1 and (params.fresh / RESULT).exists():
+                told.append("a new result waits for those of the other shards")
             if changes := differences(params):
-                return "stale", "; ".join([*changes, *([told] if told else [])])
-            return ("finished", told) if params.stands() else ("stale", "what it left is not whole any more")
+                return "stale", "; ".join([*changes, *told])
+            if not params.stands():
+                return "stale", "what it left is not whole any more"
+            return "finished", "; ".join(told)
         if attempt:
             return attempt["state"], attempt["message"]
     except (LabError, KeyError, TypeError) as error:

@@ -164,6 +164,8 @@ def test_a_new_store_takes_its_place_with_its_last_shard(workspace):
     execute(first)
     assert open_store("runs/mine/store").tap_ids == old
     assert read_json("runs/mine/extract-0/result.json")["parameters"]["num_taps"] == 3
+    told = {row.folder: row.why for row in run_status("mine")}
+    assert told["extract-0"] == "a new result waits for those of the other shards" and not told["extract-1"]
     execute(dataclasses.replace(first, shard=1))
     assert len(open_store("runs/mine/store").tap_ids) == 2 and open_store("runs/mine/store").num_samples == 16
     for shard in range(2):
