@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -33,16 +34,16 @@ def stage(options: argparse.Namespace, extra: list[str]) -> int:
     from dflash_lab.workbench.launch import log_to_stderr, run_notebook, stops_with_words
 
     with log_to_stderr(), stops_with_words():
-        return run_notebook(options.command, _given(options, options.run), extra)
+        return run_notebook(options.command, _given(options), extra)
 
 
 def run(options: argparse.Namespace, extra: list[str]) -> int:
-    """Run all stages of a parameter folder."""
+    """Run all stages of a run."""
     from dflash_lab.workbench.launch import log_to_stderr, stops_with_words
     from dflash_lab.workbench.pipeline import run_all
 
     with log_to_stderr(), stops_with_words():
-        return run_all(_given(options, options.run), extra, stale=options.stale)
+        return run_all(_given(options), extra, stale=options.stale)
 
 
 def new(options: argparse.Namespace, extra: list[str]) -> int:
@@ -55,6 +56,9 @@ def new(options: argparse.Namespace, extra: list[str]) -> int:
     target, conversations = (_from_here(given, typed_in) for given in (options.target, options.input))
     folder = new_run(options.name, source=options.source, target=target, input=conversations)
     print(f"{folder}: made from {options.source}")
+    about = (folder / "common.yaml").read_text(encoding="utf-8") if (folder / "common.yaml").exists() else ""
+    for line in itertools.takewhile(lambda line: line.startswith("#"), about.splitlines()):
+        print(f"  {line.removeprefix('#').strip()}")  # whose sizes these are
     for line in _open_ends(folder):
         print(f"  still to be set: {line}")
     print(f"Next: dflash-lab run {options.name}")
@@ -192,11 +196,11 @@ def parameter_help(stage_name: str) -> str:
     return "\n".join(lines)
 
 
-def _given(options: argparse.Namespace, run_folder: str):  # type: ignore[no-untyped-def]
+def _given(options: argparse.Namespace):  # type: ignore[no-untyped-def]
     from dflash_lab.workbench.param_files import Given
 
     return Given(
-        run=run_folder,
+        run=options.run,
         base64=options.base64,
         files=options.files,
         yaml=options.yaml,

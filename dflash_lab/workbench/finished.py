@@ -87,7 +87,7 @@ def check_ready(params: StageParams, inputs: dict[str, str] | None = None) -> No
             f"{params.folder.name} of run {params.run_name} is finished with other "
             f"parameters or inputs: {'; '.join(changes[:_TOLD])}{more}. Nothing changed.{then} To replace "
             "it, set force (-p force True); to keep both, make another run: "
-            f"dflash-lab new NAME --from {params.run_name}"
+            f"dflash-lab new NAME --from {params.run}"
         )
 
 

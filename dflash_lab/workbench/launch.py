@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dflash_lab.files import make_folder, read_json
-from dflash_lab.workbench.finished import FAILURE, RESULT, check_ready, is_finished
+from dflash_lab.workbench.finished import FAILURE, RESULT, check_ready, input_fingerprints, is_finished
 from dflash_lab.workbench.kernel import enter_workspace, notebook_path
 from dflash_lab.workbench.papermill_engine import ENGINE, QuietEngine
 from dflash_lab.workbench.papermill_saving import save_whole
@@ -58,25 +58,24 @@ def run_notebook(stage: str, given: Given, extra: list[str]) -> int:
     source = notebook_path(stage)
     output = output_notebook(params)
     make_folder(output.parent)
-    written = attempt_notebook(params)
-    words = [literal(source), literal(written), *given.arguments(stage), *_defaults(extra), *extra]
-    save_whole(written, written)
+    attempt = attempt_notebook(params)
+    words = [literal(source), literal(output), *given.arguments(stage), *_defaults(extra), *extra]
+    save_whole(output, attempt)
     began = time.time()
     with _pass_on_sigterm() as terminated:
         code = _papermill(words)
     if terminated.is_set():
         code = TERMINATED
-    if code == OK and written != output:  # a failed attempt leaves the notebook of the result that stands
-        os.replace(written, output)
-    _closing_words(params, output if code == OK else written, code, began)
+    _closing_words(params, attempt if attempt.exists() else output, code, began)
     return code
 
 
 def check_before(params: StageParams) -> None:
     """Raise an `InputError` when the stage cannot begin, as its kernel would; a finished one is shown."""
     settle(params.run_folder)
-    if params.force or not is_finished(params):
-        check_ready(params)
+    inputs = input_fingerprints(params)
+    if params.force or not is_finished(params, inputs):
+        check_ready(params, inputs)
 
 
 def _papermill(words: list[str]) -> int:

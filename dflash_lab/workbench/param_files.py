@@ -86,12 +86,14 @@ def run_of_file(path: str) -> str:
 
 def read_given(cls: type[S], given: Given) -> S:
     """Return the checked parameters that `given` means for a stage: headless, and behind what was given those
-    of the run.
+    of the run. A last value of None unsets a name, as in the notebook.
     """
-    typed: dict[str, tuple[Any, str]] = {"interactive": (False, "headless")}
+    told: dict[str, tuple[Any, str]] = {}
     for where, values in given.sources(cls.stage):
         check_names(cls, values, where=where)
-        typed |= {name: (value, where) for name, value in values.items() if value is not None}
+        told |= {name: (value, where) for name, value in values.items()}
+    typed = {name: one for name, one in told.items() if one[0] is not None}
+    typed.setdefault("interactive", (False, "headless"))
     if run := given.named_run(cls.stage):
         typed["run"] = (run, "given by name")
     return resolve(cls, typed)

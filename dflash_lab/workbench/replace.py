@@ -44,7 +44,7 @@ def replace(run: Path, moves: Iterable[Move], removed: Iterable[Path] = ()) -> N
     folder.
     """
     with _locked(run):
-        _finish(run)
+        _finish(run)  # of another shard, perhaps, that has moved the same
         wanted = [_entry(run, _on_one_disk(move)) for move in moves if move.new.exists()]
         write_json(
             run / JOURNAL, {"moves": wanted, "removed": [os.path.relpath(path, run) for path in removed]}

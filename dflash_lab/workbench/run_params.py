@@ -10,6 +10,7 @@ parameter folder is gone has those that its finished results were made with.
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -61,13 +62,17 @@ def find_run(given: str, run_dir: str = "") -> NamedRun:
         raise InputError(f"run={given!r}: a run's name is letters, digits, - . + and _, such as mine.")
     if _has_parameters(PARAMS / name):
         return NamedRun(name, PARAMS / name)
-    folder = Path(os.path.expanduser(run_dir)) if run_dir else RUNS / name
+    folder = _run_folder(name, run_dir)
     if not folder.is_dir():
         raise InputError(
             f"no run {name!r}: neither {PARAMS / name} nor {folder} is there.{_known(name)} "
             f"A new one: dflash-lab new {name}"
         )
     return NamedRun(name, None)
+
+
+def _run_folder(name: str, run_dir: str) -> Path:
+    return Path(os.path.expanduser(run_dir)) if run_dir else RUNS / name
 
 
 def known_runs() -> list[str]:
@@ -96,12 +101,16 @@ def resolve(cls: type[S], typed: Typed) -> S:
     The result knows the origin of each value (`origins`). Nothing is made on disk. Raises an `InputError`
     that says where a wrong value was given, and for a run that does not exist.
     """
-    check_names(cls, {name: value for name, (value, _) in typed.items()})
+    check_names(cls, typed)
     run, origin = typed.get("run", ("", "default"))
-    run = run if isinstance(run, str) else str(run)
-    named = find_run(run or defaults(cls)["run"], _typed_folder(typed))
-    values: dict[str, tuple[Any, str]] = {**_owned(cls, named, typed), **typed}
-    ours = named.parameters is None or named.parameters == PARAMS / named.name
+    run_dir, _ = typed.get("run_dir", ("", ""))
+    named = find_run(str(run) or defaults(cls)["run"], str(run_dir))
+    if named.parameters is None:
+        owned = _of_result(cls, _run_folder(named.name, str(run_dir)), typed)
+    else:
+        owned = _of_folder(cls, named.parameters)
+    values: dict[str, tuple[Any, str]] = {**owned, **typed}
+    ours = named.parameters in (None, PARAMS / named.name)
     values["run"] = (named.name if ours else str(named.parameters), origin)
     try:
         made = cls(**{name: value for name, (value, _) in values.items()})
@@ -114,32 +123,28 @@ def resolve(cls: type[S], typed: Typed) -> S:
     return made
 
 
-def _owned(cls: type[StageParams], named: NamedRun, typed: Typed) -> dict[str, tuple[Any, str]]:
-    """Return what the run itself says: its parameter folder, or without one what its result was made with."""
-    if named.parameters is None:
-        return _of_result(cls, named, typed)
+def _of_folder(cls: type[StageParams], folder: Path) -> dict[str, tuple[Any, str]]:
+    """Return what a parameter folder says: its common file, and preferred to that the stage's own."""
     flags = {name for name, kind in field_types(cls).items() if kind is bool}
     found: dict[str, tuple[Any, str]] = {}
-    for path in (named.parameters / COMMON, named.parameters / f"{cls.stage}.yaml"):
+    for path in (folder / COMMON, folder / f"{cls.stage}.yaml"):
         if os.path.lexists(path):  # a link that leads nowhere is told of, not passed over
             values = read_parameter_file(path, flags)
             check_names(cls, values, where=str(path))
             if "run" in values:
                 raise InputError(
-                    f"{path}: a run's name is that of its folder, {named.name}. Remove the line."
+                    f"{path}: a run's name is that of its folder, {folder.name}. Remove the line."
                 )
             found |= {name: (value, str(path)) for name, value in values.items()}
     return found
 
 
-def _of_result(cls: type[StageParams], named: NamedRun, typed: Typed) -> dict[str, tuple[Any, str]]:
-    """Return what the stage's finished result was made with; without one, what another stage's tells of the
-    parameters that all stages have.
+def _of_result(cls: type[StageParams], folder: Path, typed: Typed) -> dict[str, tuple[Any, str]]:
+    """Return what the stage's finished result in a run's folder was made with, of the shard that was typed;
+    without one, what another stage's tells of the parameters that all stages have.
     """
     from dflash_lab.workbench.finished import RESULT, of_today, read_result
 
-    run_dir = _typed_folder(typed)
-    folder = Path(os.path.expanduser(run_dir)) if run_dir else RUNS / named.name
     own = sorted(folder.glob(f"{cls.stage}*/{RESULT}"))
     found: dict[str, tuple[Any, str]] = {}
     for path in [*own, *sorted({*folder.glob(f"*/{RESULT}")} - {*own})]:
@@ -156,19 +161,13 @@ def _of_result(cls: type[StageParams], named: NamedRun, typed: Typed) -> dict[st
     return found
 
 
-def _typed_folder(typed: Typed) -> str:
-    """Return the `run_dir` that a person gave; `Params` refuses one that is no text."""
-    run_dir, _ = typed.get("run_dir", ("", ""))
-    return run_dir if isinstance(run_dir, str) else ""
-
-
 def _place(where: str, name: str) -> str:
     """Return where a parameter was given: an option, or a file with the line."""
     path = Path(where)
     if not path.is_file():
-        return where if where == TYPED else f"given with {where}"
+        return f"given with {where}" if where.startswith("-") else where
     lines = path.read_text(encoding="utf-8-sig").splitlines()
-    number = next((n for n, line in enumerate(lines, 1) if re.match(rf"[\"']?{name}[\"']?\s*:", line)), 1)
+    number = next((n for n, line in enumerate(lines, 1) if re.match(rf"\s*[\"']?{name}[\"']?\s*:", line)), 1)
     return f"{where}:{number}"
 
 
@@ -188,11 +187,8 @@ def from_notebook(cls: type[P], namespace: Mapping[str, Any]) -> P:
     known = list(field_types(cls))
     missing = [name for name in known if name not in namespace]
     if missing:
-        for old, new in cls.renamed.items():
-            if new in missing and old in namespace:
-                raise InputError(
-                    f"{cls.stage}: {old} in the parameters cell is now called {new}. Type {new} in its place."
-                )
+        old = {old: None for old, new in cls.renamed.items() if new in missing and old in namespace}
+        check_names(cls, old, where="the parameters cell")
         lost = ", ".join(missing)
         raise InputError(
             f"{cls.stage}: the parameters cell does not set {lost}. Run it, or add the line back."
@@ -300,12 +296,13 @@ def new_run(name: str, *, source: str = "own", target: str = "", input: str = ""
     found = find_run(source)
     if found.parameters is None:
         raise InputError(f"{source}: this run has no parameter folder to start from.")
-    texts = {path.name: parameter_text(path) for path in sorted(found.parameters.glob("*.yaml"))}
+    texts = {  # without their run_dir: the folder of a run is that of its name
+        path.name: re.sub(r"(?m)^run_dir:.*\n?", "", parameter_text(path))
+        for path in sorted(found.parameters.glob("*.yaml"))
+    }
     for value, key, file in ((target, "target", COMMON), (input, "input", "prepare.yaml")):
         if value:
             texts[file] = _with_line(texts.get(file, ""), key, value)
-    if COMMON in texts:  # the folder of a run is that of its name
-        texts[COMMON] = re.sub(r"(?m)^run_dir:.*\n?", "", texts[COMMON])
     for file, text in texts.items():
         write_bytes(goal / file, text.encode())
     return goal
@@ -315,7 +312,7 @@ def _with_line(text: str, key: str, value: str) -> str:
     """Return YAML text whose line `key:` has a value; its comment stays, without the mark of a line to be
     set.
     """
-    line = f"{key}: {_scalar(value)}"
+    line = f"{key}: {json.dumps(value, ensure_ascii=False)}"  # in quotes, which YAML reads as JSON does
     changed, count = re.subn(
         rf"(?m)^{key}:[^#\n]*?([ \t]*#.*)?$",
         lambda m: line + (m[1] or "").replace("# <-- ", "# "),
@@ -323,21 +320,3 @@ def _with_line(text: str, key: str, value: str) -> str:
         count=1,
     )
     return changed if count else f"{text.rstrip()}\n{line}\n".lstrip()
-
-
-def _scalar(value: str) -> str:
-    """Return text as YAML reads it back: as it is where that is clear, else in double quotes."""
-    return (
-        value
-        if re.fullmatch(r"[A-Za-z/~][\w./~+-]*", value) and value.lower() not in _WORDS
-        else _quoted(value)
-    )
-
-
-_WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
-
-
-def _quoted(value: str) -> str:
-    import json
-
-    return json.dumps(value, ensure_ascii=False)

@@ -87,7 +87,7 @@ def _stage_name(folder: Path) -> str:
 
 
 def _row(run: Path, folder: Path) -> tuple:
-    state, record = _state(folder)
+    state, record = folder_state(folder)
     peak = _peaks(record)
     return (
         run.name,
@@ -104,7 +104,10 @@ def _row(run: Path, folder: Path) -> tuple:
     )
 
 
-def _state(folder: Path) -> tuple[str, dict[str, Any]]:
+def folder_state(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return a stage folder's state, as in `stage_table`, or "never run", and what its result or failure
+    says.
+    """
     if is_held(folder):
         return "running", {}
     try:
@@ -116,6 +119,8 @@ def _state(folder: Path) -> tuple[str, dict[str, Any]]:
             return record.get("state", "failed"), record
     except StoreError as error:
         return "unreadable", {"message": str(error)}
+    if not (folder / LOCK).exists():
+        return "never run", {}
     return "killed", {"message": "started and gone without a result; run it again to go on"}
 
 
@@ -223,7 +228,7 @@ def _compare(runs: Sequence[Path], what: str, *, only_different: bool = True) ->
     had: dict[str, set[str]] = {}
     for run, name in zip(runs, names, strict=True):
         for folder in _stage_folders(run):
-            _, record = _state(folder)
+            _, record = folder_state(folder)
             had.setdefault(folder.name, set()).add(name)
             for key, value in record.get(what, {}).items():
                 values.setdefault((folder.name, key), {})[name] = json.dumps(value)

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from dflash_lab.errors import LabError
-from dflash_lab.files import read_json
-from dflash_lab.workbench.finished import FAILURE, RESULT, differences, stale_after
-from dflash_lab.workbench.lock import LOCK, is_held
+from dflash_lab.workbench.finished import RESULT, differences, stale_after
 from dflash_lab.workbench.params import StageParams
 from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.replace import settle
 from dflash_lab.workbench.run_params import NamedRun, Typed, find_run, resolve
+from dflash_lab.workbench.runs import folder_state
 
 
 @dataclass(frozen=True)
@@ -75,24 +74,16 @@ def _shards(stage: str, typed: Typed) -> Iterator[StageParams]:
 
 
 def _state(params: StageParams) -> tuple[str, str]:
-    folder = params.folder
-    if is_held(folder):
-        return "running", ""
+    state, record = folder_state(params.folder)
+    told = record.get("message", "")
+    if state != "finished":
+        return state, told
     try:
-        attempt = read_json(folder / FAILURE) if (folder / FAILURE).exists() else {}
-        if (folder / RESULT).exists():
-            told = [f"a later attempt {attempt['state']}: {attempt['message']}"] if attempt else []
-            if getattr(params, "num_shards", 1) > 1 and (params.fresh / RESULT).exists():
-                told.append("a new result waits for those of the other shards")
-            if changes := differences(params):
-                return "stale", "; ".join([*changes, *told])
-            if not params.stands():
-                return "stale", "what it left is not whole any more"
-            return "finished", "; ".join(told)
-        if attempt:
-            return attempt["state"], attempt["message"]
-    except (LabError, KeyError, TypeError) as error:
+        changes = differences(params)
+        if not changes and not params.stands():
+            changes = ["what it left is not whole any more"]
+        if getattr(params, "num_shards", 1) > 1 and (params.fresh / RESULT).exists():
+            told = "; ".join(filter(None, [told, "a new result waits for those of the other shards"]))
+    except LabError as error:
         return "unreadable", str(error)
-    if (folder / LOCK).exists():
-        return "killed", "started and gone without a word; the same command goes on"
-    return "never run", ""
+    return ("stale", "; ".join(filter(None, [*changes, told]))) if changes else ("finished", told)

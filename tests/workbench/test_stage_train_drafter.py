@@ -25,11 +25,7 @@ from dflash_lab.workbench.figures import train_drafter as figures
 from dflash_lab.workbench.figures.headline import headline
 from dflash_lab.workbench.finished import WouldReplace
 from dflash_lab.workbench.stage import execute
-from dflash_lab.workbench.stages.train_drafter import (
-    TrainDrafterParams,
-    TrainDrafterResult,
-    run_train_drafter,
-)
+from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams, TrainDrafterResult
 from dflash_lab.workbench.stages.train_frames import seconds_left
 from dflash_lab.workbench.train_launch import WorkerFailed
 from dflash_lab.workbench.widgets import train_drafter as widgets
@@ -321,6 +317,7 @@ def test_two_processes_started_from_the_stage(run_dir, tiny_target, tmp_path):
         tiny_target,
         store=str(run_dir / "store"),
         gpus=2,
+        check_store=False,
         max_steps=0,
         epochs=0.5,
         eval_every=1,
@@ -360,10 +357,10 @@ def test_a_silently_damaged_part_is_refused_by_name_before_the_first_step(run_di
     data[len(data) // 2] ^= 1
     part.write_bytes(data)
     with pytest.raises(StoreError, match=rf"{part.name}: not the bytes .* recheck True"):
-        run_train_drafter(params(tmp_path / "run", tiny_target, store=str(store)))
-    assert not (tmp_path / "run" / "train_drafter").exists()
+        execute(params(tmp_path / "run", tiny_target, store=str(store)))
+    assert not (tmp_path / "run" / "train_drafter" / "run").exists()
     few = dict(max_steps=1, tau_samples=0)
-    run_train_drafter(params(tmp_path / "run", tiny_target, store=str(store), check_store=False, **few))
+    execute(params(tmp_path / "run", tiny_target, store=str(store), check_store=False, **few))
 
 
 @pytest.mark.parametrize("lost", ["model.safetensors", "config.json", "serve.md"])

@@ -20,6 +20,7 @@ from dflash_lab.workbench.run_params import claim, find_run, from_notebook, new_
 from dflash_lab.workbench.stages.extract import ExtractParams
 from dflash_lab.workbench.stages.prepare import PrepareParams
 from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+from dflash_lab.workbench.strict_yaml import read_parameter_file
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -87,6 +88,10 @@ def test_what_is_typed_is_preferred_and_unset_is_the_runs(workspace):
     assert from_notebook(ExtractParams, injected).origins["token_budget"] == "given to papermill"
     given = read_given(ExtractParams, Given(run="mine", typed=[("token_budget", "512"), ("window", "None")]))
     assert given.token_budget == 512 and given.origins["token_budget"] == "-p" and given.window == 32768
+    unset = Given(run="mine", yaml=["{token_budget: 7, interactive: true}"])
+    unset.typed.extend([("token_budget", "None"), ("interactive", "None")])  # as the notebook will see them
+    unset = read_given(ExtractParams, unset)
+    assert unset.token_budget == 2048 and not unset.interactive
 
 
 def test_the_notebook_shows_what_is_in_force_and_where_it_came_from(workspace):
@@ -173,9 +178,14 @@ def test_a_wrong_value_is_told_by_hand_too_with_its_place(workspace):
         from_notebook(ExtractParams, cell("extract"))
     with pytest.raises(InputError, match=r"shard=-1.*\(typed in the notebook\)"):
         from_notebook(ExtractParams, cell("extract", shard=-1))
+    injected = cell("extract", shard=-1, In=["# Parameters\nshard = -1\n"])
+    with pytest.raises(InputError, match=r"shard=-1.*\(given to papermill\)"):
+        from_notebook(ExtractParams, injected)
+    with pytest.raises(InputError, match=r"shard=-1.*\(given with -p\)"):
+        read_given(ExtractParams, Given(typed=[("shard", "-1")]))
 
 
-def test_a_run_without_parameters_has_those_of_its_result(workspace):
+def test_a_run_without_parameters_has_those_of_its_result(workspace, monkeypatch):
     made = read_given(ExtractParams, Given(run="mine", typed=[("shard", "1")]))
     record = {
         "schema_version": 1,
@@ -192,20 +202,14 @@ def test_a_run_without_parameters_has_those_of_its_result(workspace):
     other = read_given(PrepareParams, Given(run="mine"))  # a stage without a result has what all stages have
     assert other.device == "cpu" and other.origins["device"] == "runs/mine/extract-1/result.json"
     assert other.limit == 0 and "limit" not in other.origins
-
-
-@pytest.mark.parametrize("run_dir", ["~/kept", "elsewhere"])
-def test_so_it_has_where_its_folder_is_given(workspace, monkeypatch, run_dir):
-    monkeypatch.setenv("HOME", str(workspace))
-    made = read_given(PrepareParams, Given(run="mine", yaml=[f"run_dir: {run_dir}"]))
-    record = {"schema_version": 1, "stage": "prepare", "parameters": made.as_dict(), "inputs": {}}
-    write_json(made.folder / "result.json", {**record, "figures": {}, "seconds": 1.0})
-    shutil.rmtree("params/mine")
-    again = read_given(PrepareParams, Given(run="mine", yaml=[f"run_dir: {run_dir}"]))
-    assert again.limit == 7 and again.folder == made.folder
-    Path("runs/mine").mkdir(parents=True)
-    with pytest.raises(InputError, match="run_dir=5: expected text"):
-        read_given(PrepareParams, Given(run="mine", yaml=["run_dir: 5"]))
+    for run_dir, place in (("", "runs/mine"), ("~/disk", "home/disk")):  # as a shell would not have read it
+        monkeypatch.setenv("HOME", str(workspace / "home"))
+        if not Path(place).exists():
+            shutil.copytree("runs/mine", place)
+        typed = [("shard", "1"), ("run_dir", run_dir)]
+        assert read_given(ExtractParams, Given(run="mine", typed=typed)).token_budget == 2048
+    with pytest.raises(InputError, match="neither params/mine nor 5 is there"):
+        read_given(ExtractParams, Given(run="mine", yaml=["run_dir: 5"]))
 
 
 def test_two_parameter_folders_of_one_name_never_share_a_run(workspace):
@@ -296,7 +300,7 @@ def test_a_new_run_of_files_in_other_encodings(workspace):
     """Windows editors begin a file with a mark that is no part of its first line."""
     Path("params/demo/common.yaml").write_text("target: smollm2\n", encoding="utf-8-sig")
     folder = new_run("mine2", source="demo", target="other")
-    assert (folder / "common.yaml").read_text() == "target: other\n"
+    assert read_parameter_file(folder / "common.yaml") == {"target": "other"}
     Path("params/demo/common.yaml").write_text("target: smollm2\n", encoding="utf-16")
     with pytest.raises(InputError, match=r"params/demo/common\.yaml:1: not UTF-8"):
         new_run("mine3", source="demo")
