@@ -74,6 +74,12 @@ def check_ready(params: StageParams, inputs: dict[str, str] | None = None) -> No
         raise InputError(f"{params.stage}: {path} is not there. Give a path that exists.")
     if params.force:
         return
+    finished = (params.folder / RESULT).exists()
+    for path in [] if finished else params.taken():
+        raise WouldReplace(
+            f"{path} is there, and {params.stage} of run {params.run_name} did not make it. Nothing changed. "
+            "To replace it, set force (-p force True); to keep it, give another place or another run"
+        )
     if changes := differences(params, inputs):
         later = stale_after(params)
         then = f" {', '.join(later)} would be of the old one and go stale." if later else ""
