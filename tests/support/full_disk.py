@@ -40,7 +40,7 @@ LEFT = {
     "prepare": (READ_ONLY, 0, 12_000),
     "dataset_stats": (8_000,),
     "extract": (READ_ONLY, 100_000),
-    "train_drafter": (0, 300_000),
+    "train_drafter": (0, 300_000, 1_500_000),  # asked for before it starts; met at the second checkpoint
     "acceptance": (8_000,),
 }
 NEEDED = ("samples.parquet", "samples.json", "store", "drafter")
