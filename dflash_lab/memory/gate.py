@@ -135,7 +135,7 @@ def clear_extraction(
         raise DoesNotFit(
             f"A batch of {worst.batch} x {worst.length:,} tokens is predicted to need "
             f"{account.peak_gib:.2f} GiB, the budget is {budget}. {suggestion(advice)} Or lower "
-            "token_budget or max_batch; force starts it all the same.",
+            "token_budget or max_batch; ignore_memory starts it all the same.",
             advice,
         )
     return Clearance(account, budget_gib, not fits, token_budget, max_batch, advice, basis.words)
@@ -194,7 +194,7 @@ def clear_training(
         raise DoesNotFit(
             f"A step of {anchors} anchors x {setup.block_size} is predicted to need "
             f"{advice.account.peak_gib:.2f} GiB, the budget is {budget_gib:.2f} GiB "
-            f"({100 * margin:.0f}% kept free). {suggestion(advice)} force starts it all the same.",
+            f"({100 * margin:.0f}% kept free). {suggestion(advice)} ignore_memory starts it all the same.",
             advice,
         )
     return Clearance(advice.account, budget_gib, not advice.fits, advice=advice, basis=basis.words)

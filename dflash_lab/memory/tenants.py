@@ -68,7 +68,7 @@ def _refusal(device: str, here: Sequence[Tenant], peak: int, budget_gib: float, 
     budget = f"{budget_gib:.2f} GiB ({100 * margin:.0f}% kept free)"
     error = DoesNotFit(
         f"{device} is predicted to hold {holds} = {peak / GIB:.2f} GiB, the budget is {budget}. "
-        f"{suggestion(advice)} Or place a process elsewhere; force starts it all the same.",
+        f"{suggestion(advice)} Or place a process elsewhere; ignore_memory starts it all the same.",
         advice,
     )
     parts = {tenant.name: round(tenant.peak / GIB, 3) for tenant in here}

@@ -173,7 +173,7 @@ def _run_shard(stage: str, words: list[str], shard: int, cwd: str, folder: str) 
     """
     from distributed import get_worker
 
-    worker, began = get_worker(), time.monotonic()
+    worker, began, started = get_worker(), time.monotonic(), time.time()
     command = [sys.executable, "-m", "dflash_lab.workbench.cli", stage, *words]
     deadline = time.monotonic() + LOCK_WAIT_S
     while True:
@@ -193,7 +193,7 @@ def _run_shard(stage: str, words: list[str], shard: int, cwd: str, folder: str) 
         if done.returncode == 0 or not busy or time.monotonic() > deadline:
             break
         time.sleep(2.0)
-    message = "" if done.returncode == 0 else _why(Path(cwd, folder), text)
+    message = "" if done.returncode == 0 else _why(Path(cwd, folder), text, started)
     return {
         "shard": shard,
         "code": done.returncode,
@@ -203,10 +203,12 @@ def _run_shard(stage: str, words: list[str], shard: int, cwd: str, folder: str) 
     }
 
 
-def _why(folder: Path, output: str) -> str:
-    """Return the error that the stage left, or the end of what the command said when it left none."""
+def _why(folder: Path, output: str, began: float) -> str:
+    """Return the error that the stage left since `began` (seconds of the epoch), or the end of what the
+    command said when it left none.
+    """
     path = folder / FAILURE
-    if path.exists():
+    if path.exists() and path.stat().st_mtime >= began:
         record = read_json(path)
         return f"{record['error']}: {record['message']}"[:1000]
     return output.strip()[-400:]

@@ -27,11 +27,14 @@ def fingerprints(paths: Iterable[Path], run: Path) -> dict[str, str]:
 
     A path that is absent reads ``absent``.
     """
-    found = {}
-    for path in paths:
-        relative = os.path.relpath(path, run)
-        found[str(path) if relative.startswith("..") else relative] = fingerprint(Path(path))
-    return found
+    paths = [Path(path) for path in paths]
+    return dict(zip(fingerprint_names(paths, run), map(fingerprint, paths), strict=True))
+
+
+def fingerprint_names(paths: Iterable[Path], run: Path) -> list[str]:
+    """Return each path's name in a result: relative to the run folder, or as it is where it lies outside."""
+    relatives = [(path, os.path.relpath(path, run)) for path in paths]
+    return [str(path) if relative.startswith("..") else relative for path, relative in relatives]
 
 
 def fingerprint(path: Path) -> str:

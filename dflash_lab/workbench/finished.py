@@ -12,7 +12,7 @@ from typing import Any
 
 from dflash_lab.errors import InputError, StoreError, near
 from dflash_lab.files import read_json
-from dflash_lab.workbench.fingerprint import fingerprints
+from dflash_lab.workbench.fingerprint import fingerprint_names, fingerprints
 from dflash_lab.workbench.params import StageParams, defaults
 from dflash_lab.workbench.registry import LEAVES
 from dflash_lab.workbench.run_params import check_owner, known_runs
@@ -143,7 +143,9 @@ def _became(then: str | None, now: str | None) -> str:
 
 def stale_after(params: StageParams) -> list[str]:
     """Return the finished stages that rest on what this stage leaves, and those that rest on them."""
-    left, found, rest = set(LEAVES.get(params.stage, ())), [], {}
+    places = [params.run_folder / name for name in LEAVES.get(params.stage, ())]
+    places += [move.place for move in params.products()]  # which a person may have put elsewhere
+    left, found, rest = set(fingerprint_names(places, params.run_folder)), [], {}
     for path in sorted(params.run_folder.glob(f"*/{RESULT}")):
         with contextlib.suppress(StoreError):  # its own stage tells that it cannot be read
             rest[path.parent.name] = read_result(path)

@@ -29,6 +29,7 @@ from dflash_lab.workbench.param_files import Given, read_given
 from dflash_lab.workbench.params import StageParams
 from dflash_lab.workbench.registry import params_class
 from dflash_lab.workbench.replace import settle
+from dflash_lab.workbench.run_params import check_owner
 from dflash_lab.workbench.secrets import RedactingFormatter
 
 OK, FAILED, USAGE, DEAD_KERNEL, TERMINATED = 0, 1, 2, 138, 143
@@ -60,6 +61,8 @@ def run_notebook(stage: str, given: Given, extra: list[str]) -> int:
     make_folder(output.parent)
     attempt = attempt_notebook(params)
     words = [literal(source), literal(output), *given.arguments(stage), *_defaults(extra), *extra]
+    if not any("interactive" in values for _, values in given.sources(stage)):
+        words += ["-p", "interactive", "False"]  # a kernel knows by itself only where there is a /proc
     save_whole(output, attempt)
     began = time.time()
     with _pass_on_sigterm() as terminated:
@@ -72,6 +75,7 @@ def run_notebook(stage: str, given: Given, extra: list[str]) -> int:
 
 def check_before(params: StageParams) -> None:
     """Raise an `InputError` when the stage cannot begin, as its kernel would; a finished one is shown."""
+    check_owner(params)
     settle(params.run_folder)
     inputs = input_fingerprints(params)
     if params.force or not is_finished(params, inputs):

@@ -52,10 +52,10 @@ class Given:
         parameter folder; empty when nothing does. `InputError` when it names two.
         """
         told = [str(values["run"]) for _, values in self.sources(stage) if values.get("run") is not None]
-        if self.run:
-            return self.run
-        if told:
-            return told[-1]
+        if self.run and told and Path(told[-1]).name != Path(self.run).name:
+            raise InputError(f"two runs are named, {self.run} and {told[-1]}: say which.")
+        if self.run or told:
+            return self.run or told[-1]
         folders = {run_of_file(path) for path in self.files} - {""}
         if len(folders) > 1:
             listed = ", ".join(sorted(folders))

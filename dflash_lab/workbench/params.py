@@ -143,7 +143,7 @@ class StageParams(Params):
     seed: int = param(0, "seed of everything random in this stage", low=0, high=2**31 - 1)
     run_dir: str = param("", "folder of the run, on another disk perhaps; empty: runs/<run>")
     interactive: bool = param(True, "widgets and live bars; headless runs have none")
-    force: bool = param(False, "do it again, replacing what is finished; start although memory seems short")
+    force: bool = param(False, "do it again, and replace what is finished")
 
     def __post_init__(self) -> None:
         super().__post_init__()

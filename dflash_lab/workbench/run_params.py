@@ -68,7 +68,8 @@ def find_run(given: str, run_dir: str = "") -> NamedRun:
             f"no run {name!r}: neither {PARAMS / name} nor {folder} is there.{_known(name)} "
             f"A new one: dflash-lab new {name}"
         )
-    return NamedRun(name, None)
+    owner = _owner(folder)  # of a parameter folder elsewhere, which the run itself remembers
+    return NamedRun(name, _shown(owner) if owner is not None and _has_parameters(owner) else None)
 
 
 def _run_folder(name: str, run_dir: str) -> Path:

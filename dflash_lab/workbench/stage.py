@@ -42,7 +42,7 @@ from dflash_lab.workbench.params import StageParams
 from dflash_lab.workbench.progress import Progress, ProgressCallback, StopFlag, Stopped, duration
 from dflash_lab.workbench.registry import result_class, run_function
 from dflash_lab.workbench.replace import replace, settle
-from dflash_lab.workbench.run_params import claim
+from dflash_lab.workbench.run_params import check_owner, claim
 from dflash_lab.workbench.secrets import RedactingFormatter, redact_tree
 
 UNSTOPPED_S = 20.0  # a stage that has not reached a report this long after SIGTERM is ended by force
@@ -57,6 +57,7 @@ def execute(params: StageParams, progress: ProgressCallback | None = None) -> An
     """
     release()  # an earlier cell's error may still hold GPU memory
     with _logging():
+        check_owner(params)
         settle(params.run_folder)
         inputs = input_fingerprints(params)
         if not params.force and is_finished(params, inputs):

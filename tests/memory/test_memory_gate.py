@@ -49,7 +49,7 @@ def test_the_worst_batch_of_short_rows_is_found():
 
 
 def test_a_budget_by_hand_that_is_too_large_is_refused_with_advice():
-    with pytest.raises(DoesNotFit, match=r"force starts it all the same") as caught:
+    with pytest.raises(DoesNotFit, match=r"ignore_memory starts it all the same") as caught:
         clear_extraction(CONFIG, 60.0, tap_ids=TAPS, longest=4096, token_budget=262144)
     error = caught.value
     assert error.details["predicted_peak_gib"] > 60 and "bucket by length" in error.advice

@@ -79,7 +79,7 @@ def test_an_extraction_that_does_not_fit_is_refused_before_the_target_is_loaded(
 
 
 def test_force_starts_it_all_the_same_and_the_result_says_so(extraction, small_budget):
-    figures = execute(extraction(force=True)).figures
+    figures = execute(extraction(ignore_memory=True)).figures
     assert figures["memory_forced"] == 1 and figures["samples_stored"] == 4
 
 
@@ -95,7 +95,7 @@ def test_a_training_step_is_refused_forced_or_cleared(tiny_target, monkeypatch):
     monkeypatch.setattr(planner, "device_budget_gib", lambda device: 1e-5)
     with pytest.raises(DoesNotFit, match="anchors"):
         ask_training(params, config, drafter, CPU, torch.float32)
-    params, *rest = training(tiny_target("llama"), force=True)
+    params, *rest = training(tiny_target("llama"), ignore_memory=True)
     assert ask_training(params, *rest, CPU, torch.float32).forced
 
 
@@ -382,6 +382,6 @@ def test_the_gpu_of_a_head_is_asked_for_too(monkeypatch):
         DoesNotFit, match=r"cuda:1 is predicted to hold head of drafter-0 .*head and embedding"
     ):
         clear_processes(params)
-    clear_processes(dataclasses.replace(params, force=True))
+    clear_processes(dataclasses.replace(params, ignore_memory=True))
     free["cuda:1"] = 10.0
     clear_processes(params)

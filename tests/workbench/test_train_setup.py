@@ -25,7 +25,8 @@ CHANGED = dict(
 )  # fmt: skip
 # Where states come from and results go, where it runs, and how many steps an epoch is: tests of their own.
 ELSEWHERE = {
-    "run", "run_dir", "target", "device", "dtype", "interactive", "force", "source", "store", "check_store",
+    "run", "run_dir", "target", "device", "dtype", "interactive", "force", "ignore_memory",
+    "source", "store", "check_store",
     "samples", "drafter", "start_from", "drafter_dtype", "epochs", "min_steps", "tau_samples", "compile",
     "compile_target", "gpus", "parallel", "targets", "drafters", "head", "queue_rows", "export",
 }  # fmt: skip

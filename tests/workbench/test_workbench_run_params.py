@@ -334,3 +334,19 @@ def test_every_stage_of_the_repositorys_runs_is_read(monkeypatch):
         for stage in STAGES:
             made = read_given(params_class(stage), Given(run=folder.name))
             assert made.run_folder == Path("runs") / folder.name and not made.interactive
+
+
+def test_two_names_for_one_run_are_refused(workspace):
+    with pytest.raises(InputError, match="two runs are named, demo and mine"):
+        read_given(ExtractParams, Given(run="demo", typed=[("run", "mine")]))
+    assert read_given(ExtractParams, Given(run="params/mine", typed=[("run", "mine")])).run_name == "mine"
+
+
+def test_a_run_remembers_parameters_that_lie_elsewhere(workspace):
+    shutil.copytree("params/mine", "elsewhere/third")
+    claim(read_given(ExtractParams, Given(run="elsewhere/third")))
+    assert read_given(ExtractParams, Given(run="third")).token_budget == 2048
+    assert (
+        read_given(ExtractParams, Given(run="third")).origins["token_budget"]
+        == "elsewhere/third/extract.yaml"
+    )

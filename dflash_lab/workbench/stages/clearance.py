@@ -1,6 +1,6 @@
 """Extraction and training ask the memory room before they start, and say afterwards how right its answer was.
 
-A run that is predicted not to fit does not start, unless `force` is set. A target whose memory is not
+A run that is predicted not to fit does not start, unless `ignore_memory` is set. A target whose memory is not
 understood starts without an answer, and log and result say why: only measuring can tell. They also say what a
 prediction rests on: a calibration that `memory_sweep` left in this run, or the formulas alone, and why.
 """
@@ -67,7 +67,7 @@ def ask_extraction(
             token_budget=params.token_budget,
             max_batch=params.max_batch,
             cuda=cuda,
-            force=params.force,
+            force=params.ignore_memory,
             basis=_said(extraction_basis(params, config, setup, device)),
             **layers,
         )
@@ -118,7 +118,7 @@ def ask_training(
             anchors=params.anchors,
             context=params.context_tokens,
             cuda=device.type == "cuda",
-            force=params.force,
+            force=params.ignore_memory,
             basis=_said(basis_of(params, config, drafter, device, options)),
             **options,
         )

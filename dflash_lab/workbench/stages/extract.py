@@ -39,7 +39,7 @@ class ExtractParams(StageParams):
     """Parameters of `extract`."""
 
     stage: ClassVar[str] = "extract"
-    passing: ClassVar[tuple[str, ...]] = (*StageParams.passing, "recheck")
+    passing: ClassVar[tuple[str, ...]] = (*StageParams.passing, "recheck", "ignore_memory")
 
     samples: str = param("", "samples file; empty: the run's", group="data")
     store: str = param("", "feature store folder; empty: the run's")
@@ -81,6 +81,7 @@ class ExtractParams(StageParams):
         group="care and speed",
     )
     allow_slow_kernels: bool = param(False, "run a hybrid target on CUDA without its fast kernels")
+    ignore_memory: bool = param(False, "start although memory is predicted to be short")
     recheck: bool = param(False, "read every stored byte before trusting what is stored already")
     max_quarantined: int = param(0, "samples that may be quarantined before the stage fails", low=0)
     assumed_tflops: float = param(
@@ -350,9 +351,13 @@ def _store_to_fill(params: ExtractParams, config: Any, tap_ids: list[int], sampl
 
 def _give_up_new_store(params: ExtractParams) -> None:
     """Remove a store that was to replace another and was never finished, with the results of its shards."""
+    from dflash_lab.extraction.lock import shard_lock
+
     if not params.new_store.exists():
         return
-    log.info("%s was begun with another setup and not finished: removed", params.new_store)
+    for folder in manifests.shard_folders(params.new_store):
+        with shard_lock(folder):  # refuses where another process is writing it
+            log.info("%s was begun with another setup and not finished: removed", folder)
     for fresh in params.run_folder.glob("extract-*/.fresh"):
         if fresh != params.fresh:
             shutil.rmtree(fresh)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copy2
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
@@ -31,7 +32,7 @@ def extraction_basis(params: StageParams, config: Any, setup: ExtractionSetup, d
     from dflash_lab.memory.shapes import target_shape
 
     return _find(
-        _path(params.run_folder, "extraction"),
+        _path(params, "extraction"),
         lambda: extraction_scope(target_shape(config), setup, device_name(device)),
     )
 
@@ -45,7 +46,7 @@ def training_basis(
     from dflash_lab.memory.calibrated import Basis, device_name, training_scope
     from dflash_lab.memory.shapes import target_shape
 
-    path = _path(params.run_folder, "training")
+    path = _path(params, "training")
     if torch.device(device).type == "cpu" and not path.exists():
         return Basis("formulas alone: training steps are not measured on a CPU")
     return _find(path, lambda: training_scope(target_shape(config), drafter, setup, device_name(device)))
@@ -100,7 +101,7 @@ def _keep(params: MemorySweepParams, what: str, points: list[Point], scope: dict
     if len(points) < LEAST:
         logger.info("%s: no calibration from %d measured sizes, it takes %d", what, len(points), LEAST)
         return
-    found, path = fit(points, scope=scope), _path(params.run_folder, what)
+    found, path = fit(points, scope=scope), _path(params, what)
     if found.worst_error_pct <= found.formulas_worst_error_pct:
         found.save(path)
         return
@@ -110,5 +111,15 @@ def _keep(params: MemorySweepParams, what: str, points: list[Point], scope: dict
     logger.info("%s: %s: at worst %.1f%%, fitted %.1f%%", what, words, *errors)
 
 
-def _path(run: Path, what: str) -> Path:
-    return run / "memory_sweep" / f"calibration-{what}.json"
+def take_earlier(params: MemorySweepParams) -> None:
+    """Put the run's earlier calibrations among what a sweep makes: they stay where too little is measured."""
+    for path in params.calibrations:
+        if path.exists() and params.fresh.exists():
+            copy2(path, params.fresh / path.name)
+
+
+def _path(params: StageParams, what: str) -> Path:
+    """Where a calibration is: of a sweep that is running among what it makes, else in the run's."""
+    sweeping = params.stage == "memory_sweep" and params.fresh.exists()
+    folder = params.fresh if sweeping else params.run_folder / "memory_sweep"
+    return folder / f"calibration-{what}.json"

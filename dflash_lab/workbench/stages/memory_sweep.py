@@ -19,6 +19,7 @@ import polars as pl
 
 from dflash_lab import files
 from dflash_lab.workbench.params import StageParams, param
+from dflash_lab.workbench.replace import Move
 
 if TYPE_CHECKING:
     from dflash_lab.drafter.config import DrafterConfig
@@ -99,6 +100,19 @@ class MemorySweepParams(StageParams):
         "cached", "where the target is while the drafter trains", choices=PLACEMENTS, group="machine"
     )
     allow_slow_kernels: bool = param(False, "run a hybrid target on CUDA without its fast kernels")
+
+    @property
+    def calibrations(self) -> list[Path]:
+        """What was fitted, for the other stages of the run."""
+        return [self.folder / f"calibration-{what}.json" for what in ("extraction", "training")]
+
+    def replacement(self) -> tuple[list[Move], list[Path]]:
+        """With the result goes a calibration that this sweep found worse than the formulas."""
+        moves, removed = super().replacement()
+        return moves, [
+            *removed,
+            *(path for path in self.calibrations if not (self.fresh / path.name).exists()),
+        ]
 
     def check(self) -> None:
         """Grids are not empty; anchors stand inside the context."""
@@ -250,11 +264,12 @@ def with_calibrations(params: MemorySweepParams, found: Scene) -> Scene:
 
 def run_memory_sweep(params: MemorySweepParams, progress: Any = None) -> MemorySweepResult:
     """Predict the grid, measure it, and say what fits."""
-    from dflash_lab.workbench.stages.memory_calibration import calibrate
+    from dflash_lab.workbench.stages.memory_calibration import calibrate, take_earlier
     from dflash_lab.workbench.stages.memory_points import measure_points, not_measured, predict_points
     from dflash_lab.workbench.stages.memory_steps import step_points
     from dflash_lab.workbench.stages.memory_tables import advice_frame, bucket_frame, headline, term_frame
 
+    take_earlier(params)
     found = scene(params)
     points = predict_points(params, found, progress or _silent)
     if params.measure:

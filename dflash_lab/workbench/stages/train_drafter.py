@@ -33,6 +33,7 @@ class TrainDrafterParams(StageParams):
     """Parameters of `train_drafter`."""
 
     stage: ClassVar[str] = "train_drafter"
+    passing: ClassVar[tuple[str, ...]] = (*StageParams.passing, "ignore_memory")
     renamed: ClassVar[Mapping[str, str]] = {"processes": "gpus"}
 
     source: str = param(
@@ -138,6 +139,7 @@ class TrainDrafterParams(StageParams):
     compile: bool = param(True, "on CUDA: compile each layer of the drafter into one graph")
     compile_target: bool = param(False, "on CUDA, live: the target's layers too; states then differ a little")
     attention: str = param("auto", "auto: flex on CUDA, else dense", choices=("auto", "dense", "flex"))
+    ignore_memory: bool = param(False, "start although memory is predicted to be short")
     gpus: int = param(1, "GPUs to train with, a process each; on a CPU: processes", low=1, high=1024)
     parallel: str = param(
         "ddp", "of several processes: whole drafter in each, or sharded", choices=("ddp", "fsdp")

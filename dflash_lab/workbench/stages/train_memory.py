@@ -152,7 +152,9 @@ def with_anchors(params: TrainDrafterParams) -> TrainDrafterParams:
     )
     anchors = min(found.largest_anchors, params.context_tokens - 1)
     if not anchors:  # refused with advice, or forced to the least
-        clear_training(config, drafter, budget_gib, anchors=8, force=params.force, basis=basis, **sizes)
+        clear_training(
+            config, drafter, budget_gib, anchors=8, force=params.ignore_memory, basis=basis, **sizes
+        )
         anchors = min(8, params.context_tokens - 1)
     logger.info("anchors = %d: the most that %.2f GiB are predicted to hold", anchors, budget_gib)
     params.folder.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,7 @@ def clear_processes(params: TrainDrafterParams) -> None:
         return
     here = params.world == 1 and not params.targets  # what this process holds unused is its own to take
     budgets_gib = free_gib(sorted({tenant.device for tenant in found}), here=here)
-    over = clear_devices(found, budgets_gib, force=params.force)
+    over = clear_devices(found, budgets_gib, force=params.ignore_memory)
     for tenant in found:
         words = "too much together with the others, forced" if tenant.device in over else "cleared"
         logger.info(
@@ -124,7 +124,7 @@ def target_figures(
         account = target_account(params, config, train_setup.drafter_config(params, None), device, rows)
     except UnsupportedTarget:
         return {}  # told before it started
-    return outcome(Clearance(account, 0.0, params.force), device)
+    return outcome(Clearance(account, 0.0, params.ignore_memory), device)
 
 
 def free_gib(devices: list[str], *, here: bool) -> dict[str, float]:
