@@ -21,7 +21,7 @@ def too_wide(folder: Path | str) -> str:
         what = "the whole disk" if path == Path(path.anchor) else "the folder of everybody's home"
     elif path == home:
         what = "a whole home folder"
-    elif path.parts[1] in _SYSTEM:
+    elif path.parts[1] in _SYSTEM and path.parts[1:3] != ("dev", "shm"):  # a disk in memory
         what = "the system's own"
     return what and f"this is {what}; give the folder in it that holds what is to be read"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -50,8 +51,10 @@ def new(options: argparse.Namespace, extra: list[str]) -> int:
     from dflash_lab.workbench.kernel import enter_workspace
     from dflash_lab.workbench.run_params import new_run
 
+    typed_in = Path.cwd()
     enter_workspace()
-    folder = new_run(options.name, source=options.source, target=options.target, input=options.input)
+    target, conversations = (_from_here(given, typed_in) for given in (options.target, options.input))
+    folder = new_run(options.name, source=options.source, target=target, input=conversations)
     print(f"{folder}: made from {options.source}")
     about = (folder / "common.yaml").read_text(encoding="utf-8") if (folder / "common.yaml").exists() else ""
     for line in itertools.takewhile(lambda line: line.startswith("#"), about.splitlines()):
@@ -61,6 +64,13 @@ def new(options: argparse.Namespace, extra: list[str]) -> int:
     print(f"Next: dflash-lab run {options.name}")
     print(f'or in a notebook: run = "{options.name}" in its first cell')
     return 0
+
+
+def _from_here(given: str, typed_in: Path) -> str:
+    """Return a path typed in another folder as it is from here; what is no path there (a hub id) as it is."""
+    there = typed_in / given
+    moved = given and typed_in != Path.cwd() and not Path(given).is_absolute() and there.exists()
+    return os.path.relpath(there) if moved else given
 
 
 def _open_ends(folder: Path) -> list[str]:

@@ -5,6 +5,7 @@ Nothing here makes or changes a file.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,12 @@ def check_ready(params: StageParams, inputs: dict[str, str] | None = None) -> No
         raise InputError(f"{params.stage}: {path} is not there. Give a path that exists.")
     if params.force:
         return
+    finished = (params.folder / RESULT).exists()
+    for path in [] if finished else params.taken():
+        raise WouldReplace(
+            f"{path} is there, and {params.stage} of run {params.run_name} did not make it. Nothing changed. "
+            "To replace it, set force (-p force True); to keep it, give another place or another run"
+        )
     if changes := differences(params, inputs):
         later = stale_after(params)
         then = f" {', '.join(later)} would be of the old one and go stale." if later else ""
@@ -136,8 +143,10 @@ def _became(then: str | None, now: str | None) -> str:
 
 def stale_after(params: StageParams) -> list[str]:
     """Return the finished stages that rest on what this stage leaves, and those that rest on them."""
-    left, found = set(LEAVES.get(params.stage, ())), []
-    rest = {path.parent.name: read_result(path) for path in sorted(params.run_folder.glob(f"*/{RESULT}"))}
+    left, found, rest = set(LEAVES.get(params.stage, ())), [], {}
+    for path in sorted(params.run_folder.glob(f"*/{RESULT}")):
+        with contextlib.suppress(StoreError):  # its own stage tells that it cannot be read
+            rest[path.parent.name] = read_result(path)
     while hit := next((name for name, one in rest.items() if left & {*one["inputs"]}), ""):
         left |= set(LEAVES.get(rest.pop(hit)["stage"], ()))
         if hit != params.folder.name:

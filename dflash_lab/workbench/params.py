@@ -210,6 +210,10 @@ class StageParams(Params):
             [self.folder / "failure.json"],
         )
 
+    def taken(self) -> list[Path]:
+        """What stands in the place of a product although this run did not make it."""
+        return []
+
     def stands(self) -> bool:
         """Say whether what a finished stage left outside its own folder is still as it should be. A stage
         that can tell more of it in no time than that it is there overrides this.

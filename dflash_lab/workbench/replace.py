@@ -20,7 +20,7 @@ from typing import Any
 
 from dflash_lab.errors import StoreError
 from dflash_lab.file_errors import FileError
-from dflash_lab.files import make_folder, read_json, sync_folder, write_json
+from dflash_lab.files import atomic_path, make_folder, read_json, sync_folder, write_json
 from dflash_lab.locks import open_lock, wait_for_lock
 
 JOURNAL = ".replacing.json"
@@ -45,7 +45,7 @@ def replace(run: Path, moves: Iterable[Move], removed: Iterable[Path] = ()) -> N
     """
     with _locked(run):
         _finish(run)  # of another shard, perhaps, that has moved the same
-        wanted = [_entry(run, move) for move in moves if move.new.exists()]
+        wanted = [_entry(run, _on_one_disk(move)) for move in moves if move.new.exists()]
         write_json(
             run / JOURNAL, {"moves": wanted, "removed": [os.path.relpath(path, run) for path in removed]}
         )
@@ -57,6 +57,28 @@ def settle(run: Path) -> None:
     if (run / JOURNAL).exists():
         with _locked(run):
             _finish(run)
+
+
+def beside(place: Path) -> Path:
+    """Return where to make the folder that will take the place of another: beside it, so that it is on its
+    disk; within where that is not possible, as in a folder where a disk is mounted.
+    """
+    place = Path(os.path.realpath(place))
+    name = f".{place.name}.new"
+    return place / name if os.path.ismount(place) else place.with_name(name)
+
+
+def _on_one_disk(move: Move) -> Move:
+    """Bring a new file to the disk of its place, where alone it can be renamed; a link may lead elsewhere."""
+    place = Path(os.path.realpath(move.place))
+    make_folder(place.parent)
+    if move.new.is_dir() or move.new.stat().st_dev == place.parent.stat().st_dev:
+        return move
+    near = place.with_name(f".{place.name}.new")
+    with atomic_path(near) as temporary:
+        shutil.copyfile(move.new, temporary)
+    move.new.unlink()
+    return Move(near, place)
 
 
 def _entry(run: Path, move: Move) -> dict[str, Any]:

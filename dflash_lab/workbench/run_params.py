@@ -4,7 +4,7 @@
 types (in the notebook's cell, with papermill's options, on our command line) is preferred to them, and the
 defaults of the stage's class stand behind both. `resolve` is the one place where this order is kept: a
 notebook opened by hand, plain papermill and the launcher all come here, so they cannot disagree. A run whose
-parameter folder is gone has those that its finished result was made with.
+parameter folder is gone has those that its finished results were made with.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dflash_lab.errors import InputError, near
+from dflash_lab.file_errors import naming
 from dflash_lab.files import as_json, read_json, write_bytes, write_json
 from dflash_lab.workbench.kernel import enter_workspace, started_by_papermill
 from dflash_lab.workbench.params import RUN_NAME, P, StageParams, check_names, defaults, field_types
-from dflash_lab.workbench.strict_yaml import read_parameter_file
+from dflash_lab.workbench.strict_yaml import parameter_text, read_parameter_file
 
 COMMON = "common.yaml"
 PARAMS, RUNS = Path("params"), Path("runs")
@@ -51,7 +52,8 @@ def find_run(given: str, run_dir: str = "") -> NamedRun:
         if _has_parameters(path):
             ours = path.resolve() == (PARAMS / path.name).resolve()
             return NamedRun(path.name, PARAMS / path.name if ours else path)
-        if path.resolve().parent != RUNS.resolve():
+        path = Path(os.path.abspath(path))
+        if path.parent.resolve() != RUNS.resolve():  # the run itself may be a link to another disk
             raise InputError(
                 f"{given}: no such folder of parameters (it would hold {COMMON}).{_known(path.name)}"
             )
@@ -81,13 +83,16 @@ def known_runs() -> list[str]:
 
 def _known(name: str) -> str:
     known = known_runs()
-    return f"{near(name, known)} Runs: {', '.join(known) or 'none'}."
+    if not known:
+        return f" {Path.cwd()} has no {PARAMS}/ with runs: start in the repository."
+    return f"{near(name, known)} Runs: {', '.join(known)}."
 
 
 def _has_parameters(folder: Path) -> bool:
     from dflash_lab.workbench.registry import STAGES
 
-    return any((folder / name).is_file() for name in (COMMON, *(f"{stage}.yaml" for stage in STAGES)))
+    with naming(folder):
+        return any((folder / name).is_file() for name in (COMMON, *(f"{stage}.yaml" for stage in STAGES)))
 
 
 def resolve(cls: type[S], typed: Typed) -> S:
@@ -123,7 +128,7 @@ def _of_folder(cls: type[StageParams], folder: Path) -> dict[str, tuple[Any, str
     flags = {name for name, kind in field_types(cls).items() if kind is bool}
     found: dict[str, tuple[Any, str]] = {}
     for path in (folder / COMMON, folder / f"{cls.stage}.yaml"):
-        if path.exists():
+        if os.path.lexists(path):  # a link that leads nowhere is told of, not passed over
             values = read_parameter_file(path, flags)
             check_names(cls, values, where=str(path))
             if "run" in values:
@@ -135,20 +140,25 @@ def _of_folder(cls: type[StageParams], folder: Path) -> dict[str, tuple[Any, str
 
 
 def _of_result(cls: type[StageParams], folder: Path, typed: Typed) -> dict[str, tuple[Any, str]]:
-    """Return what the finished result in a run's folder was made with, of the shard that was typed."""
+    """Return what the stage's finished result in a run's folder was made with, of the shard that was typed;
+    without one, what another stage's tells of the parameters that all stages have.
+    """
     from dflash_lab.workbench.finished import RESULT, of_today, read_result
 
-    for path in sorted(folder.glob(f"{cls.stage}*/{RESULT}")):
+    own = sorted(folder.glob(f"{cls.stage}*/{RESULT}"))
+    found: dict[str, tuple[Any, str]] = {}
+    for path in [*own, *sorted({*folder.glob(f"*/{RESULT}")} - {*own})]:
+        if found and path not in own:
+            break
         result = read_result(path)
         values = of_today(cls, result["parameters"])
         shard = typed.get("shard", (values.get("shard"), ""))[0]
-        if result["stage"] == cls.stage and shard == values.get("shard"):
-            return {
-                name: (value, str(path))
-                for name, value in values.items()
-                if name in field_types(cls) and name not in StageParams.passing
-            }
-    return {}
+        same = result["stage"] == cls.stage and shard == values.get("shard")
+        names = field_types(cls if same else StageParams).keys() - {*StageParams.passing}
+        found = {name: (value, str(path)) for name, value in values.items() if name in names}
+        if same:
+            break
+    return found
 
 
 def _place(where: str, name: str) -> str:
@@ -287,7 +297,7 @@ def new_run(name: str, *, source: str = "own", target: str = "", input: str = ""
     if found.parameters is None:
         raise InputError(f"{source}: this run has no parameter folder to start from.")
     texts = {  # without their run_dir: the folder of a run is that of its name
-        path.name: re.sub(r"(?m)^run_dir:.*\n?", "", path.read_text(encoding="utf-8"))
+        path.name: re.sub(r"(?m)^run_dir:.*\n?", "", parameter_text(path))
         for path in sorted(found.parameters.glob("*.yaml"))
     }
     for value, key, file in ((target, "target", COMMON), (input, "input", "prepare.yaml")):

@@ -66,6 +66,7 @@ def execute(params: StageParams, progress: ProgressCallback | None = None) -> An
         with stage_lock(params.folder):
             if not params.force and is_finished(params, inputs):  # by another process, meanwhile
                 return _load(params)
+            check_ready(params, inputs)  # of what another process finished meanwhile, too
             claim(params)
             return _run(params, inputs, progress)
 

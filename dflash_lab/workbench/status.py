@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_lab.errors import LabError
-from dflash_lab.workbench.finished import differences, stale_after
+from dflash_lab.workbench.finished import RESULT, differences, stale_after
 from dflash_lab.workbench.params import StageParams
 from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.replace import settle
@@ -62,7 +62,9 @@ def run_status(run: str | Path, run_dir: str | Path = "") -> list[StageStatus]:
 
 
 def _has(named: NamedRun, stage: str) -> bool:
-    return named.parameters is None or (named.parameters / f"{stage}.yaml").exists()
+    """Say whether a run has parameters for a stage; with `common.yaml` alone it has them for all."""
+    files = [] if named.parameters is None else [path.stem for path in named.parameters.glob("*.yaml")]
+    return stage in files or not {*files} & {*STAGES}
 
 
 def _shards(stage: str, typed: Typed) -> Iterator[StageParams]:
@@ -80,6 +82,8 @@ def _state(params: StageParams) -> tuple[str, str]:
         changes = differences(params)
         if not changes and not params.stands():
             changes = ["what it left is not whole any more"]
+        if getattr(params, "num_shards", 1) > 1 and (params.fresh / RESULT).exists():
+            told = "; ".join(filter(None, [told, "a new result waits for those of the other shards"]))
     except LabError as error:
         return "unreadable", str(error)
     return ("stale", "; ".join(filter(None, [*changes, told]))) if changes else ("finished", told)

@@ -149,7 +149,11 @@ def read_parameter_file(path: Path | str, flags: Collection[str] = ()) -> dict[s
     """Read a flat YAML file of parameters; an `InputError` names the file and line of a fault. `flags` are
     the names whose value may be spelt yes, no, on or off.
     """
-    path = Path(path)
+    return parse_parameters(parameter_text(Path(path)), str(path), flags)
+
+
+def parameter_text(path: Path) -> str:
+    """Return the text of a parameter file; an `InputError` for what is none."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -157,11 +161,10 @@ def read_parameter_file(path: Path | str, flags: Collection[str] = ()) -> dict[s
     if len(data) > LARGEST_BYTES:
         raise InputError(f"{path}: {len(data)} bytes are no parameter file.")
     try:
-        text = data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise InputError(f"{path}:{line}: not UTF-8 text. Save it as UTF-8.") from None
-    return parse_parameters(text, str(path), flags)
 
 
 def parse_parameters(text: str, where: str, flags: Collection[str] = ()) -> dict[str, Any]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from dflash_lab.errors import StoreError
 from dflash_lab.workbench import replace as replacing
-from dflash_lab.workbench.replace import JOURNAL, Move, replace, settle
+from dflash_lab.workbench.replace import JOURNAL, Move, beside, replace, settle
 
 CHILD = Path(__file__).parents[1] / "support" / "kill_stage.py"
 
@@ -83,6 +85,50 @@ def test_a_damaged_journal_is_named(run):
     (run / JOURNAL).write_text("[]")
     with pytest.raises(StoreError, match=r"\.replacing\.json.*Remove it"):
         settle(run)
+
+
+OTHER_DISK = Path("/dev/shm")
+
+
+@pytest.fixture
+def other_disk(tmp_path):
+    """A folder on another disk than `tmp_path`."""
+    if not OTHER_DISK.is_dir() or OTHER_DISK.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("no second disk")
+    with tempfile.TemporaryDirectory(dir=OTHER_DISK) as folder:
+        yield Path(folder)
+
+
+def test_a_file_whose_link_leads_to_another_disk_is_replaced_there(run, other_disk):
+    shutil.move(run / "samples", other_disk / "samples")
+    (run / "samples").symlink_to(other_disk / "samples")
+    replace(run, moves(run))
+    assert (run / "samples").is_symlink() and (other_disk / "samples").read_text() == "new"
+    assert not (run / JOURNAL).exists() and [path.name for path in other_disk.iterdir()] == ["samples"]
+
+
+def test_a_folder_where_a_disk_is_mounted_takes_what_is_made_within_it(run, monkeypatch):
+    place = run / "store"
+    assert beside(place).parent == run
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == place)
+    new = beside(place)
+    assert new.parent == place
+    shutil.move(run / ".store.new", new)
+    replace(run, [Move(new, place)])
+    assert (place / "a").read_text() == "new" and (place / "b").read_text() == "old" and not new.exists()
+
+
+def test_what_another_process_moved_meanwhile_is_no_error(run, monkeypatch):
+    wait = replacing.wait_for_lock
+
+    def other_first(file):
+        monkeypatch.setattr(replacing, "wait_for_lock", wait)
+        file.close()  # the other process has it
+        replace(run, moves(run))
+
+    monkeypatch.setattr(replacing, "wait_for_lock", other_first)
+    replace(run, moves(run))
+    assert (run / "store" / "a").read_text() == (run / "samples").read_text() == "new"
 
 
 @pytest.mark.slow

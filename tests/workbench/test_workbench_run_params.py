@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from dflash_lab.errors import InputError
+from dflash_lab.file_errors import FileError
 from dflash_lab.files import read_json, write_json
-from dflash_lab.workbench import run_params
+from dflash_lab.workbench import cli, run_params
 from dflash_lab.workbench.finished import check_ready
 from dflash_lab.workbench.param_files import Given, read_given
 from dflash_lab.workbench.param_words import cell_source, in_force
@@ -19,6 +20,7 @@ from dflash_lab.workbench.run_params import claim, find_run, from_notebook, new_
 from dflash_lab.workbench.stages.extract import ExtractParams
 from dflash_lab.workbench.stages.prepare import PrepareParams
 from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+from dflash_lab.workbench.strict_yaml import read_parameter_file
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -123,6 +125,19 @@ def test_names_that_are_none_are_refused(workspace, name):
         find_run(name)
 
 
+def test_a_run_whose_folder_is_a_link_is_found_by_its_path(workspace):
+    Path("elsewhere").mkdir()
+    Path("runs").mkdir()
+    Path("runs/mine").symlink_to(workspace / "elsewhere")
+    for given in ("runs/mine", str(workspace / "runs" / "mine"), "notebooks/../runs/mine/"):
+        assert find_run(given).name == "mine"
+
+
+def test_a_name_too_long_for_any_disk_is_told(workspace):
+    with pytest.raises(FileError, match="name is too long"):
+        find_run("a" * 300)
+
+
 def test_parameters_of_several_runs_at_once_are_refused(workspace):
     files = ["params/demo/common.yaml", "params/mine/extract.yaml"]
     with pytest.raises(InputError, match=r"several runs .*-p run NAME"):
@@ -141,6 +156,19 @@ def test_a_folder_that_names_another_run_is_told(workspace):
     with pytest.raises(
         InputError, match=r"params/mine/common\.yaml: a run's name is that of its folder, mine"
     ):
+        read_given(ExtractParams, Given(run="mine"))
+
+
+def test_a_kernel_started_outside_the_repository_is_told_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"no run 'demo'.*has no params/ with runs: start in the repository"):
+        from_notebook(PrepareParams, cell("prepare"))
+
+
+def test_a_parameter_file_that_leads_nowhere_is_told(workspace):
+    Path("params/mine/common.yaml").unlink()
+    Path("params/mine/common.yaml").symlink_to("/nowhere/common.yaml")
+    with pytest.raises(InputError, match=r"params/mine/common\.yaml: cannot read parameters"):
         read_given(ExtractParams, Given(run="mine"))
 
 
@@ -171,12 +199,17 @@ def test_a_run_without_parameters_has_those_of_its_result(workspace, monkeypatch
     again = read_given(ExtractParams, Given(run="mine", typed=[("shard", "1")]))
     assert again.token_budget == 2048 and again.origins["token_budget"] == "runs/mine/extract-1/result.json"
     assert read_given(ExtractParams, Given(run="mine", typed=[("shard", "0")])).token_budget == 16384
+    other = read_given(PrepareParams, Given(run="mine"))  # a stage without a result has what all stages have
+    assert other.device == "cpu" and other.origins["device"] == "runs/mine/extract-1/result.json"
+    assert other.limit == 0 and "limit" not in other.origins
     for run_dir, place in (("", "runs/mine"), ("~/disk", "home/disk")):  # as a shell would not have read it
         monkeypatch.setenv("HOME", str(workspace / "home"))
         if not Path(place).exists():
             shutil.copytree("runs/mine", place)
         typed = [("shard", "1"), ("run_dir", run_dir)]
         assert read_given(ExtractParams, Given(run="mine", typed=typed)).token_budget == 2048
+    with pytest.raises(InputError, match="neither params/mine nor 5 is there"):
+        read_given(ExtractParams, Given(run="mine", yaml=["run_dir: 5"]))
 
 
 def test_two_parameter_folders_of_one_name_never_share_a_run(workspace):
@@ -261,6 +294,25 @@ def test_a_new_run_has_its_target_and_input_and_the_comments(workspace):
 def test_any_text_is_read_back_as_it_was_typed(workspace, value):
     new_run("third", source="mine", input=value)
     assert read_given(PrepareParams, Given(run="third")).input == os.path.expanduser(value)
+
+
+def test_a_new_run_of_files_in_other_encodings(workspace):
+    """Windows editors begin a file with a mark that is no part of its first line."""
+    Path("params/demo/common.yaml").write_text("target: smollm2\n", encoding="utf-8-sig")
+    folder = new_run("mine2", source="demo", target="other")
+    assert read_parameter_file(folder / "common.yaml") == {"target": "other"}
+    Path("params/demo/common.yaml").write_text("target: smollm2\n", encoding="utf-16")
+    with pytest.raises(InputError, match=r"params/demo/common\.yaml:1: not UTF-8"):
+        new_run("mine3", source="demo")
+    assert not Path("params/mine3").exists()
+
+
+def test_paths_of_a_new_run_are_meant_from_where_they_were_typed(workspace, monkeypatch):
+    Path("notebooks/chats.jsonl").write_text("")
+    monkeypatch.chdir("notebooks")
+    assert cli.main(["new", "here", "--from", "mine", "--input", "chats.jsonl", "--target", "org/model"]) == 0
+    made = read_given(PrepareParams, Given(run="here"))
+    assert (made.input, made.target) == ("notebooks/chats.jsonl", "org/model")
 
 
 def test_a_taken_name_and_an_unknown_source_are_refused(workspace):

@@ -20,6 +20,7 @@ import pytest
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.file_errors import FileError
 from dflash_lab.files import read_json, write_json
+from dflash_lab.folders import too_wide
 from dflash_lab.workbench import finished, lock, stage
 from dflash_lab.workbench.fingerprint import fingerprint
 from dflash_lab.workbench.finished import WouldReplace
@@ -409,3 +410,7 @@ def test_an_input_that_is_the_whole_disk_is_refused_before_it_is_read(monkeypatc
     monkeypatch.setattr(os, "walk", lambda *args, **options: pytest.fail("it was walked"))
     with pytest.raises(InputError, match="/: this is the whole disk"):
         fingerprint(Path("/"))
+
+
+def test_a_folder_on_a_disk_in_memory_is_a_persons_own():
+    assert too_wide("/dev/pts") and not too_wide("/dev/shm/store")

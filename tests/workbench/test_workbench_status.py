@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -15,6 +16,7 @@ from dflash_lab.errors import InputError
 from dflash_lab.extraction.store import open_store
 from dflash_lab.files import read_json
 from dflash_lab.workbench import cli
+from dflash_lab.workbench import stage as running
 from dflash_lab.workbench.finished import WouldReplace, is_finished
 from dflash_lab.workbench.lock import stage_lock
 from dflash_lab.workbench.param_files import Given, read_given
@@ -162,6 +164,8 @@ def test_a_new_store_takes_its_place_with_its_last_shard(workspace):
     execute(first)
     assert open_store("runs/mine/store").tap_ids == old
     assert read_json("runs/mine/extract-0/result.json")["parameters"]["num_taps"] == 3
+    told = {row.folder: row.why for row in run_status("mine")}
+    assert told["extract-0"] == "a new result waits for those of the other shards" and not told["extract-1"]
     execute(dataclasses.replace(first, shard=1))
     assert len(open_store("runs/mine/store").tap_ids) == 2 and open_store("runs/mine/store").num_samples == 16
     for shard in range(2):
@@ -169,10 +173,67 @@ def test_a_new_store_takes_its_place_with_its_last_shard(workspace):
     assert not list(Path("runs/mine").glob(".store.new*")) and not list(Path("runs/mine").glob("*/.fresh"))
 
 
-def test_fewer_shards_of_a_new_store_leave_no_result_of_the_others(workspace):
-    execute(given("extract", num_taps=2, num_shards=1, force=True))
+@pytest.mark.parametrize("num_taps", [3, 2])
+def test_another_count_of_shards_leaves_nothing_of_the_earlier_one(workspace, num_taps):
+    """Also in the store that stays: each sample is in one result."""
+    execute(given("extract", num_taps=num_taps, num_shards=1, force=True))
     assert open_store("runs/mine/store").num_samples == 16
-    assert not Path("runs/mine/extract-1/result.json").exists()
+    assert stage_table(Path("runs"))["folder"].to_list() == ["prepare", "dataset_stats", "extract-0"]
+    for shard in range(2):
+        execute(given("extract", num_taps=num_taps, shard=shard, force=True))
+        assert is_finished(given("extract", num_taps=num_taps, shard=shard))
+    assert stage_table(Path("runs"))["folder"].to_list()[2:] == ["extract-0", "extract-1"]
+
+
+def test_a_store_where_a_disk_is_mounted_is_not_replaced_as_a_whole(workspace, monkeypatch):
+    monkeypatch.setattr("os.path.ismount", lambda path: Path(path).name == "store")
+    with pytest.raises(InputError, match=r"mounted here.*store=runs/mine/store/store"):
+        execute(given("extract", num_taps=2, force=True))
+    assert len(open_store("runs/mine/store").tap_ids) == 3 and states()["extract-0"] == "finished"
+
+
+def test_what_another_process_finished_meanwhile_is_not_replaced(workspace, monkeypatch):
+    shutil.rmtree("runs/mine/dataset_stats")
+    lock = stage_lock
+
+    @contextlib.contextmanager
+    def after_the_other(folder):
+        monkeypatch.setattr(running, "stage_lock", lock)
+        execute(given("dataset_stats"))
+        with lock(folder):
+            yield
+
+    monkeypatch.setattr(running, "stage_lock", after_the_other)
+    with pytest.raises(WouldReplace, match="max_length was 128, now 64"):
+        execute(given("dataset_stats", max_length=64))
+    assert is_finished(given("dataset_stats"))
+
+
+def test_samples_that_were_merged_are_not_replaced_unasked(workspace):
+    shutil.copytree("params/mine", "params/both")
+    inputs = ["runs/mine/samples.parquet"]
+    assert cli.main(["merge", "runs/both/samples.parquet", *inputs]) == 0
+    before = Path("runs/both/samples.parquet").read_bytes()
+    with pytest.raises(WouldReplace, match=r"runs/both/samples\.parquet is there, and prepare.*force"):
+        execute(given("prepare", "both", limit=5))
+    assert Path("runs/both/samples.parquet").read_bytes() == before
+    execute(given("prepare", "both", limit=5, force=True))
+    execute(given("prepare", "both", limit=5))
+
+
+def test_a_drafter_at_a_path_of_several_runs_is_not_replaced_unasked(workspace):
+    few = {"max_steps": 1, "anchors": 4, "context_tokens": 128, "block_size": 4, "tau_samples": 0}
+    few |= {"drafter": "kept", "num_layers": 1}
+    shutil.copytree("params/mine", "params/other")
+    shutil.copytree("runs/mine", "runs/other")
+    Path("runs/other/run.json").unlink()
+    execute(given("train_drafter", **few))
+    before = snapshot(workspace / "kept")
+    with pytest.raises(WouldReplace, match=r"kept is there, and train_drafter of run other did not make it"):
+        execute(given("train_drafter", "other", **few, seed=1))
+    assert snapshot(workspace / "kept") == before
+    execute(given("train_drafter", "other", **few, seed=1, force=True))
+    assert snapshot(workspace / "kept") != before
 
 
 def test_a_new_store_that_was_begun_with_yet_another_setup_is_given_up(workspace):
@@ -213,6 +274,15 @@ def test_a_lost_store_is_made_again_unasked(workspace):
     assert states() == {**FINISHED, "train_drafter": "never run"}
 
 
+def test_one_result_that_cannot_be_read_hides_no_other_stage(workspace):
+    Path("runs/mine/extract-0/result.json").write_text("{")
+    Path("params/mine/prepare.yaml").write_text("input: chats.jsonl\nlimit: 5\n")
+    found = states()
+    assert (found["prepare"], found["extract-0"], found["extract-1"]) == ("stale", "unreadable", "finished")
+    with pytest.raises(WouldReplace, match=r"dataset_stats, extract-1 would"):
+        execute(given("prepare"))
+
+
 def test_the_command_shows_each_stage(workspace, capsys):
     assert cli.main(["status", "mine"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -223,6 +293,14 @@ def test_the_command_shows_each_stage(workspace, capsys):
     ]
     assert cli.main(["status", "mien"]) == 1
     assert "did you mean 'mine'" in capsys.readouterr().err
+
+
+def test_a_run_of_common_parameters_alone_has_all_stages(workspace, capsys):
+    shutil.copytree("params/mine", "params/few")
+    for path in Path("params/few").glob("[!c]*.yaml"):
+        path.unlink()
+    assert cli.main(["status", "few"]) == 0
+    assert capsys.readouterr().out.count("never run") == 6
 
 
 def test_a_run_of_all_stages_stops_where_something_would_be_replaced(workspace, capsys, monkeypatch):

@@ -16,10 +16,12 @@ from typing import Any, ClassVar
 import polars as pl
 
 from dflash_lab import files
+from dflash_lab.errors import InputError
 from dflash_lab.extraction import manifest as manifests
-from dflash_lab.workbench.finished import RESULT
+from dflash_lab.workbench.finished import FAILURE, RESULT
+from dflash_lab.workbench.lock import LOCK
 from dflash_lab.workbench.params import StageParams, param
-from dflash_lab.workbench.replace import Move
+from dflash_lab.workbench.replace import Move, beside
 
 BATCHES, QUARANTINE, STATES, SELFTEST, FIGURES = (
     "batches.parquet",
@@ -125,28 +127,33 @@ class ExtractParams(StageParams):
     @property
     def new_store(self) -> Path:
         """Where a store grows that will take the place of one of another setup."""
-        place = Path(os.path.realpath(self.store_path))
-        return place.with_name(f".{place.name}.new")
+        return beside(self.store_path)
 
     def products(self) -> list[Move]:
         """The new store, where there is one."""
         return [Move(self.new_store, self.store_path, whole=True)]
 
     def replacement(self) -> tuple[list[Move], list[Path]]:
-        """A new store takes its place, with the results of all its shards, when the last of them is done."""
-        if not self.new_store.exists():
-            return super().replacement()
+        """A new store takes its place, with the results of all its shards, when the last of them is done. The
+        results of shards beyond their count go then, too: their samples are in these.
+        """
+        renewed = self.new_store.exists()
         shards = [replace(self, shard=shard) for shard in range(self.num_shards)]
+        mine = [shard.folder for shard in shards]
+        others = [path for path in self.run_folder.glob("extract-*") if path not in mine]
+        gone = [path / name for path in others for name in (RESULT, FAILURE, LOCK) if (path / name).exists()]
+        if not renewed:
+            moves, removed = super().replacement()
+            last = all(one == self or one.folder.joinpath(RESULT).exists() for one in shards)
+            return moves, [*removed, *(gone if last else [])]
         if not all((shard.fresh / RESULT).exists() for shard in shards):
             return [], []
-        moves, gone = self.products(), []
+        moves = self.products()
         for shard in shards:
             own, removed = StageParams.replacement(shard)
             moves += own[1:]
             gone += removed
-        others = [path for path in self.run_folder.glob(f"extract-*/{RESULT}") if path.parent not in
-                  [shard.folder for shard in shards]]  # fmt: skip
-        return moves, [*gone, *others]
+        return moves, gone
 
     def outputs(self) -> list[Path]:
         """The store's file and the shard's manifest; without them the stage runs again."""
@@ -328,6 +335,11 @@ def _store_to_fill(params: ExtractParams, config: Any, tap_ids: list[int], sampl
         return params.store_path
     if not params.force:
         manifests.open_identity(params.store_path, identity)  # raises, with the differences
+    if os.path.ismount(params.store_path):
+        raise InputError(
+            f"{params.store_path}: a disk is mounted here, so that nothing can take the place of the whole "
+            f"folder. Give a folder in it: store={params.store_path / 'store'}"
+        )
     if manifests.other_setup(params.new_store, identity):
         _give_up_new_store(params)
     log.info(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dflash_lab.errors import InputError
+from dflash_lab.files import read_json
 from dflash_lab.folders import too_wide
 from dflash_lab.workbench.params import StageParams, param
 from dflash_lab.workbench.progress import ProgressCallback
@@ -82,6 +83,12 @@ class PrepareParams(StageParams):
     def products(self) -> list[Move]:
         """The samples and what made them."""
         return [Move(self.fresh / path.name, path) for path in reversed(self.outputs())]
+
+    def taken(self) -> list[Path]:
+        """Samples that `dflash-lab merge` put together."""
+        made = self.samples_path.with_suffix(".json")
+        record = read_json(made) if made.exists() else {}
+        return [self.samples_path] if isinstance(record, dict) and "merged" in record else []
 
 
 @dataclass(frozen=True)

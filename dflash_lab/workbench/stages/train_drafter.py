@@ -10,7 +10,6 @@ never overwritten. At the end the drafter (`export`: the best on held-out rows, 
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import polars as pl
 from dflash_lab import files
 from dflash_lab.file_errors import FileError
 from dflash_lab.workbench.params import StageParams, param
-from dflash_lab.workbench.replace import Move
+from dflash_lab.workbench.replace import Move, beside
 
 if TYPE_CHECKING:
     from dflash_lab.drafter.config import DrafterConfig
@@ -204,13 +203,17 @@ class TrainDrafterParams(StageParams):
 
     @property
     def fresh_drafter(self) -> Path:
-        """Where the drafter is put together, beside its place."""
-        place = Path(os.path.realpath(self.drafter_path))
-        return place.with_name(f".{place.name}.new")
+        """Where the drafter is put together, on the disk of its place."""
+        return beside(self.drafter_path)
 
     def products(self) -> list[Move]:
         """The finished drafter."""
         return [Move(self.fresh_drafter, self.drafter_path)]
+
+    def taken(self) -> list[Path]:
+        """A drafter at a path that other runs may have, too."""
+        there = self.drafter and any(path.exists() for path in self.outputs())
+        return [self.drafter_path] if there else []
 
     def needs(self) -> list[tuple[Path, str]]:
         """The states, or the samples that a live target reads; the drafter to start from."""
