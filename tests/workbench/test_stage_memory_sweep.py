@@ -1,5 +1,6 @@
 """memory_sweep: predictions hold against counted runs, tables load again, sliders answer, the sweep stops."""
 
+import dataclasses
 import json
 import threading
 import time
@@ -180,7 +181,7 @@ def test_on_a_cpu_the_points_that_fit_the_time_are_measured(
     assert f"the other {len(seen)} took {now[0]:.0f};" in told
     enough = int(told.rsplit(" ", 1)[1])
     assert enough >= now[0] + 0.01 * sum(sizes) and told in caplog.text
-    more = execute(params_for(tmp_path, tiny_target("llama"), measure_s=enough, orders=orders, **grid))
+    more = execute(dataclasses.replace(params, measure_s=enough, force=True))
     assert more.figures["points_measured"] == 20 and "not_measured" not in more.figures
 
 
