@@ -91,7 +91,7 @@ def find_calibration(path: Path, scope: Mapping[str, str]) -> Basis:
         found = Calibration.load(path)
     except LabError as error:
         return Basis(f"formulas alone: {error}")
-    where = f"{path.parent.name}/{path.name}"
+    where = path.name
     odd = [name for name in {**scope, **found.scope} if scope.get(name) != found.scope.get(name)]
     if not odd:
         return Basis(f"{found.words} ({where})", found)

@@ -93,8 +93,8 @@ def _why(training: Figures | None) -> str:
     if best < steps:
         return (
             f"of {data}, step {best} was the best on held-out rows, so more steps would not help. Give more "
-            "conversations, or answers of the target's own (-p regenerate greedy); if there are enough, "
-            "-p diagnose always looks for faults."
+            "conversations, or answers of the target's own (-p regenerate greedy -p force True); if there "
+            "are enough, -p diagnose always looks for faults."
         )
     return f"after {data} it was still learning. {_longer(training)}"
 
@@ -104,7 +104,7 @@ def _longer(training: Figures) -> str:
     more = _more(training["steps"])
     seconds = training["train_seconds"] / training["steps"] * more
     limit = f" -p time_limit_s {math.ceil(0.12 * seconds) * 10}" if training["time_limit_s"] else ""
-    given = f"Give -p max_steps {more}{limit} (about {duration(seconds)})"
+    given = f"Give -p max_steps {more}{limit} -p force True (about {duration(seconds)})"
     return f"{given}, and more conversations if you have them."
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import threading
 import time
 from dataclasses import replace
@@ -179,7 +180,7 @@ def test_on_a_cpu_the_points_that_fit_the_time_are_measured(
     assert told.startswith(f"{left.height} of 20 points, {left['batch'][0]} x {left['length'][0]} (about ")
     assert "to 16 x 256 (about 41 s): no time was left" in told and "30 s given" in told
     assert f"the other {len(seen)} took {now[0]:.0f};" in told
-    enough = int(told.rsplit(" ", 1)[1])
+    enough = int(re.search(r"-p measure_s (\d+) -p force True$", told)[1])
     assert enough >= now[0] + 0.01 * sum(sizes) and told in caplog.text
     more = execute(dataclasses.replace(params, measure_s=enough, force=True))
     assert more.figures["points_measured"] == 20 and "not_measured" not in more.figures

@@ -47,7 +47,7 @@ def test_a_tau_that_is_not_above_says_what_was_too_few_and_what_to_type(interval
     assert f"tau {interval[0]:.3f} (interval {interval[1]:.3f} to {interval[2]:.3f}) over 16 answers" in told
     assert "does not lie above the untrained drafter's 1.000 (1.000 to 1.006)" in told
     assert "12 steps on 50 samples (4,011 tokens) are too few" in told
-    assert "-p max_steps 120 (about 4 min 00 s)" in told
+    assert "-p max_steps 120 -p force True (about 4 min 00 s)" in told
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_tau_that_is_not_above_says_what_was_too_few_and_what_to_type(interval
     [
         (trained(200, best_step=50), "step 50 was the best.*more conversations.*regenerate greedy"),
         (trained(200), r"it was still learning\. Give -p max_steps 800"),
-        (trained(70, time_limit_s=100.0, train_seconds=105.0), "max_steps 280 -p time_limit_s 510 .about 7"),
+        (trained(70, time_limit_s=100.0, train_seconds=105.0), "max_steps 280 -p time_limit_s 510 -p force True .about 7"),
         (trained(9, time_limit_s=30.0, train_seconds=30.6), "9 steps .* max_steps 120 -p time_limit_s 490"),
         (None, "How it was trained is not recorded"),
     ],

@@ -56,9 +56,7 @@ def _find(path: Path, scope: Callable[[], dict[str, str]]) -> Basis:
     from dflash_lab.memory.calibrated import Basis, find_calibration
 
     if not path.exists():
-        return Basis(
-            f"formulas alone: nothing was measured in this run ({path.parent.name} leaves {path.name})"
-        )
+        return Basis(f"formulas alone: nothing was measured in this run (memory_sweep leaves {path.name})")
     return find_calibration(path, scope())
 
 

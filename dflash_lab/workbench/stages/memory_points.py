@@ -137,7 +137,8 @@ def not_measured(measure_s: float, rows: list[dict[str, Any]]) -> str:
     enough = math.ceil(1.2 * (took + sum(expected)) / 10) * 10
     return (
         f"{len(left)} of {len(rows)} points, {which}: no time was left of the {measure_s:g} s given, of "
-        f"which the other {len(done)} took {took:.0f}; they are predicted. For all: -p measure_s {enough}"
+        f"which the other {len(done)} took {took:.0f}; they are predicted. "
+        f"For all: -p measure_s {enough} -p force True"
     )
 
 
