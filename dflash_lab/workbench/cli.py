@@ -29,10 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(
             f"unknown command {words[0]!r}{near(words[0], commands.COMMANDS)}; see dflash-lab --help"
         )
-    options, extra = parser.parse_known_args(words)
-    if extra and not options.passes_through:
-        parser.error(f"unknown argument {extra[0]!r}")
     try:
+        options, extra = parser.parse_known_args(words)  # prints help, which may meet a closed pipe
+        if extra and not options.passes_through:
+            parser.error(f"unknown argument {extra[0]!r}")
         return options.function(options, extra)
     except LabError as error:
         from dflash_lab.workbench.secrets import redact

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -61,6 +62,9 @@ def new(options: argparse.Namespace, extra: list[str]) -> int:
         print(f"  {line.removeprefix('#').strip()}")  # whose sizes these are
     for line in _open_ends(folder):
         print(f"  still to be set: {line}")
+    hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", options.input)
+    if options.input and not Path(options.input).exists() and not hub_id:
+        print(f"  not there yet: {options.input}")
     print(f"Next: dflash-lab run {options.name}")
     print(f'or in a notebook: run = "{options.name}" in its first cell')
     return 0

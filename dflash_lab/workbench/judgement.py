@@ -18,6 +18,7 @@ Figures = Mapping[str, Any]
 FEW_STEPS = (
     60  # on a CPU's small drafter, tau began to stand off the untrained one's about there (params/demo)
 )
+OWN_ANSWERS = 0.9  # share of tokens that are the target's first choice; of its own greedy answers, 1
 FEW_ANSWERS = 6  # resampling fewer than these gives an interval in name only
 
 
@@ -50,7 +51,7 @@ def of_training(figures: Figures) -> str:
         f"{head} took the held-out streak from {figures['streak_first']:.3f} to {figures['streak_best']:.3f}"
     )
     if steps < FEW_STEPS:
-        return f"{told}. These are too few steps to judge the drafter by its tau. {_longer(figures)}"
+        return f"{told}. After so few steps tau may not show it yet. {_longer(figures)}"
     if best < steps:
         return f"{told}, best at step {best}: what came after taught it no more. More data would."
     return f"{told}, its best at the last step: it was still learning. {_longer(figures)}"
@@ -79,8 +80,21 @@ def of_acceptance(figures: Figures, training: Figures | None) -> str:
         return f"{own} stands alone: no untrained drafter was decoded beside it. Give untrained_tokens."
     other = f"the untrained drafter's {_interval(figures, 'tau_untrained', '')}"
     if learned(figures):
-        return f"{own} lies above {other}: the drafter learned.{few if answers < FEW_ANSWERS else ''}"
-    return f"{own} does not lie above {other}: {_why(training)}{few if answers < FEW_ANSWERS else ''}"
+        told = f"{own} lies above {other}: the drafter learned."
+    else:
+        told = f"{own} does not lie above {other}: {_why(training)}"
+    return f"{told}{_foreign(training)}{few if answers < FEW_ANSWERS else ''}"
+
+
+def _foreign(training: Figures | None) -> str:
+    """A hint at answers that the target would not have given, which is what a drafter must learn to guess."""
+    agreement = training.get("agreement") if training else None
+    if agreement is None or agreement >= OWN_ANSWERS:
+        return ""
+    return (
+        f" Of the tokens of its data the target itself would have said {100 * agreement:.0f} %: let it write "
+        "the answers (prepare with -p regenerate greedy -p force True)."
+    )
 
 
 def _why(training: Figures | None) -> str:
@@ -104,8 +118,10 @@ def _longer(training: Figures) -> str:
     more = _more(training["steps"])
     seconds = training["train_seconds"] / training["steps"] * more
     limit = f" -p time_limit_s {math.ceil(0.12 * seconds) * 10}" if training["time_limit_s"] else ""
-    given = f"Give -p max_steps {more}{limit} -p force True (about {duration(seconds)})"
-    return f"{given}, and more conversations if you have them."
+    return (
+        f"Run train_drafter with -p max_steps {more}{limit} -p force True (about {duration(seconds)}), and "
+        "more conversations if you have them."
+    )
 
 
 def _more(steps: int) -> int:

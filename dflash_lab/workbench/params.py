@@ -125,6 +125,7 @@ class StageParams(Params):
     """What every stage takes. A subclass sets `stage`, adds fields, and may override the methods below."""
 
     origins: ClassVar[Mapping[str, str]] = {}  # of one that `run_params` made: where each value came from
+    overridden: ClassVar[Mapping[str, Any]] = {}  # of one that `run_params` made: what was typed over
     passing: ClassVar[tuple[str, ...]] = (
         "run",
         "run_dir",

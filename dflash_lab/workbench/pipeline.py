@@ -62,9 +62,7 @@ def run_all(given: Given, extra: list[str], *, stale: bool = False) -> int:
         try:
             code = run_notebook(stage, step, extra)
         except WouldReplace as error:
-            raise WouldReplace(
-                f"{error}. All that is out of date: dflash-lab run {params.run} --stale"
-            ) from None
+            raise WouldReplace(f"{error}. All that is out of date: the same command with --stale") from None
         if code != OK:
             return code
         logger.info("%s: %s", head, duration(time.monotonic() - begun))

@@ -99,7 +99,8 @@ def _shown(value: Any) -> str:
 
 def _closing(run: Path) -> str:
     lines = closing_lines(closing_figures(run))
-    return f"<pre>{html.escape(chr(10).join(lines))}</pre>" if lines else ""
+    text = html.escape(chr(10).join(lines))
+    return f'<pre style="white-space: pre-wrap">{text}</pre>' if lines else ""
 
 
 def _state_table(stages: list[dict[str, Any]]) -> str:

@@ -10,6 +10,7 @@ parameter folder is gone has those that its finished results were made with.
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import re
@@ -18,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dflash_lab.errors import InputError, near
+from dflash_lab.errors import InputError, StoreError, near
 from dflash_lab.file_errors import naming
 from dflash_lab.files import as_json, read_json, write_bytes, write_json
+from dflash_lab.workbench.coerce import coerce
 from dflash_lab.workbench.kernel import enter_workspace, started_by_papermill
 from dflash_lab.workbench.params import RUN_NAME, P, StageParams, check_names, defaults, field_types
 from dflash_lab.workbench.strict_yaml import parameter_text, read_parameter_file
@@ -79,7 +81,9 @@ def _run_folder(name: str, run_dir: str) -> Path:
 def known_runs() -> list[str]:
     """Return the names of runs that have parameters or a folder."""
     with_parameters = {path.name for path in PARAMS.glob("*") if _has_parameters(path)}
-    return sorted(with_parameters | {path.name for path in RUNS.glob("*") if path.is_dir()})
+    marks = (RUN_FILE, "*/result.json", "*/failure.json")
+    begun = {path.name for path in RUNS.glob("[!.]*") if any(any(path.glob(mark)) for mark in marks)}
+    return sorted(with_parameters | begun)
 
 
 def _known(name: str) -> str:
@@ -99,6 +103,9 @@ def _has_parameters(folder: Path) -> bool:
 def resolve(cls: type[S], typed: Typed) -> S:
     """Return the parameters of a stage for what was `typed`, and behind it what the run's folder says.
 
+    Values that were typed when the finished result was made hold until other ones are typed, the folder says
+    another thing, or the stage is done again (`force`).
+
     The result knows the origin of each value (`origins`). Nothing is made on disk. Raises an `InputError`
     that says where a wrong value was given, and for a run that does not exist.
     """
@@ -113,6 +120,21 @@ def resolve(cls: type[S], typed: Typed) -> S:
     values: dict[str, tuple[Any, str]] = {**owned, **typed}
     ours = named.parameters in (None, PARAMS / named.name)
     values["run"] = (named.name if ours else str(named.parameters), origin)
+    made = _made(cls, values)
+    said = {name: owned[name][0] if name in owned else value for name, value in defaults(cls).items()}
+    if not made.force and (then := _typed_then(made, said, typed)):
+        values |= then
+        made = _made(cls, values)
+    over = {
+        name: said[name] for name, (value, _) in values.items() if not _same(cls, name, value, said[name])
+    }
+    plain = {name: _plainly(cls, name, value) for name, value in over.items() if name not in made.passing}
+    object.__setattr__(made, "overridden", plain)
+    return made
+
+
+def _made(cls: type[S], values: Typed) -> S:
+    """Return parameters that know where each value came from; an `InputError` says it of a wrong one."""
     try:
         made = cls(**{name: value for name, (value, _) in values.items()})
     except InputError as error:
@@ -122,6 +144,36 @@ def resolve(cls: type[S], typed: Typed) -> S:
         raise InputError(f"{error} ({_place(values[told[1]][1], told[1])})") from None
     object.__setattr__(made, "origins", {name: where for name, (_, where) in values.items()})
     return made
+
+
+def _typed_then(made: StageParams, said: Mapping[str, Any], typed: Typed) -> dict[str, tuple[Any, str]]:
+    """Return the values that were typed when the stage's finished result was made, so that the run is opened
+    as it was made: but for those typed now, and those of which the run's parameters say another thing since.
+    """
+    from dflash_lab.workbench.finished import RESULT, of_today, read_result
+
+    cls, path = type(made), made.folder / RESULT
+    with contextlib.suppress(StoreError):  # one that cannot be read is told by whoever needs it
+        result = read_result(path) if path.exists() else {"parameters": {}}
+        values = of_today(cls, result["parameters"])
+        return {
+            name: (values[name], "typed when it was made")
+            for name, then in result.get("overridden", {}).items()
+            if name in said and name not in typed and _same(cls, name, then, said[name])
+        }
+    return {}
+
+
+def _plainly(cls: type[StageParams], name: str, value: Any) -> Any:
+    """Return a value as its parameter takes it, or as it is where it does not."""
+    try:
+        return coerce(value, field_types(cls)[name])
+    except ValueError:
+        return value
+
+
+def _same(cls: type[StageParams], name: str, one: Any, other: Any) -> bool:
+    return bool(_plainly(cls, name, one) == _plainly(cls, name, other))
 
 
 def _of_folder(cls: type[StageParams], folder: Path) -> dict[str, tuple[Any, str]]:

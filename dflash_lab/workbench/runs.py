@@ -19,6 +19,7 @@ from dflash_lab.files import as_json, read_json, write_json
 from dflash_lab.workbench.closing import closing_figures, closing_rows
 from dflash_lab.workbench.finished import FAILURE, RESULT, read_result
 from dflash_lab.workbench.lock import LOCK, is_held
+from dflash_lab.workbench.params import StageParams
 from dflash_lab.workbench.registry import STAGES
 from dflash_lab.workbench.replace import settle
 
@@ -239,7 +240,7 @@ def _compare(runs: Sequence[Path], what: str, *, only_different: bool = True) ->
     rows = [
         {"stage": stage, what.removesuffix("s"): key, **{name: found.get(name) for name in names}}
         for (stage, key), found in values.items()
-        if key not in ("run", "run_dir")
+        if key not in StageParams.passing
         and not (only_different and len({found.get(name) for name in names}) == 1)
     ]
     schema = {"stage": pl.String, what.removesuffix("s"): pl.String, **dict.fromkeys(names, pl.String)}

@@ -154,6 +154,7 @@ def _result_record(params: StageParams, inputs: dict, figures: dict, seconds: fl
         "schema_version": SCHEMA_VERSION,
         "stage": params.stage,
         "parameters": params.as_dict(),
+        "overridden": dict(params.overridden),
         "inputs": inputs,
         "figures": {name: _plain(value) for name, value in figures.items()},
         "seconds": round(seconds, 3),
@@ -262,9 +263,10 @@ def _forced(params: StageParams, start: float) -> None:
 
 @contextlib.contextmanager
 def _logging() -> Iterator[None]:
-    """Let the package's log lines reach stderr (the notebook's output, the job's log), without secrets."""
+    """Let the package's log lines reach the job's log or the notebook's output, without secrets."""
     root = logging.getLogger("dflash_lab")
-    handler = logging.StreamHandler(sys.stderr)
+    # A notebook shows stderr as a red box, which is for errors.
+    handler = logging.StreamHandler(sys.stdout if "ipykernel" in sys.modules else sys.stderr)
     handler.setFormatter(RedactingFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     level = root.level
     root.addHandler(handler)

@@ -203,7 +203,8 @@ def _own_run() -> str:
     activate = Path(sys.prefix) / "bin" / "activate"
     lines = [f"source {shlex.quote(os.path.relpath(activate))}"] if activate.exists() else []
     lines += [
-        "dflash-lab new mine --from own --target path/to/model --input mine.jsonl",
+        "# own-cpu is a first try on a CPU; on a GPU: --from own",
+        "dflash-lab new mine --from own-cpu --target path/to/model --input mine.jsonl",
         "dflash-lab run mine",
     ]
     block = "\n".join(lines)

@@ -54,7 +54,7 @@ def test_a_tau_that_is_not_above_says_what_was_too_few_and_what_to_type(interval
     ("training", "words"),
     [
         (trained(200, best_step=50), "step 50 was the best.*more conversations.*regenerate greedy"),
-        (trained(200), r"it was still learning\. Give -p max_steps 800"),
+        (trained(200), r"it was still learning\. Run train_drafter with -p max_steps 800"),
         (trained(70, time_limit_s=100.0, train_seconds=105.0), "max_steps 280 -p time_limit_s 510 .*force"),
         (trained(9, time_limit_s=30.0, train_seconds=30.6), "9 steps .* max_steps 120 -p time_limit_s 490"),
         (None, "How it was trained is not recorded"),
@@ -95,14 +95,17 @@ def test_too_few_steps_are_said_before_and_after():
     assert (
         "12 steps on 50 samples (4,011 tokens) in 24 s took the held-out streak from 1.000 to 1.021" in after
     )
-    assert "too few steps" in after and "-p max_steps 120" in after
+    assert "so few steps" in after and "-p max_steps 120" in after
     assert "1 step on 1 sample (9 tokens)" in before_training(1, 1, 9)
 
 
 @pytest.mark.parametrize(
     ("training", "words"),
     [
-        (trained(200), "its best at the last step: it was still learning. Give -p max_steps 800"),
+        (
+            trained(200),
+            "its best at the last step: it was still learning. Run train_drafter with -p max_steps 800",
+        ),
         (
             trained(200, best_step=150),
             "best at step 150: what came after taught it no more. More data would.",
@@ -133,3 +136,9 @@ def test_the_closing_table_ends_with_the_sentence(tmp_path):
     del record["figures"]["judgement"]
     write_json(tmp_path / "acceptance" / "result.json", record)
     assert len(closing_lines(closing_figures(tmp_path))) == 3
+
+
+@pytest.mark.parametrize(("agreement", "told"), [(0.43, True), (0.95, False), (None, False)])
+def test_answers_of_others_are_told_with_the_remedy(agreement, told):
+    said = of_acceptance(taus((1.2, 1.1, 1.3)), {**trained(200), "agreement": agreement})
+    assert ("would have said 43 %" in said and "regenerate greedy" in said) == told

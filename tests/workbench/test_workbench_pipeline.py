@@ -112,7 +112,7 @@ def test_a_changed_input_reruns_what_reads_it(demo):
     pipeline.run_all(Given(run="params/demo"), [])
     started.clear()
     write_json(root / "runs/demo/samples.parquet", {"other": 1})
-    with pytest.raises(WouldReplace, match=r"samples.parquet has changed.*dflash-lab run demo --stale"):
+    with pytest.raises(WouldReplace, match=r"samples.parquet has changed.*the same command with --stale"):
         pipeline.run_all(Given(run="params/demo"), [])
     assert started == []
     pipeline.run_all(Given(run="params/demo"), [], stale=True)

@@ -311,7 +311,7 @@ def test_a_run_of_all_stages_stops_where_something_would_be_replaced(workspace, 
         Path(f"runs/mine/{name}.ipynb").write_text("{}")
     assert cli.main(["run", "mine", "-p", "max_length", "64"]) == 1
     told = capsys.readouterr().err
-    assert "max_length was 4096, now 64" in told and "dflash-lab run mine --stale" in told
+    assert "max_length was 4096, now 64" in told and "the same command with --stale" in told
 
 
 def test_stale_stages_are_done_again_when_asked(workspace, monkeypatch):
@@ -346,3 +346,21 @@ def test_stale_stages_are_done_again_when_asked(workspace, monkeypatch):
     started.clear()
     assert cli.main(["run", "mine"]) == 0
     assert not started
+
+
+def test_a_run_made_with_typed_values_is_opened_as_it_was_made(workspace, capsys):
+    """`dflash-lab run mine -p limit 5`, then the notebook by hand: the run's own values did not change."""
+    execute(given("prepare", limit=5, force=True))
+    assert read_json("runs/mine/prepare/result.json")["overridden"] == {"limit": 0}
+    opened = read_given(params_class("prepare"), Given(run="mine"))
+    assert opened.limit == 5 and opened.origins["limit"] == "typed when it was made"
+    assert execute(opened).figures["samples_stored"] == 5
+    assert next(row for row in run_status("mine") if row.stage == "prepare").state == "finished"
+    with pytest.raises(WouldReplace, match="limit was 5, now 7"):
+        execute(given("prepare", limit=7))
+    assert given("prepare", force=True).limit == 0  # done again, it is the run's
+    with open("params/mine/prepare.yaml", "a") as file:
+        file.write("limit: 6\n")
+    with pytest.raises(WouldReplace, match="limit was 5, now 6"):  # what is written since is preferred
+        execute(given("prepare"))
+    assert "limit was 5, now 6" in {row.folder: row.why for row in run_status("mine")}["prepare"]
