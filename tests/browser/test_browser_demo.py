@@ -4,7 +4,6 @@ after `Restart`. Every notebook shows what the demo found, and leaves what is fi
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,8 +27,6 @@ def demo(tmp_path_factory, tiny_target) -> Path:
     are.
     """
     made = Checkout(tmp_path_factory.mktemp("demo-checkout"), tiny_target("llama"))
-    (made.root / "notebooks").unlink()  # Lab saves what it shows
-    shutil.copytree(REPO / "notebooks", made.root / "notebooks", ignore=shutil.ignore_patterns(".*"))
     (made.root / "README.md").symlink_to(REPO / "README.md")
     code, said = made.run("dflash-lab run demo")
     assert code == 0, said[-3000:]
