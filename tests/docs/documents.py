@@ -116,12 +116,12 @@ def _check_lab(words: list[str]) -> None:
     if options.command == "status":
         assert run_status(options.run)
     elif options.command == "run":
-        given = commands._given(options, options.run)
+        given = commands._given(options)
         assert plan(given)
         for parameter, _ in [*given.typed, *given.raw]:
             assert any(parameter in known_names(params_class(stage)) for stage in STAGES), parameter
     elif options.command in STAGES:
-        read_given(params_class(options.command), commands._given(options, options.run))
+        read_given(params_class(options.command), commands._given(options))
 
 
 def _check_papermill(words: list[str]) -> None:

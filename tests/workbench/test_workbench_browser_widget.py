@@ -49,7 +49,10 @@ def test_selecting_runs_overlays_curves_and_shows_differences(root):
     assert all(len(trace.x) <= 2000 and trace.x[-1] == 4999 for trace in figure.data)
     assert "lr" in differing.value and "0.0001" in differing.value and "tau_trained" in numbers.value
     chosen.value = ("alpha",)
-    assert [trace.name for trace in figure.data] == ["alpha"] and differing.value == ""
+    assert [trace.name for trace in figure.data] == [
+        "alpha"
+    ] and "parameters that differ" not in differing.value
+    assert "<h4>stages</h4>" in differing.value and "never run" in differing.value  # of one run, its state
 
 
 def test_filter_and_sort_rule_the_list(root):
