@@ -136,7 +136,7 @@ def test_too_few_steps_are_said_before_the_first_and_in_the_result(run_dir, tiny
     assert 0 < samples < 14 and samples * 17 <= tokens <= samples * 44  # those held out are not trained on
     assert f"12 steps on {samples} samples ({tokens:,} tokens) are planned: too few" in caplog.text
     assert f"12 steps on {samples} samples ({tokens:,} tokens) in " in found["judgement"]
-    assert "too few steps" in found["judgement"] and "-p max_steps" in found["judgement"]
+    assert "so few steps" in found["judgement"] and "-p max_steps" in found["judgement"]
     kept = json.loads((tmp_path / "train_drafter" / "result.json").read_text())["figures"]
     assert kept["judgement"] == found["judgement"] and found["judgement"] in repr(headline(found))
 
