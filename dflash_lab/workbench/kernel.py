@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from dflash_lab.errors import InputError
@@ -25,6 +26,12 @@ def enter_workspace() -> Path:
     if root != Path.cwd():
         os.chdir(root)
     return root
+
+
+def in_kernel() -> bool:
+    """Say whether this code runs in a notebook's kernel."""
+    loaded = sys.modules.get("IPython")  # a kernel has it; nobody else need import it to ask
+    return loaded is not None and hasattr(loaded.get_ipython(), "kernel")
 
 
 def started_by_papermill() -> bool:

@@ -37,6 +37,7 @@ from dflash_lab.workbench.finished import (
     input_fingerprints,
     is_finished,
 )
+from dflash_lab.workbench.kernel import in_kernel
 from dflash_lab.workbench.lock import stage_lock
 from dflash_lab.workbench.params import StageParams
 from dflash_lab.workbench.progress import Progress, ProgressCallback, StopFlag, Stopped, duration
@@ -266,7 +267,7 @@ def _logging() -> Iterator[None]:
     """Let the package's log lines reach the job's log or the notebook's output, without secrets."""
     root = logging.getLogger("dflash_lab")
     # A notebook shows stderr as a red box, which is for errors.
-    handler = logging.StreamHandler(sys.stdout if "ipykernel" in sys.modules else sys.stderr)
+    handler = logging.StreamHandler(sys.stdout if in_kernel() else sys.stderr)
     handler.setFormatter(RedactingFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     level = root.level
     root.addHandler(handler)
