@@ -1,18 +1,24 @@
-"""Conversations as token ids with a mask of what the assistant wrote, for any chat template.
+"""Conversations as token ids with a mask of what the assistant generates, for any chat template.
 
-A template is a program, so where its output comes from is found by experiment: the assistant's content is
-replaced by two different marks, and what stays equal before and after is the template's (``{% generation %}``
-blocks are believed where a template has them). This needs no registry of templates, and it sees what really
-happens, such as thinking that is removed from earlier turns. The loss starts where the generation prompt ends
-and covers the closing end-of-turn token, since a model generates that too.
+A template is a program, so where its output comes from is found by experiment, never by a registry of
+templates. An assistant turn begins where the generation prompt of the conversation before it ends: rendered
+with ``add_generation_prompt``, that is a prefix of the text. It ends where the text parts from the same
+conversation followed by a generation prompt, less what the two openings have in common; of what stands there
+the first token that closes plain answers is the turn's last, since a model generates that too. Where history
+is shown otherwise than it was generated (thinking taken out of earlier turns), the answer is found by putting
+marks in its place. ``{% generation %}`` blocks may leave parts of a turn out; they cannot add to it, for
+public templates put headers, line breaks and closing tokens of all sorts into them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date as Date
 from typing import Any, cast
 
 from jinja2.exceptions import TemplateError
@@ -21,61 +27,104 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from dflash_lab.errors import InputError
 
 Message = dict[str, Any]
+# Raised whenever the same conversation could come out with other ids or another mask.
+MASK_RULES = 2
+# What templates that print the date print: a day of our own choice, or samples would change at midnight.
+DATE = "2026-01-01"
+REASONING = ("reasoning_content", "thinking", "reasoning")
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
+_FORMAT = re.compile(r"""(['"])((?:(?!\1).)*%[-#]?[A-Za-z](?:(?!\1).)*)\1""")
 # Two marks that share no first and no last letter, so that one of them differs from any content at each end.
 _MARKS = ("QZmarkXA", "JVmarkWB")
+# A tag, or a word; and how far back one that is cut may begin.
+_UNIT = re.compile(r"<[^<>\s]{1,64}>|\[[^\[\]\s]{1,64}\]|\w+|\s|.", re.DOTALL)
+_LONGEST_UNIT = 66
+# The brackets around thinking are special tokens in some vocabularies; an answer that holds them is sound.
+_THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
 
 
 class TemplateFailure(InputError):
-    """A template refuses a conversation, or what it makes of one cannot be told apart into turns."""
+    """A template refuses a conversation, or what it makes of one cannot be told apart into turns.
+
+    `kind` is the short name it is counted under.
+    """
+
+    def __init__(self, message: str, kind: str = "template") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """One conversation: token ids [L]; ones [L] on what the assistant generates, closing token included."""
+    """One conversation: token ids [L]; ones [L] on what the assistant generates, closing token included.
+
+    `notes` names what the template does not show as it was given, each at most once.
+    """
 
     input_ids: list[int]
     loss_mask: list[int]
+    notes: tuple[str, ...] = ()
 
 
-def render(tokenizer: Tokenizer, messages: Sequence[Message], *, thinking: bool = False) -> Rendered:
-    """Render `messages` (``{"role": .., "content": str}``) with the tokenizer's chat template.
+def render(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping] = (),
+    thinking: bool = False,
+    date: str = DATE,
+) -> Rendered:
+    """Render `messages` (``{"role": .., "content": str}``, and ``reasoning_content``, ``tool_calls`` where
+    there are any) with the tokenizer's chat template.
 
-    The ids equal ``apply_chat_template(messages)``. thinking goes to the template as ``enable_thinking`` and
-    ``thinking``. A token that reaches over the start of an answer (one that begins with a line break) is left
-    out of the mask. Raises `TemplateFailure` when the template refuses the conversation or drops or rewrites
-    an assistant turn.
+    The ids equal ``apply_chat_template(messages, tools=tools)``. thinking goes to the template as
+    ``enable_thinking`` and ``thinking``; `date` (ISO) is what it prints as today. A greeting before the first
+    user turn is left out where the template has no room for it. A token that reaches over the start of an
+    answer (one that begins with a line break) is left out of the mask. Raises `TemplateFailure` when the
+    template refuses the conversation, does not show an assistant turn or its tool calls, or when a content
+    spells a control token.
     """
-    messages = _checked(tokenizer, messages)
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    text = _text(tokenizer, messages, thinking)
-    closing = closing_id(tokenizer, "assistant", thinking)
+    chat = _Chat(tokenizer, template_of(tokenizer), tuple(tools), thinking, date)
+    shown, notes = _shown(chat, messages)
+    text = chat.text(shown)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = cast(list[int], encoded["input_ids"])
     offsets = cast(list[tuple[int, int]], encoded["offset_mapping"])
     mask = [0] * len(ids)
-    if _GENERATION.search(template_of(tokenizer)):
-        spans = _marked_spans(tokenizer, messages, thinking, len(ids)) if turns else []
-    else:
-        chars = [_answer_span(tokenizer, messages, turn, text, thinking) for turn in turns]
-        spans = [_token_span(offsets, start, end) for start, end in chars]
-    for first, last in spans:
-        last = _closed(ids, last, closing)
+    end = 0
+    for turn in (i for i, message in enumerate(shown) if message["role"] == "assistant"):
+        start, end, altered = _turn_span(chat, shown, turn, text, end)
+        if altered:
+            notes.append("earlier turn shown otherwise")
+        first, last = _closed(chat, text, ids, offsets, start, end)
         mask[first:last] = [1] * (last - first)
-    return Rendered(ids, mask)
+    if any(mask) and _GENERATION.search(chat.template):
+        mask = _allowed(mask, _blocks(chat, shown, len(ids)))
+    return Rendered(ids, mask, tuple(dict.fromkeys([*notes, *_unshown(chat, shown, text)])))
 
 
-def render_prompt(tokenizer: Tokenizer, messages: Sequence[Message], *, thinking: bool = False) -> list[int]:
-    """Return the ids of `messages` followed by the template's opening of an assistant turn."""
-    text = _text(tokenizer, _checked(tokenizer, messages), thinking, prompt=True)
-    return _encode(tokenizer, text)
+def render_prompt(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping] = (),
+    thinking: bool = False,
+    date: str = DATE,
+) -> list[int]:
+    """Return the ids of `messages` followed by the template's opening of an assistant turn; options and
+    errors are `render`'s.
+    """
+    chat = _Chat(tokenizer, template_of(tokenizer), tuple(tools), thinking, date)
+    shown, _ = _shown(chat, messages, prompt=True)
+    return _encode(tokenizer, chat.text(shown, prompt=True))
 
 
 def user_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Return the ids before and after the user's words in a prompt of one user turn: what a conversation
     opens with, and the turn's end with the opening of the assistant's.
     """
-    prompts = [_text(tokenizer, [{"role": "user", "content": mark}], False, prompt=True) for mark in _MARKS]
+    chat = _Chat(tokenizer, template_of(tokenizer))
+    prompts = [chat.text(_fitted(chat, [_user(mark)]), prompt=True) for mark in _MARKS]
     first, last = _shared(*prompts), _shared(prompts[0][::-1], prompts[1][::-1])
     return _encode(tokenizer, prompts[0][:first]), _encode(tokenizer, prompts[0][len(prompts[0]) - last :])
 
@@ -84,22 +133,11 @@ def closing_id(tokenizer: Tokenizer, role: str, thinking: bool = False) -> int |
     """Return the special token with which the template ends a turn of `role`, or None if it ends turns in
     text.
     """
-    return _closing_id(tokenizer, template_of(tokenizer), role, thinking)
-
-
-@functools.lru_cache(maxsize=16)
-def _closing_id(tokenizer: Tokenizer, template: str, role: str, thinking: bool) -> int | None:
-    messages = [{"role": "user", "content": _MARKS[0]}]
+    chat = _Chat(tokenizer, template_of(tokenizer), thinking=thinking)
     if role == "assistant":
-        messages.append({"role": "assistant", "content": _MARKS[1]})
-    text, last = _text(tokenizer, messages, thinking), messages[-1]["content"]
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    for token in _encode(tokenizer, text[text.rfind(last) + len(last) :]):
-        if token in special:
-            return token
-        if not str(tokenizer.decode([token])).isspace():
-            return None
-    return None
+        return next(iter(_closers(chat)), None)
+    text = chat.text(_fitted(chat, [_user(_MARKS[0])]))
+    return next(_specials(tokenizer, text[text.rfind(_MARKS[0]) + len(_MARKS[0]) :]), None)
 
 
 def template_of(tokenizer: Tokenizer) -> str:
@@ -113,75 +151,356 @@ def template_of(tokenizer: Tokenizer) -> str:
         ) from error
 
 
-def _checked(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Message]:
-    if not tokenizer.is_fast:
+@dataclass(frozen=True)
+class _Chat:
+    """A template with all that it is rendered with but the messages."""
+
+    tokenizer: Tokenizer
+    template: str
+    tools: tuple[Mapping, ...] = ()
+    thinking: bool = False
+    date: str = DATE
+
+    def plain(self) -> _Chat:
+        """Return the same without tools."""
+        return _Chat(self.tokenizer, self.template, (), self.thinking, self.date)
+
+    def apply(self, messages: Sequence[Message], **options: Any) -> Any:
+        """Call the tokenizer; `TemplateFailure` with the template's own words where it refuses."""
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=[dict(tool) for tool in self.tools] or None,
+                chat_template=_dated(self.template, self.date),
+                enable_thinking=self.thinking,
+                thinking=self.thinking,
+                **options,
+            )
+        except (TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise TemplateFailure(
+                f"The chat template refuses a conversation of roles {roles}: {error}"
+            ) from error
+
+    def text(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+        """Return what the template prints, with the opening of an answer for a `prompt`."""
+        return str(self.apply(messages, tokenize=False, add_generation_prompt=prompt))
+
+
+@functools.lru_cache(maxsize=16)
+def _dated(template: str, date: str) -> str:
+    """Return the template with a clock that stands still: its ``strftime_now`` knows `date` in every format
+    that the template spells."""
+    if "strftime_now" not in template:
+        return template
+    try:
+        day = Date.fromisoformat(date)
+    except ValueError as error:
+        raise TemplateFailure(f"date={date!r} is no date. Give year-month-day, as in {DATE}.") from error
+    printed = {found[1]: day.strftime(found[1]) for found in _FORMAT.findall(template)}
+    return (
+        "{%- macro strftime_now(format) -%}{{- "
+        + json.dumps(printed, ensure_ascii=False)
+        + "[format] -}}{%- endmacro -%}"
+        + template
+    )
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _shown(
+    chat: _Chat, messages: Sequence[Message], *, prompt: bool = False
+) -> tuple[list[Message], list[str]]:
+    """Return `messages` in the form that the template takes, and notes of what had to be left out."""
+    checked = _checked(chat, messages)
+    try:
+        return _fitted(chat, checked, prompt), []
+    except TemplateFailure:
+        begin = next((i for i, message in enumerate(checked) if message["role"] == "user"), 0)
+        greeted = [message for message in checked[:begin] if message["role"] != "assistant"]
+        if len(greeted) == begin:
+            raise
+        return _fitted(chat, [*greeted, *checked[begin:]], prompt), ["greeting left out"]
+
+
+def _checked(chat: _Chat, messages: Sequence[Message]) -> list[Message]:
+    if not chat.tokenizer.is_fast:
         raise TemplateFailure(
             "A mask needs character offsets, which only tokenizers of the tokenizers library give."
         )
     if not messages:
         raise TemplateFailure("No messages in this conversation.")
+    control = _control(chat.tokenizer)
     checked = []
     for i, message in enumerate(messages):
-        content = message.get("content")
-        if content is None and message.get("role") == "assistant":
-            content = ""  # a turn that only calls a tool
-        if not isinstance(content, str) or not isinstance(message.get("role"), str):
+        content, role = message.get("content"), message.get("role")
+        if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
+            texts = [part.get("text") for part in content]
+            content = (
+                "".join(text for text in texts if isinstance(text, str)) if None not in texts else content
+            )
+        wordless = content is None and role == "assistant"  # a turn that only calls a tool
+        if not (isinstance(content, str) or wordless) or not isinstance(role, str):
             kind = type(content).__name__
             raise TemplateFailure(f"Message {i}: role and content must be text, got {kind} as content.")
-        checked.append({**message, "content": content})
+        one = {**message, "content": content}
+        reasoning = next((one[key] for key in REASONING if one.get(key) is not None), None)
+        if reasoning is not None:  # as transformers does since 5.20: each template reads a name of its own
+            one = {"thinking": reasoning, **one, "reasoning_content": reasoning}
+        for text in _strings(one):
+            for found in control.finditer(text) if control else ():
+                if role != "assistant" or not _THOUGHT.search(found.group()):
+                    raise TemplateFailure(
+                        f"Message {i} ({role}) spells the control token {found.group()!r}, which would "
+                        "become a real one and forge a turn.",
+                        "control tokens",
+                    )
+        checked.append(one)
     return checked
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    return cast(list[int], tokenizer(text, add_special_tokens=False)["input_ids"])
+def _strings(value: Any) -> Iterator[str]:
+    """Yield every text in a message, however deep."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
 
 
-def _text(tokenizer: Tokenizer, messages: Sequence[Message], thinking: bool, *, prompt: bool = False) -> str:
-    template_of(tokenizer)
-    try:
-        text = tokenizer.apply_chat_template(
-            list(messages),
-            tokenize=False,
-            add_generation_prompt=prompt,
-            enable_thinking=thinking,
-            thinking=thinking,
-        )
-    except (TemplateError, TypeError, KeyError, ValueError) as error:
-        roles = ", ".join(message["role"] for message in messages)
+@functools.lru_cache(maxsize=16)
+def _special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    named = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(named | set(tokenizer.all_special_ids))
+
+
+@functools.lru_cache(maxsize=16)
+def _control(tokenizer: Tokenizer) -> re.Pattern | None:
+    """Return what finds special tokens spelled in a text, or None for a tokenizer without any."""
+    names = [str(tokenizer.convert_ids_to_tokens(i)) for i in _special_ids(tokenizer)]
+    spelled = sorted((name for name in names if name.strip()), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, spelled))) if spelled else None
+
+
+def _fitted(chat: _Chat, messages: list[Message], prompt: bool = False) -> list[Message]:
+    """Return `messages` in the first form that the template takes whole.
+
+    Templates differ in three things that no standard settles: content as text or as a list of parts,
+    arguments of calls as objects or as JSON text, and no content or an empty one beside a call.
+    """
+    parts = _wants_parts(chat.template, chat.tokenizer)
+    calling = any(message.get("tool_calls") for message in messages)
+    failures = {}
+    for as_text, empty in (
+        ((False, None), (True, None), (False, ""), (True, "")) if calling else ((False, ""),)
+    ):
+        form = [_formed(message, parts, as_text, empty) for message in messages]
+        try:
+            chat.text(form, prompt=prompt)
+            if calling and not _calls_shown(chat, form):
+                raise TemplateFailure(
+                    "The chat template does not show the tool calls of an assistant turn.",
+                    "tool calls not shown",
+                )
+            return form
+        except TemplateFailure as error:
+            failures[as_text, empty] = error
+    raise failures[False, ""]  # the plainest form, so the words that say most
+
+
+def _formed(message: Message, parts: bool, as_text: bool, empty: str | None) -> Message:
+    content = message["content"]
+    if content is None or (not content and message.get("tool_calls")):
+        content = empty
+    if parts and content is not None:
+        content = [{"type": "text", "text": content}]
+    one = {**message, "content": content}
+    if message.get("tool_calls"):
+        one["tool_calls"] = [_call(call, as_text) for call in message["tool_calls"]]
+    return one
+
+
+def _call(call: Mapping, as_text: bool) -> dict[str, Any]:
+    function = dict(call["function"]) if isinstance(call.get("function"), Mapping) else dict(call)
+    arguments = function.get("arguments", {})
+    if as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif not as_text and isinstance(arguments, str):
+        with contextlib.suppress(ValueError):  # a model's own broken JSON is what it said
+            arguments = json.loads(arguments)
+    function["arguments"] = arguments
+    return {**({"id": call["id"]} if "id" in call else {}), "type": "function", "function": function}
+
+
+def _calls_shown(chat: _Chat, messages: list[Message]) -> bool:
+    """Return whether every call of every turn reaches the text: by calling each by a name of its own."""
+    marked: list[Message] = []
+    names: list[str] = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            names.append(f"{_MARKS[0]}{len(names)}Z")
+            calls.append({**call, "function": {**call["function"], "name": names[-1]}})
+        marked.append({**message, "tool_calls": calls} if calls else message)
+    text = chat.text(marked)
+    return all(name in text for name in names)
+
+
+@functools.lru_cache(maxsize=64)
+def _wants_parts(template: str, tokenizer: Tokenizer) -> bool:
+    """Return whether the template shows content as a list of parts only."""
+    chat = _Chat(tokenizer, template)
+    for content in (_MARKS[0], [{"type": "text", "text": _MARKS[0]}]):
+        try:
+            if _MARKS[0] in chat.text([{"role": "user", "content": content}]):
+                return isinstance(content, list)
+        except TemplateFailure:
+            continue  # the conversation itself will be refused, in the template's words
+    return False
+
+
+def _with_content(message: Message, text: str) -> Message:
+    """Return the message with `text` as its content, in the form that its content had."""
+    parts = isinstance(message["content"], list)
+    return {**message, "content": [{"type": "text", "text": text}] if parts else text}
+
+
+def _content(message: Message) -> str:
+    content = message["content"]
+    return content[0]["text"] if isinstance(content, list) else content or ""
+
+
+def _turn_span(chat: _Chat, messages: list[Message], turn: int, text: str, low: int) -> tuple[int, int, bool]:
+    """Return the characters start..end of `text` that assistant turn `turn` and its closing are, and whether
+    it stands there otherwise than when it was generated. `low` is where the turn before ended.
+    """
+    message, last = messages[turn], turn == len(messages) - 1
+    prompt = _prompt_text(chat, messages[:turn])
+    exact = prompt is not None and text.startswith(prompt)
+    start = len(prompt) if prompt is not None and exact else low
+    agreed = len(text) if last else _agreed(text, _prompt_text(chat, messages[: turn + 1]) or "")
+    if message.get("tool_calls"):
+        end = _calls_end(chat, messages[: turn + 1], text, start)
+        if exact:
+            return start, end, agreed < end
+        content = text.find(_content(message), low, end) if _content(message) else end
+    else:
+        end = agreed if last else _without_opening(chat, text, agreed)
+        if exact and _content(message).strip() in text[start:end]:
+            return start, end, False
+        content, end = _marked(chat, messages, turn, text)
+        if last:
+            end = len(text)
+        else:
+            marked = [*messages[:turn], _with_content(message, _MARKS[0])]
+            end = _without_opening(chat, text, end + _agreed(text[end:], _after_mark(chat, marked)), end)
+    if prompt is not None and not exact:
+        return _opened(chat, prompt, text, low, content), end, True
+    return (start if exact else content), end, not last
+
+
+def _after_mark(chat: _Chat, messages: list[Message]) -> str:
+    """Return what follows the last mark in a prompt that goes on from `messages`; empty if there is none."""
+    _, mark, rest = (_prompt_text(chat, messages) or "").rpartition(_MARKS[0])
+    return rest if mark else ""
+
+
+def _calls_end(chat: _Chat, messages: list[Message], text: str, start: int) -> int:
+    """Return where in `text` the calls of the last of `messages` and the turn's closing end.
+
+    What follows a call's name is found by giving it another name: its arguments and the closing, which stand
+    in the text as they are.
+    """
+    *calls, call = messages[-1]["tool_calls"]
+    name = call["function"]["name"]
+    renamed = {**call, "function": {**call["function"], "name": _MARKS[0]}}
+    rest = _after_mark(chat, [*messages[:-1], {**messages[-1], "tool_calls": [*calls, renamed]}])
+    rest = name + rest[: _without_opening(chat, rest, len(rest))]
+    place = text.find(rest, start)
+    if place < 0:
         raise TemplateFailure(
-            f"The chat template refuses a conversation of roles {roles}: {error}"
-        ) from error
-    return str(text)
+            f"The chat template shows the call of {name!r} otherwise in history than at the end: no mask.",
+            "tool calls not shown",
+        )
+    return place + len(rest)
 
 
-def _answer_span(
-    tokenizer: Tokenizer, messages: list[Message], turn: int, text: str, thinking: bool
-) -> tuple[int, int]:
-    """Return the characters start..end of `text` that assistant turn `turn` is, without its closing token."""
+def _prompt_text(chat: _Chat, messages: list[Message]) -> str | None:
+    """Return the text up to an answer to `messages`, or None where the template has no such prompt (before
+    the first user turn, say)."""
+    try:
+        return chat.text(messages, prompt=True) if messages else None
+    except TemplateFailure:
+        return None
+
+
+def _without_opening(chat: _Chat, text: str, end: int, low: int = 0) -> int:
+    """Return `end` less the opening of the next turn, of which the texts of two different next turns may
+    share the first characters (``<|start|>`` of ``<|start|>user`` and ``<|start|>assistant``)."""
+    opening = _opening(chat.plain())
+    common = next((n for n in range(len(opening), 0, -1) if text.endswith(opening[:n], low, end)), 0)
+    return end - common
+
+
+@functools.lru_cache(maxsize=64)
+def _opening(chat: _Chat) -> str:
+    """Return what the template prints to open an answer, empty if nothing."""
+    asked = _fitted(chat, [_user(_MARKS[0])])
+    prompt = chat.text(asked, prompt=True)
+    return prompt[_agreed(prompt, chat.text(asked)) :]
+
+
+def _opened(chat: _Chat, prompt: str, text: str, low: int, content: int) -> int:
+    """Return where in `text` the opening of an answer ends whose content begins at `content`, though `prompt`
+    is not how the text begins: the opening holds more than the turn shows later, or the history differs.
+    """
+    opening = _opening(chat.plain())
+    if not opening or not prompt.endswith(opening):
+        return content
+    agreed = _agreed(prompt, text)
+    if agreed > len(prompt) - len(opening):
+        return max(low, min(content, agreed))
+    least = _UNIT.match(opening)
+    for n in range(len(opening), least.end() if least else 0, -1):
+        place = text.rfind(opening[:n], low, content)
+        if place >= 0:
+            return place + _agreed(opening, text[place:])
+    return content
+
+
+def _agreed(a: str, b: str) -> int:
+    """Return how many first characters two texts share, in whole words and tags: ``<think>`` and
+    ``<tool_call>`` share none."""
+    end = _shared(a, b)
+    if end < len(a):
+        for unit in _UNIT.finditer(a, max(0, end - _LONGEST_UNIT)):
+            if unit.start() < end < unit.end():
+                return unit.start()
+    return end
+
+
+def _marked(chat: _Chat, messages: list[Message], turn: int, text: str) -> tuple[int, int]:
+    """Return the characters start..end of `text` that depend on the content of assistant turn `turn`."""
     start, tail = len(text), len(text)
     for mark in _MARKS:
-        marked = [*messages[:turn], {**messages[turn], "content": mark}, *messages[turn + 1 :]]
-        other = _text(tokenizer, marked, thinking)
+        other = chat.text([*messages[:turn], _with_content(messages[turn], mark), *messages[turn + 1 :]])
         if mark not in other:
             raise TemplateFailure(
                 f"The chat template does not show the content of assistant turn {turn}, so no mask."
             )
         start = min(start, _shared(text, other))
         tail = min(tail, _shared(text[::-1], other[::-1]))
-    end = max(start, len(text) - tail)
-    # Where the generation prompt is shorter than the header of the turn (it leaves the opening of thinking
-    # to the model), the rest of the header is generated too. That shows only where everything before the turn
-    # reads as it did when the turn was generated.
-    if turn > 0:
-        before = len(_text(tokenizer, messages[:turn], thinking))
-        opened = _shared(text, _text(tokenizer, messages[:turn], thinking, prompt=True))
-        if opened > before:
-            start = min(start, opened)
-    return start, end
+    return start, max(start, len(text) - tail)
 
 
-def _shared(a: str, b: str) -> int:
-    """Return how many first characters two texts share, by bisection (a character loop is slow in Python)."""
+def _shared(a: Sequence, b: Sequence) -> int:
+    """Return how many first elements two sequences share, by bisection (a loop over characters is slow)."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -192,37 +511,84 @@ def _shared(a: str, b: str) -> int:
     return low
 
 
-def _token_span(offsets: list[tuple[int, int]], start: int, end: int) -> tuple[int, int]:
-    """Return the tokens that lie inside characters start..end as (first, one past the last)."""
+def _closed(
+    chat: _Chat, text: str, ids: list[int], offsets: list[tuple[int, int]], start: int, end: int
+) -> tuple[int, int]:
+    """Return the tokens that lie inside characters start..end of `text`, up to the turn's closing token."""
     first = next((t for t, (a, _) in enumerate(offsets) if a >= start), len(offsets))
     last = next((t for t, (_, b) in enumerate(offsets) if b > end), len(offsets))
-    return first, max(first, last)
+    special, closers = _special_ids(chat.tokenizer), _closers(chat.plain())
+
+    def blank(t: int) -> bool:
+        return not text[slice(*offsets[t])].strip()
+
+    tail = last
+    while tail > first and (ids[tail - 1] in special or blank(tail - 1)):
+        tail -= 1
+    ending = [t for t in range(tail, last) if ids[t] in special]
+    closing = next((t for t in ending if ids[t] in closers), ending[-1] if ending else None)
+    return first, max(first, tail if closing is None else closing + 1)
 
 
-def _marked_spans(
-    tokenizer: Tokenizer, messages: list[Message], thinking: bool, length: int
-) -> list[tuple[int, int]]:
-    """Return the token spans of the template's own ``{% generation %}`` blocks."""
-    encoded = tokenizer.apply_chat_template(
-        messages,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        enable_thinking=thinking,
-        thinking=thinking,
-    )
+@functools.lru_cache(maxsize=64)
+def _closers(chat: _Chat) -> tuple[int, ...]:
+    """Return the special tokens that end a plain answer: as the last turn, and before another one."""
+    said = _fitted(chat, [_user(_MARKS[0]), {"role": "assistant", "content": _MARKS[1]}])
+    found: dict[int, None] = {}
+    for prompt in (False, True):
+        text = _prompt_text(chat, said) if prompt else chat.text(said)
+        if text is None or _MARKS[1] not in text:
+            continue
+        end = _without_opening(chat, text, len(text)) if prompt else len(text)
+        found.update(
+            dict.fromkeys(
+                [*_specials(chat.tokenizer, text[text.rfind(_MARKS[1]) + len(_MARKS[1]) : end])][:1]
+            )
+        )
+    return tuple(found)
+
+
+def _specials(tokenizer: Tokenizer, text: str) -> Iterator[int]:
+    """Yield the special tokens that a text holds, up to the first other token that is not blank."""
+    for token in _encode(tokenizer, text):
+        if token in _special_ids(tokenizer):
+            yield token
+        elif str(tokenizer.decode([token])).strip():
+            return
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    return cast(list[int], tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _blocks(chat: _Chat, messages: list[Message], length: int) -> list[int]:
+    """Return ones [length] inside the template's own ``{% generation %}`` blocks."""
+    encoded = chat.apply(messages, return_dict=True, return_assistant_tokens_mask=True)
     mask = cast(dict[str, list[int]], encoded)["assistant_masks"]
     if len(mask) != length or not any(mask):
         raise TemplateFailure(
             "The template has generation blocks, but they mark nothing of this conversation."
         )
-    edges = [i for i, (a, b) in enumerate(zip([0, *mask], [*mask, 0], strict=True)) if a != b]
-    return list(zip(edges[::2], edges[1::2], strict=True))
+    return list(mask)
 
 
-def _closed(ids: list[int], end: int, closing: int | None) -> int:
-    """Return where an answer that ends before token `end` ends with its closing token and any tool call
-    before it.
-    """
-    if closing is None or (end > 0 and ids[end - 1] == closing) or closing not in ids[end:]:
-        return end
-    return ids.index(closing, end) + 1
+def _allowed(mask: list[int], blocks: list[int]) -> list[int]:
+    """Return `mask` where the blocks agree; the closing token stays with an answer that a block holds."""
+    kept = [a & b for a, b in zip(mask, blocks, strict=True)]
+    for t in range(1, len(mask)):
+        ends = mask[t] and (t + 1 == len(mask) or not mask[t + 1])
+        if ends and kept[t - 1]:
+            kept[t] = 1
+    return kept
+
+
+def _unshown(chat: _Chat, messages: list[Message], text: str) -> Iterator[str]:
+    """Yield notes on what was given and is not in the text."""
+    for message in messages:
+        reasoning = message.get("reasoning_content")
+        if isinstance(reasoning, str) and reasoning.strip() and reasoning.strip() not in text:
+            yield "reasoning not shown"
+    for tool in chat.tools:
+        function = tool.get("function", tool)
+        if isinstance(function, Mapping) and str(function.get("name")) not in text:
+            yield "tools not shown"

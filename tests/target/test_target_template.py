@@ -45,11 +45,14 @@ SPACED = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ ' ' + m['content'] + ' <|im_end|>' }}"
     "{% else %}{{ '<|im_start|>[INST] ' + m['content'] + ' [/INST]' }}{% endif %}{% endfor %}"
 )
-# Tool calls are shown after the content.
-TOOLS = CHATML.replace(
-    "message['content'] + '<|im_end|>'",
-    "message['content'] + ('<call>' + message['tool_calls'] + '</call>' if message['tool_calls'] else '')"
-    " + '<|im_end|>'",
+# Tool calls are shown after the content, as Hermes and Qwen have it.
+TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
+    + CHATML.replace(
+        "message['content'] + '<|im_end|>' + '\n' }}",
+        "(message['content'] or '') }}{% for call in message.tool_calls or [] %}"
+        "{{ '<call>' + (call.function | tojson) + '</call>' }}{% endfor %}{{ '<|im_end|>\n' }}",
+    )
 )
 
 
@@ -138,21 +141,45 @@ def test_thinking_between_tool_calls_is_kept_until_the_user_answers():
 
 
 def test_other_ways_to_close_a_turn():
-    assert masked(tiny_tokenizer(SPACED), [user("Q"), assistant("A")]) == ["A <|im_end|>"]
+    assert masked(tiny_tokenizer(SPACED), [user("Q"), assistant("A")]) == [" A <|im_end|>"]
     assert masked(tiny_tokenizer(PLAIN), [user("Q"), assistant("A"), user("R"), assistant("B")]) == ["A", "B"]
     assert closing_id(tiny_tokenizer(PLAIN), "assistant") is None
     assert closing_id(tiny_tokenizer(), "assistant") == closing_id(tiny_tokenizer(), "user") == 258
+
+
+def call(name, **arguments):
+    return {"id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}},
+}
 
 
 def test_a_tool_call_belongs_to_the_answer():
     tokenizer = tiny_tokenizer(TOOLS)
     messages = [
         user("Q"),
-        assistant(None, tool_calls="f(1)"),
+        assistant(None, tool_calls=[call("weather", city="Rome")]),
         {"role": "tool", "content": "2"},
         assistant("It is 2."),
     ]
-    assert masked(tokenizer, messages) == ["<call>f(1)</call><|im_end|>", "It is 2.<|im_end|>"]
+    runs = masked(tokenizer, messages, tools=[WEATHER])
+    told = '<call>{"name": "weather", "arguments": {"city": "Rome"}}</call><|im_end|>'
+    assert runs == [told, "It is 2.<|im_end|>"]
+    as_text = [*messages]
+    as_text[1] = assistant(None, tool_calls=[call("weather")])
+    as_text[1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Rome"}'
+    assert masked(tokenizer, as_text, tools=[WEATHER]) == runs
+    beside = assistant("Let me look.", tool_calls=[call("weather", city="Rome"), call("weather")])
+    both = masked(tokenizer, [user("Q"), beside, *messages[2:]], tools=[WEATHER])
+    assert both[0] == "Let me look." + told.removesuffix("<|im_end|>") + told.replace('"city": "Rome"', "")
+    ids = tokenizer.apply_chat_template(messages, tools=[WEATHER])["input_ids"]
+    assert render(tokenizer, messages, tools=[WEATHER]).input_ids == ids
+    with pytest.raises(TemplateFailure, match="does not show the tool calls") as caught:
+        render(tiny_tokenizer(), [user("Q"), assistant("A", tool_calls=[call("weather")])])
+    assert caught.value.kind == "tool calls not shown"
 
 
 def test_a_token_that_reaches_over_the_start_is_not_masked():
@@ -190,11 +217,13 @@ def test_what_stands_around_a_user_turn():
         ("{% for m in messages %}{{ m['role'] }}{% endfor %}", [user("Q"), assistant("A")], "does not show"),
         (
             CHATML.replace("message['content']", "message['content'][::-1]"),
-            [user("Q"), assistant("A")],
+            [user("Q"), assistant("AB")],
             "not show",
         ),
         (
-            MARKED.replace("m['content'] -}}{% end", "'' -}}{% end"),
+            MARKED.replace(
+                "{{- m['content'] -}}{% endgeneration %}", "{% endgeneration %}{{- m['content'] -}}"
+            ),
             [user("Q"), assistant("A")],
             "mark nothing",
         ),
