@@ -2,14 +2,16 @@
 instructions.
 
 A form is registered by name with the keys it needs (`@form("alpaca", needs=("instruction", "output"))`) and
-turns a record into a list of messages. A record no form knows, or a turn that would lose content (an image,
-a tool call), is named by file and line and left out; nothing is guessed.
+turns a record into a list of messages. Reasoning and tool calls come under the one name that templates know,
+however the record spells them. A record no form knows, or a turn that would lose content (an image), is named
+by file and line and left out; nothing is guessed.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,22 @@ from dflash_lab.data.problems import BadRecord, Problem, storable
 from dflash_lab.data.records import MAX_RECORD_BYTES, read_records
 from dflash_lab.errors import near
 
-Message = dict[str, str]  # {"role": system | user | assistant | tool, "content": text}
+# {"role": system | user | assistant | tool, "content": text}. An assistant's turn may have, as text,
+# "reasoning_content", and "tool_calls", [{"type": "function", "function": {"name", "arguments"}}], beside
+# which content may be None; a tool's has "tool_call_id" and "name" where they are given.
+Message = dict[str, Any]
+REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """`id` is `file:line`; `source` is the record's own `source` field, or the file's name."""
+    """`id` is `file:line`; `source` is the record's own `source` field, or the file's name; `tools` are the
+    definitions that the assistant may call."""
 
     id: str
     messages: list[Message]
     source: str
+    tools: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,9 @@ _ROLES = {
     "tool": "tool",
     "function": "tool",
     "observation": "tool",
+    "ipython": "tool",
+    "function_call": "call",
+    "tool_call": "call",
 }
 
 
@@ -88,7 +99,7 @@ def _conversations(
 ) -> Iterator[Conversation]:
     for file, line, record in records:
         try:
-            messages = to_messages(record)
+            messages, tools = to_messages(record), tools_of(record)
             if need_answer and not any(message["role"] == "assistant" for message in messages):
                 raise BadRecord(
                     "no answer", "no assistant turn. Turn regeneration on to have the target answer it."
@@ -98,7 +109,7 @@ def _conversations(
             continue
         origin = record.get("source")
         origin = origin if isinstance(origin, str) and origin else file
-        yield Conversation(f"{file}:{line}", messages, storable(origin[:200]))
+        yield Conversation(f"{file}:{line}", messages, storable(origin[:200]), tools)
 
 
 def to_messages(record: Any) -> list[Message]:
@@ -121,12 +132,41 @@ def to_messages(record: Any) -> list[Message]:
 def _check(messages: list[Message], record: Mapping) -> None:
     if not messages:
         raise BadRecord("no turns", "the conversation has no turns")
-    if record.get("tools"):
-        raise BadRecord(
-            "tools", "the record declares tools, which are not rendered. Remove the field to train without."
-        )
     if not any(message["role"] == "user" for message in messages):
         raise BadRecord("no question", "no user turn")
+
+
+def tools_of(record: Mapping) -> list[dict[str, Any]]:
+    """Return the tools that a record declares: a list, or the JSON text of one, as columns of Parquet files
+    hold it; an empty text, list or null declares none.
+    """
+    tools = _unpacked(
+        record.get("tools") if record.get("tools") is not None else record.get("functions"), "tools"
+    )
+    if tools is None or tools == "":
+        return []
+    if isinstance(tools, Mapping):
+        tools = [tools]
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise BadRecord("tools", f"tools is {_kind(tools)}, not a list of definitions")
+    for number, tool in enumerate(tools):
+        function = tool.get("function", tool)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise BadRecord("tools", f"tools[{number}] has no function with a name")
+        _texts(tool, f"tools[{number}]")
+    return [
+        dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)} for tool in tools
+    ]
+
+
+def _unpacked(value: Any, place: str) -> Any:
+    """Return a value that may be given as the JSON text of it."""
+    if not isinstance(value, str) or not value.strip():
+        return None if isinstance(value, str) else value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise BadRecord("tools", f"{place} is text, but no JSON: {error}") from None
 
 
 @form("messages", needs=("messages",))
@@ -181,16 +221,61 @@ def _turn(turn: Any, place: str) -> Message:
         raise BadRecord(
             "unknown role", f"{place}: role {str(role)[:40]!r} is not one of {', '.join(sorted(_ROLES))}"
         )
-    if turn.get("tool_calls") or turn.get("function_call"):
-        raise BadRecord("tools", f"{place} is a tool call, which is not rendered")
-    content = _either(turn, "content", "value", place)
+    role = _ROLES[role.lower()]
+    if role == "call":  # ShareGPT: the call is the turn's text
+        calls = _unpacked(_either(turn, "value", "content", place), place)
+        return {"role": "assistant", "content": None, "tool_calls": _calls(calls, place)}
+    given = turn.get("tool_calls") if turn.get("tool_calls") is not None else turn.get("function_call")
+    calls = _calls(given, place) if role == "assistant" else []
+    content = None if calls and turn.get("content") is None else _either(turn, "content", "value", place)
     if isinstance(content, list):
         content = "".join(_part(part, f"{place}.content[{number}]") for number, part in enumerate(content))
-    role = _ROLES[role.lower()]
-    content = _text(content, place)
-    if role == "assistant" and not content.strip():
-        raise BadRecord("empty turn", f"{place}: the assistant says nothing")
-    return {"role": role, "content": content}
+    message: Message = {"role": role, "content": content if content is None else _text(content, place)}
+    if role == "assistant":
+        if not calls and not message["content"].strip():
+            raise BadRecord("empty turn", f"{place}: the assistant says nothing")
+        thought = next((turn[key] for key in REASONING if turn.get(key)), None)
+        if thought is not None:
+            message["reasoning_content"] = _text(thought, f"{place}: reasoning")
+        if calls:
+            message["tool_calls"] = calls
+    if role == "tool":
+        message |= {
+            key: _text(turn[key], place) for key in ("tool_call_id", "name") if turn.get(key) is not None
+        }
+    return message
+
+
+def _calls(value: Any, place: str) -> list[dict[str, Any]]:
+    """Return tool calls in OpenAI's form; their arguments stay an object or text, as they were given."""
+    value = _unpacked(value, f"{place}: tool calls")
+    calls = [value] if isinstance(value, Mapping) else value or []
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise BadRecord("tools", f"{place}: tool calls are {_kind(value)}, not a list of calls")
+    found = []
+    for number, call in enumerate(calls):
+        function = call.get("function") if isinstance(call.get("function"), Mapping) else call
+        name, arguments = function.get("name"), function.get("arguments", function.get("parameters"))
+        if not isinstance(name, str) or not isinstance(arguments, Mapping | str | None):
+            raise BadRecord("tools", f"{place}: call {number} has no name, or arguments that are no object")
+        arguments = {} if arguments is None else arguments
+        _texts([name, arguments], f"{place}: call {number}")
+        known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        found.append({**known, "type": "function", "function": {"name": name, "arguments": arguments}})
+    return found
+
+
+def _texts(value: Any, place: str) -> None:
+    """Check every text in a value, however deep."""
+    if isinstance(value, str):
+        _text(value, place)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _texts(key, place)
+            _texts(item, place)
+    elif isinstance(value, list):
+        for item in value:
+            _texts(item, place)
 
 
 def _either(turn: Mapping, first: str, second: str, place: str) -> Any:

@@ -3,24 +3,26 @@
 The last answer keeps the very token ids that were generated (text that is decoded and encoded again may come
 out as other tokens); earlier answers enter the next prompt as text, as they would in a chat. Every answer is
 appended to a file when its batch is done, keyed by prompt and settings, so that a stopped run goes on where
-it was. The model is behind three functions: this module knows no target.
+it was. The model is behind two functions: this module knows no target.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import xxhash
 
 from dflash_lab import files
-from dflash_lab.data.conversations import Conversation, Message
+from dflash_lab.data.conversations import Conversation
 from dflash_lab.data.problems import BadRecord, Problem
 from dflash_lab.file_errors import naming
 
@@ -28,29 +30,41 @@ _KEY = re.compile("[0-9a-f]{32}")
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Speaker:
-    """The target as functions, and the settings that its answers depend on. The first two may raise
+class Asked(Protocol):
+    """A conversation whose answers are given anew, as the target's template has it. Any part of it may raise
     `BadRecord`."""
 
-    prompt_of: Callable[[list[Message]], list[int]]  # messages -> ids up to where the answer begins
-    masked: Callable[[list[Message]], tuple[list[int], list[int]]]  # messages -> ids, assistant mask
+    notes: list[str]  # what could not be done as recorded, each at most once
+
+    def prompt(self) -> list[int] | None:
+        """Return the ids up to the next answer, None after the last."""
+
+    def answer(self, tokens: list[int]) -> None:
+        """Take the answer to the last prompt."""
+
+    def finished(self) -> tuple[list[int], list[int], bool]:
+        """Return ids [L], assistant mask [L], and whether the last answer met the token limit."""
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """The target as functions, and the settings that its answers depend on."""
+
+    ask: Callable[[Conversation], Asked]
     generate: Callable[[list[list[int]]], list[list[int]]]  # prompts -> new ids, closing token included
-    text_of: Callable[[list[int]], str]  # new ids -> text of the answer
-    stop_ids: frozenset[int]
     settings: str  # target, decoding and limits in words: answers made otherwise are not reused
 
 
 @dataclass(frozen=True)
 class Answered:
     """One conversation with new answers as tokens [L] and mask [L]; `cut`: the last one met the token
-    limit."""
+    limit; `notes`: what could not be done as recorded."""
 
-    id: str
-    source: str
+    conversation: Conversation
     input_ids: list[int]
     loss_mask: list[int]
     cut: bool
+    notes: tuple[str, ...] = ()
 
 
 class AnswerFile:
@@ -105,18 +119,6 @@ class AnswerFile:
         self._offsets[key] = offset
 
 
-@dataclass
-class _Dialogue:
-    """A conversation on the way: what was said, the user's turns still to come, and the last prompt and
-    answer."""
-
-    conversation: Conversation
-    ahead: list[list[Message]]
-    said: list[Message] = field(default_factory=list)
-    prompt: list[int] = field(default_factory=list)
-    answer: list[int] = field(default_factory=list)
-
-
 def regenerate(
     conversations: Iterable[Conversation],
     speaker: Speaker,
@@ -131,33 +133,48 @@ def regenerate(
     """Yield every conversation with all its answers written anew by `speaker`, in order.
 
     Prompts of a window of conversations are sorted by length and generated `batch` at a time. Conversations
-    with tool turns, that the template refuses, or with a prompt over `max_prompt` tokens (0: any) go to
-    `problems`. `on_answers` is told the number of new answers after every batch; it may raise to stop.
+    that the template refuses, or with a prompt over `max_prompt` tokens (0: any), go to `problems`.
+    `on_answers` is told the number of new answers after every batch; it may raise to stop.
     """
     source = iter(conversations)
     while chunk := list(itertools.islice(source, window)):
-        dialogues = []
+        open_: list[tuple[Conversation, Asked]] = []
+        done: dict[int, Answered] = {}
         for conversation in chunk:
-            try:
-                dialogues.append(_Dialogue(conversation, _questions(conversation.messages)))
-            except BadRecord as error:
-                problems.append(problem_of(conversation.id, error))
-        lost: set[int] = set()
-        while active := [one for one in dialogues if one.ahead and id(one) not in lost]:
-            for one in active:
-                try:
-                    _ask(one, speaker, max_prompt)
-                except BadRecord as error:
-                    problems.append(problem_of(one.conversation.id, error))
-                    lost.add(id(one))
-            _answer([one for one in active if id(one) not in lost], speaker, answers, batch, on_answers)
-        for one in dialogues:
-            if id(one) in lost:
-                continue
-            try:
-                yield _finished(one, speaker)
-            except BadRecord as error:
-                problems.append(problem_of(one.conversation.id, error))
+            with _problems(conversation, problems):
+                open_.append((conversation, speaker.ask(conversation)))
+        while open_:
+            waiting = []
+            for conversation, asked in open_:
+                with _problems(conversation, problems):
+                    prompt = asked.prompt()
+                    if prompt is None:
+                        ids, mask, cut = asked.finished()
+                        done[id(conversation)] = Answered(conversation, ids, mask, cut, tuple(asked.notes))
+                    elif max_prompt and len(prompt) > max_prompt:
+                        raise BadRecord(
+                            "too long",
+                            f"a prompt of {len(prompt):,} tokens leaves no room to answer; the limit is "
+                            f"{max_prompt:,}",
+                        )
+                    else:
+                        waiting.append((conversation, asked, prompt))
+            told = _answers([prompt for _, _, prompt in waiting], speaker, answers, batch, on_answers)
+            open_ = []
+            for (conversation, asked, _), tokens in zip(waiting, told, strict=True):
+                with _problems(conversation, problems):
+                    asked.answer(tokens)
+                    open_.append((conversation, asked))
+        yield from (done[id(one)] for one in chunk if id(one) in done)
+
+
+@contextlib.contextmanager
+def _problems(conversation: Conversation, problems: list[Problem]) -> Iterator[None]:
+    """Make a problem of a bad record met inside."""
+    try:
+        yield
+    except BadRecord as error:
+        problems.append(problem_of(conversation.id, error))
 
 
 def problem_of(conversation_id: str, error: BadRecord) -> Problem:
@@ -166,65 +183,30 @@ def problem_of(conversation_id: str, error: BadRecord) -> Problem:
     return error.at(file, int(line))
 
 
-def _questions(messages: list[Message]) -> list[list[Message]]:
-    """Split into what precedes each answer; answers themselves are left out."""
-    if any(message["role"] == "tool" for message in messages):
-        raise BadRecord("tools", "a tool turn answers a call of the old answer and cannot follow a new one")
-    groups: list[list[Message]] = [[]]
-    for message in messages:
-        if message["role"] != "assistant":
-            groups[-1].append(message)
-        elif any(earlier["role"] == "user" for earlier in groups[-1]):
-            groups.append([])
-    return [group for group in groups if any(message["role"] == "user" for message in group)]
-
-
-def _ask(one: _Dialogue, speaker: Speaker, max_prompt: int) -> None:
-    one.said = [*one.said, *one.ahead.pop(0)]
-    one.prompt = speaker.prompt_of(one.said)
-    if max_prompt and len(one.prompt) > max_prompt:
-        raise BadRecord(
-            "too long",
-            f"a prompt of {len(one.prompt):,} tokens leaves no room to answer; the limit is {max_prompt:,}",
-        )
-
-
-def _answer(
-    dialogues: list[_Dialogue],
+def _answers(
+    prompts: list[list[int]],
     speaker: Speaker,
     answers: AnswerFile,
     batch: int,
     on_answers: Callable[[int], None] | None,
-) -> None:
-    keys = {id(one): answers.key(one.prompt) for one in dialogues}
+) -> list[list[int]]:
+    """Return the answer to each prompt, generating and storing those that are not on disk."""
+    keys = [answers.key(prompt) for prompt in prompts]
     missing: dict[bytes, list[int]] = {}
-    for one in dialogues:
-        if keys[id(one)] in answers:
+    for key, prompt in zip(keys, prompts, strict=True):
+        if key in answers:
             answers.reused += 1
         else:
-            missing.setdefault(keys[id(one)], one.prompt)
+            missing.setdefault(key, prompt)
     for group in _groups(sorted(missing.items(), key=lambda item: len(item[1])), batch):
         new = speaker.generate([prompt for _, prompt in group])
         for (key, _), answer in zip(group, new, strict=True):
             answers.put(key, answer)
         if on_answers is not None:
             on_answers(len(group))
-    for one in dialogues:
-        one.answer = answers.get(keys[id(one)])
-        one.said = [*one.said, {"role": "assistant", "content": speaker.text_of(one.answer)}]
+    return [answers.get(key) for key in keys]
 
 
 def _groups(items: list, size: int) -> Iterator[list]:
     for start in range(0, len(items), size):
         yield items[start : start + size]
-
-
-def _finished(one: _Dialogue, speaker: Speaker) -> Answered:
-    """Mask the last answer by its own tokens, earlier ones where the template shows them at the prompt's
-    start."""
-    earlier, mask = speaker.masked(one.said[:-1])
-    if one.prompt[: len(earlier)] != earlier:
-        mask = []
-    mask = [*mask, *[0] * (len(one.prompt) - len(mask)), *[1] * len(one.answer)]
-    cut = not one.answer or one.answer[-1] not in speaker.stop_ids
-    return Answered(one.conversation.id, one.conversation.source, [*one.prompt, *one.answer], mask, cut)

@@ -84,16 +84,14 @@ def render(
     template refuses the conversation, does not show an assistant turn or its tool calls, or when a content
     spells a control token.
     """
-    chat = _Chat(tokenizer, template_of(tokenizer), tuple(tools), thinking, date)
+    chat = _chat(tokenizer, tools=tools, thinking=thinking, date=date)
     shown, notes = _shown(chat, messages)
     text = chat.text(shown)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = cast(list[int], encoded["input_ids"])
     offsets = cast(list[tuple[int, int]], encoded["offset_mapping"])
     mask = [0] * len(ids)
-    end = 0
-    for turn in (i for i, message in enumerate(shown) if message["role"] == "assistant"):
-        start, end, altered = _turn_span(chat, shown, turn, text, end)
+    for start, end, altered in _turn_spans(chat, shown, text):
         if altered:
             notes.append("earlier turn shown otherwise")
         first, last = _closed(chat, text, ids, offsets, start, end)
@@ -114,16 +112,71 @@ def render_prompt(
     """Return the ids of `messages` followed by the template's opening of an assistant turn; options and
     errors are `render`'s.
     """
-    chat = _Chat(tokenizer, template_of(tokenizer), tuple(tools), thinking, date)
+    chat = _chat(tokenizer, tools=tools, thinking=thinking, date=date)
     shown, _ = _shown(chat, messages, prompt=True)
     return _encode(tokenizer, chat.text(shown, prompt=True))
+
+
+def render_after(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
+    """Return the ids of `render_prompt` from where the last assistant turn, with its closing token, ends."""
+    chat = _chat(tokenizer, **options)
+    shown, _ = _shown(chat, messages, prompt=True)
+    text = chat.text(shown, prompt=True)
+    *_, (start, end, _) = _turn_spans(chat, shown, text)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids = cast(list[int], encoded["input_ids"])
+    _, last = _closed(chat, text, ids, cast(list[tuple[int, int]], encoded["offset_mapping"]), start, end)
+    return ids[last:]
+
+
+def answer_message(tokenizer: Tokenizer, text: str, **options: Any) -> Message:
+    """Return the message that an answer is which reads `text`: content, and thinking where the template has a
+    place for it and the text has its brackets.
+    """
+    for before, between in _frames(_chat(tokenizer, **options).plain()):
+        if not text.startswith(before.strip()):
+            continue
+        rest = text.removeprefix(before if text.startswith(before) else before.strip())
+        if not between:
+            return {"role": "assistant", "content": rest}
+        thought, found, content = rest.partition(between if between in rest else between.strip())
+        if found:
+            return {"role": "assistant", "content": content, "reasoning_content": thought}
+    return {"role": "assistant", "content": text}
+
+
+@functools.lru_cache(maxsize=16)
+def _frames(chat: _Chat) -> tuple[tuple[str, str], ...]:
+    """Return what a template prints before and between thinking and content, then before content alone."""
+    thought, content = _MARKS
+    frames = []
+    for extra in ({key: thought for key in REASONING}, {}):
+        said = _fitted(chat, [_user("?"), {"role": "assistant", "content": content, **extra}])
+        text = chat.text(said)
+        ((start, end, _),) = _turn_spans(chat, said, text)
+        before, found, rest = text[start:end].partition(thought if extra else content)
+        between = rest.partition(content)[0] if extra else ""
+        if found and (between.strip() if extra else before.strip()):
+            frames.append((before, between))
+    return tuple(frames)
+
+
+def call_opening(tokenizer: Tokenizer, **options: Any) -> str:
+    """Return the last words before a tool's name where the template shows a call of it."""
+    chat = _chat(tokenizer, **options)
+    function = {"name": _MARKS[0], "arguments": {}}
+    call = {"type": "function", "function": function}
+    said = _fitted(chat, [_user("?"), {"role": "assistant", "content": None, "tool_calls": [call]}])
+    text = chat.text(said)
+    ((start, _, _),) = _turn_spans(chat, said, text)
+    return text[start : text.index(_MARKS[0], start)].rpartition("\n")[2]
 
 
 def user_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Return the ids before and after the user's words in a prompt of one user turn: what a conversation
     opens with, and the turn's end with the opening of the assistant's.
     """
-    chat = _Chat(tokenizer, template_of(tokenizer))
+    chat = _chat(tokenizer)
     prompts = [chat.text(_fitted(chat, [_user(mark)]), prompt=True) for mark in _MARKS]
     first, last = _shared(*prompts), _shared(prompts[0][::-1], prompts[1][::-1])
     return _encode(tokenizer, prompts[0][:first]), _encode(tokenizer, prompts[0][len(prompts[0]) - last :])
@@ -133,7 +186,7 @@ def closing_id(tokenizer: Tokenizer, role: str, thinking: bool = False) -> int |
     """Return the special token with which the template ends a turn of `role`, or None if it ends turns in
     text.
     """
-    chat = _Chat(tokenizer, template_of(tokenizer), thinking=thinking)
+    chat = _chat(tokenizer, thinking=thinking)
     if role == "assistant":
         return next(iter(_closers(chat)), None)
     text = chat.text(_fitted(chat, [_user(_MARKS[0])]))
@@ -185,6 +238,12 @@ class _Chat:
     def text(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         """Return what the template prints, with the opening of an answer for a `prompt`."""
         return str(self.apply(messages, tokenize=False, add_generation_prompt=prompt))
+
+
+def _chat(
+    tokenizer: Tokenizer, *, tools: Sequence[Mapping] = (), thinking: bool = False, date: str = DATE
+) -> _Chat:
+    return _Chat(tokenizer, template_of(tokenizer), tuple(tools), thinking, date)
 
 
 @functools.lru_cache(maxsize=16)
@@ -374,6 +433,14 @@ def _with_content(message: Message, text: str) -> Message:
 def _content(message: Message) -> str:
     content = message["content"]
     return content[0]["text"] if isinstance(content, list) else content or ""
+
+
+def _turn_spans(chat: _Chat, messages: list[Message], text: str) -> Iterator[tuple[int, int, bool]]:
+    """Yield `_turn_span` of every assistant turn."""
+    end = 0
+    for turn in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
+        start, end, altered = _turn_span(chat, messages, turn, text, end)
+        yield start, end, altered
 
 
 def _turn_span(chat: _Chat, messages: list[Message], turn: int, text: str, low: int) -> tuple[int, int, bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from dflash_lab.workbench.progress import ProgressCallback
@@ -27,6 +27,8 @@ class Preparation:
         # Conversations that never became a sample, and notes on those that did.
         self.unfit: list[Problem] = []
         self.conversations = self.cut = self.truncated = self.generated = self.reused = 0
+        self.kinds: Counter[str] = Counter()  # conversations read with reasoning, tools, several turns
+        self.noted: dict[tuple[str, str], list[int]] = {}  # file, kind -> first line, number
 
     def rendered(self, tokenizer: Any) -> Iterator[Sample]:
         """Render conversations as they are."""
@@ -36,8 +38,9 @@ class Preparation:
 
         for one in self._read():
             try:
-                ids, mask = rendered(tokenizer, one.messages, self.params.thinking)
-                yield self._sample(one.id, one.source, ids, mask)
+                found = rendered(tokenizer, one, self.params.thinking, self.params.date)
+                yield self._sample(one.id, one.source, found.input_ids, found.loss_mask)
+                self._note(one.id, found.notes)
             except BadRecord as error:
                 self.unfit.append(problem_of(one.id, error))
 
@@ -55,6 +58,7 @@ class Preparation:
         speaker = speaker_of(
             target,
             thinking=params.thinking,
+            date=params.date,
             temperature=temperature,
             max_new_tokens=params.max_new_tokens,
             batch=params.batch_size,
@@ -62,7 +66,7 @@ class Preparation:
         )
         answers = AnswerFile(params.folder / "answers.jsonl", speaker.settings)
 
-        def told(count: int) -> None:
+        def generated(count: int) -> None:
             self.generated += count
             self.report("answers", self.generated, 0, reused=answers.reused)
 
@@ -73,14 +77,16 @@ class Preparation:
             self.unfit,
             batch=params.batch_size or usual_batch(target),
             max_prompt=params.max_length - params.max_new_tokens if params.max_length else 0,
-            on_answers=told,
+            on_answers=generated,
         ):
             self.cut += one.cut
             self.reused = answers.reused
+            told = one.conversation
             try:
-                yield self._sample(one.id, one.source, one.input_ids, one.loss_mask)
+                yield self._sample(told.id, told.source, one.input_ids, one.loss_mask)
+                self._note(told.id, one.notes)
             except BadRecord as error:
-                self.unfit.append(problem_of(one.id, error))
+                self.unfit.append(problem_of(told.id, error))
 
     def _read(self) -> Iterator[Conversation]:
         """Read the input, reporting now and then."""
@@ -95,6 +101,7 @@ class Preparation:
         )
         for conversation in itertools.islice(found, self.params.limit or None):
             self.conversations += 1
+            self._count(conversation)
             if self.conversations % 256 == 0:
                 self.report("conversations", self.conversations, self.params.limit, problems=len(self.unread))
             yield conversation
@@ -144,6 +151,34 @@ class Preparation:
             self.truncated += 1
         return Sample(name, np.asarray(kept), np.asarray(kept_mask), source)
 
+    def _count(self, one: Conversation) -> None:
+        answers = [message for message in one.messages if message["role"] == "assistant"]
+        self.kinds["with_reasoning"] += any("reasoning_content" in message for message in answers)
+        self.kinds["with_tools"] += bool(one.tools) or any("tool_calls" in message for message in answers)
+        self.kinds["with_several_turns"] += len(answers) > 1
+
+    def _note(self, name: str, kinds: Iterable[str]) -> None:
+        """Count what the template does not show as it was given; a record has a line of its own for none."""
+        file, _, line = name.rpartition(":")
+        for kind in kinds:
+            self.noted.setdefault((file, kind), [int(line), 0])[1] += 1
+
+    def _noted_by_kind(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for (_, kind), (_, count) in self.noted.items():
+            found[kind] += count
+        return found
+
+    def problems(self) -> list[Problem]:
+        """Return all problems, and a note on each kind of thing not shown as it was given, by file."""
+        from dflash_lab.data.problems import Problem
+
+        notes = [
+            Problem(file, line, f"{count:,} conversations, of which this is the first", kind, records=0)
+            for (file, kind), (line, count) in self.noted.items()
+        ]
+        return [*self.unread, *self.unfit, *notes]
+
     def figures(self, report: WriteReport) -> dict[str, Any]:
         """Return the headline figures; every kind of problem that lost records has its own."""
         by_kind: Counter[str] = Counter()
@@ -162,6 +197,12 @@ class Preparation:
             "answer_tokens_pct": 100 * report.answer_tokens / max(report.tokens, 1),
             "mean_tokens": report.tokens / max(report.stored, 1),
             "longest_tokens": report.longest,
+            **{name: self.kinds[name] for name in ("with_reasoning", "with_tools", "with_several_turns")},
+            "forged_tokens": by_kind["control tokens"],
+            **{
+                f"noted_{kind.replace(' ', '_')}": number
+                for kind, number in sorted(self._noted_by_kind().items())
+            },
             "answers_generated": self.generated,
             "answers_reused": self.reused,
             "answers_cut": self.cut,

@@ -5,8 +5,10 @@ Prompts and answers are appended to files as they come, so that a stopped `prepa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,46 +17,90 @@ from dflash_lab.file_errors import naming
 from dflash_lab.workbench.progress import ProgressCallback
 
 if TYPE_CHECKING:
-    from dflash_lab.data.conversations import Message
+    from dflash_lab.data.conversations import Conversation
     from dflash_lab.data.regenerate import Speaker
+    from dflash_lab.target.dialogue import Dialogue
     from dflash_lab.target.model import Target
+    from dflash_lab.target.template import Rendered
 
 logger = logging.getLogger(__name__)
 _EXTRA_ROUNDS = 8  # of drawing prompts again where the target repeated itself
 
 
-def rendered(tokenizer: Any, messages: list[Message], thinking: bool) -> tuple[list[int], list[int]]:
-    """Return ids [L] and assistant mask [L]; `BadRecord` when the template refuses."""
+def rendered(tokenizer: Any, conversation: Conversation, thinking: bool, date: str) -> Rendered:
+    """Return ids and assistant mask; `BadRecord` when the template refuses."""
+    from dflash_lab.target.template import render
+
+    with _bad_record():
+        return render(
+            tokenizer, conversation.messages, tools=conversation.tools, thinking=thinking, date=date
+        )
+
+
+@contextlib.contextmanager
+def _bad_record() -> Iterator[None]:
+    """Turn a template's refusal into a record that cannot be used."""
     from dflash_lab.data.problems import BadRecord
-    from dflash_lab.target.template import TemplateFailure, render
+    from dflash_lab.target.template import TemplateFailure
 
     try:
-        found = render(tokenizer, messages, thinking=thinking)
+        yield
     except TemplateFailure as error:
-        raise BadRecord("template", str(error)) from error
-    return found.input_ids, found.loss_mask
+        raise BadRecord(error.kind, str(error)) from error
+
+
+class _Asked:
+    """A dialogue whose refusals are bad records."""
+
+    def __init__(self, dialogue: Dialogue) -> None:
+        self.dialogue = dialogue
+        self.notes = dialogue.notes
+
+    def prompt(self) -> list[int] | None:
+        with _bad_record():
+            return self.dialogue.prompt()
+
+    def answer(self, tokens: list[int]) -> None:
+        with _bad_record():
+            self.dialogue.answer(tokens)
+
+    def finished(self) -> tuple[list[int], list[int], bool]:
+        with _bad_record():
+            return self.dialogue.finished()
 
 
 def speaker_of(
-    target: Target, *, thinking: bool, temperature: float, max_new_tokens: int, batch: int, seed: int
+    target: Target,
+    *,
+    thinking: bool,
+    date: str,
+    temperature: float,
+    max_new_tokens: int,
+    batch: int,
+    seed: int,
 ) -> Speaker:
     """Return the functions of `target`; each batch of answers has its own seed, made from the prompts in
     it."""
     import numpy as np
     import xxhash
 
-    from dflash_lab.data.problems import BadRecord
     from dflash_lab.data.regenerate import Speaker
+    from dflash_lab.target.dialogue import Dialogue
     from dflash_lab.target.generation import generate
-    from dflash_lab.target.template import TemplateFailure, render_prompt
 
-    tokenizer, stop_ids = target.tokenizer, frozenset(target.stop_ids)
+    stop_ids = frozenset(target.stop_ids)
 
-    def prompt_of(messages: list[Message]) -> list[int]:
-        try:
-            return render_prompt(tokenizer, messages, thinking=thinking)
-        except TemplateFailure as error:
-            raise BadRecord("template", str(error)) from error
+    def ask(conversation: Conversation) -> _Asked:
+        return _Asked(
+            Dialogue(
+                target.tokenizer,
+                conversation.messages,
+                tools=conversation.tools,
+                thinking=thinking,
+                date=date,
+                stop_ids=stop_ids,
+            )
+        )
 
     def answers_to(prompts: list[list[int]]) -> list[list[int]]:
         digest = xxhash.xxh3_64(
@@ -69,9 +115,6 @@ def speaker_of(
             batch=batch,
         )
 
-    def text_of(answer: list[int]) -> str:
-        return str(tokenizer.decode(answer[:-1] if answer and answer[-1] in stop_ids else answer))
-
     settings = {
         "target": target.identity,
         "dtype": str(target.dtype),
@@ -80,14 +123,7 @@ def speaker_of(
         "max_new_tokens": max_new_tokens,
         "seed": seed if temperature else 0,
     }
-    return Speaker(
-        prompt_of=prompt_of,
-        masked=lambda messages: rendered(tokenizer, messages, thinking),
-        generate=answers_to,
-        text_of=text_of,
-        stop_ids=stop_ids,
-        settings=json.dumps(settings, sort_keys=True),
-    )
+    return Speaker(ask=ask, generate=answers_to, settings=json.dumps(settings, sort_keys=True))
 
 
 def own_prompts(

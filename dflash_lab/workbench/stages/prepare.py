@@ -7,6 +7,7 @@ fails.
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import logging
 import os
@@ -45,6 +46,7 @@ class PrepareParams(StageParams):
     limit: int = param(0, "conversations to read; 0: all", low=0)
     max_record_mib: int = param(64, "largest input record", unit="MiB", low=1, high=2**16)
     thinking: bool = param(False, "render with thinking on, for templates that know it")
+    date: str = param("2026-01-01", "what templates that print a date print as today, year-month-day")
     max_length: int = param(4096, "longest sample; 0: no limit", unit="tokens", low=0)
     over_long: str = param("drop", "what happens to longer ones", choices=("drop", "truncate"))
     heldout_fraction: float = param(0.1, "share kept apart for measuring, by content hash", low=0.0, high=0.9)
@@ -63,6 +65,7 @@ class PrepareParams(StageParams):
         return self.run_folder / "samples.parquet"
 
     def check(self) -> None:
+        self.require(_is_day(self.date), "date", "give year-month-day, such as 2026-01-01")
         self.require(bool(self.input) or self.self_prompts > 0, "input", "give one, or self_prompts above 0")
         why = too_wide(self.input) if os.path.isdir(os.path.expanduser(self.input)) else ""
         self.require(not why, "input", why)
@@ -89,6 +92,13 @@ class PrepareParams(StageParams):
         made = self.samples_path.with_suffix(".json")
         record = read_json(made) if made.exists() else {}
         return [self.samples_path] if isinstance(record, dict) and "merged" in record else []
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return bool(datetime.date.fromisoformat(text))
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -145,6 +155,7 @@ def run_prepare(params: PrepareParams, progress: ProgressCallback | None = None)
     from dflash_lab.provenance import provenance
     from dflash_lab.target.identity import template_hash, tokenizer_hash
     from dflash_lab.target.sources import load_tokenizer
+    from dflash_lab.target.template import MASK_RULES
     from dflash_lab.workbench.preparation import Preparation
 
     work = Preparation(params, progress or (lambda *args, **fields: None))
@@ -154,6 +165,8 @@ def run_prepare(params: PrepareParams, progress: ProgressCallback | None = None)
         "tokenizer_hash": tokenizer_hash(tokenizer),
         "template_hash": template_hash(tokenizer),
         "thinking": params.thinking,
+        "date": params.date,
+        "mask_rules": MASK_RULES,
         "parameters": params.as_dict(),
         **provenance(),
     }
@@ -167,10 +180,10 @@ def run_prepare(params: PrepareParams, progress: ProgressCallback | None = None)
             f"{unaccounted} of {figures['samples_in']} records are unaccounted for: a bug in prepare"
         )
     if not report.stored:
-        raise NothingStored(params.input or "self_prompts", [*work.unread, *work.unfit])
+        raise NothingStored(params.input or "self_prompts", work.problems())
     if params.heldout_fraction and not 0 < report.heldout < report.stored:
         log.warning("%d of %d samples are held out: too few samples to split", report.heldout, report.stored)
-    problems = _problem_table([*work.unread, *work.unfit])
+    problems = _problem_table(work.problems())
     return PrepareResult(figures, problems, _previews(staged, tokenizer))
 
 
