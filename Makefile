@@ -11,7 +11,7 @@ DEVICE ?= cpu
 CLAIMS ?= planning extraction memory loss training acceptance
 PYTEST_ARGS ?=
 # Released packages that our checkpoints are tested in. Their pins would rule ours: they lie apart, without their needs.
-CLIENTS := dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0 loguru pydantic-settings
+CLIENTS := trl==1.16.0 dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0 loguru pydantic-settings
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1

@@ -88,3 +88,8 @@ class Answers:
             return {name: prompts[number].source for name, number in zip(names, plain.prompt, strict=True)}
         known = scan_samples(self._params.samples_path).select("content_hash", "source").collect()
         return dict(known.iter_rows())
+
+    def date(self) -> str:
+        """Return the day that the samples' template printed as today; empty if none is recorded."""
+        samples = self._params.samples_path
+        return str(read_provenance(samples).get("date", "")) if provenance_path(samples).exists() else ""

@@ -65,7 +65,11 @@ class Evaluator:
         self.answers = Answers(params, self.target, self.drafter.config.tap_ids)
         self.rendered = causes.template(self.target, *self.answers.made_by())
         available = load_prompts(
-            params.prompts, params.samples_path, lambda: self.target.tokenizer, thinking=params.thinking
+            params.prompts,
+            params.samples_path,
+            lambda: self.target.tokenizer,
+            thinking=params.thinking,
+            date=self.answers.date(),
         )
         self.prompts = choose(available, params.num_prompts, params.seed)
         source = params.samples_path if params.prompts == "heldout" else params.prompts
@@ -140,8 +144,8 @@ class Evaluator:
         def one(ids: Sequence[int], count: int, tick: Callable[[int], None]) -> Decoded:
             return answer(ids, max_new_tokens=count, on_round=tick)
 
-        many = any(len(prompt.turns) > 1 for prompt in self.prompts)
-        follow = next_turn(self.target, self.params.thinking) if many else None
+        many = any(prompt.several for prompt in self.prompts)
+        follow = next_turn(self.target, self.params.thinking, self.answers.date()) if many else None
         study = run_study(
             method, self.prompts, one, max_new_tokens=limit, follow=follow, progress=self.progress
         )

@@ -1,12 +1,13 @@
 """What to decode: held-out samples of a run, HumanEval, or any JSONL file of the usual benchmark styles.
 
-A file's style is told from its fields (see `STYLES`), each record becomes user turns, and the target's own
-chat template makes token ids of them. Subsets are drawn with a seed and a prompt set splits into a dev part,
-on which a tree budget may be chosen, and a test part, on which it is reported.
+A file's style is told from its fields (see `STYLES`), each record becomes a conversation, and the target's
+own chat template makes token ids of it. Subsets are drawn with a seed and a prompt set splits into a dev
+part, on which a tree budget may be chosen, and a test part, on which it is reported.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import importlib.util
 import json
@@ -20,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
-from dflash_lab.data.problems import storable
+from dflash_lab.data.conversations import Message, to_messages, tools_of
+from dflash_lab.data.problems import BadRecord, storable
 from dflash_lab.data.sample_checks import checked
 from dflash_lab.data.samples import SCHEMA, reading_samples, scan_samples
 from dflash_lab.errors import InputError
@@ -28,6 +30,8 @@ from dflash_lab.file_errors import naming
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from dflash_lab.target.dialogue import Dialogue
 
 
 LONGEST_LABEL = 200  # characters of a record's id and kind
@@ -38,8 +42,8 @@ class Prompt:
     """One thing to answer: token ids up to where the answer starts; the stored `answer`, if there is one, for
     its length.
 
-    `later_turns` are user turns still to come; each is asked after the model's own answer to the one before
-    (MT-Bench).
+    `messages` and `tools` are the record's, where the prompt is of a file: what is still to be asked comes
+    after the model's own answers to what came before (MT-Bench, conversations of several turns).
     """
 
     id: str
@@ -47,7 +51,21 @@ class Prompt:
     source: str
     answer: tuple[int, ...] = ()
     hash: str = ""
-    turns: tuple[str, ...] = ()
+    messages: tuple[Message, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def several(self) -> bool:
+        """Whether more than one answer is to be given."""
+        asked = answered = False
+        for message in self.messages:
+            if message["role"] == "assistant":
+                answered = asked
+            elif message["role"] != "system":
+                if answered:
+                    return True
+                asked = True
+        return False
 
 
 def heldout_prompts(samples: Path | str, *, split: str = "heldout") -> list[Prompt]:
@@ -87,20 +105,43 @@ def check_vocabulary(prompts: Sequence[Prompt], size: int, source: str) -> None:
             )
 
 
-def _math(record: dict[str, Any], field: str) -> list[str]:
+Asked = tuple[list[Message], list[dict[str, Any]]]  # a conversation and its tools
+
+
+def _question(text: Any) -> Asked:
+    return [{"role": "user", "content": _text(text)}], []
+
+
+def _math(record: dict[str, Any], field: str) -> Asked:
     task = "Please reason step by step, and put your final answer within \\boxed{}."
-    return [f"{_text(record[field])}\n{task}"]
+    return _question(f"{_text(record[field])}\n{task}")
 
 
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
+def _turns(record: dict[str, Any]) -> Asked:
+    """User turns, with a place for an answer after each."""
+    if not isinstance(record["turns"], list):
         raise TypeError("no list")
-    return value
+    messages: list[Message] = []
+    for turn in record["turns"]:
+        messages += [{"role": "user", "content": _text(turn)}, {"role": "assistant", "content": ""}]
+    return messages, []
 
 
-def _humaneval(record: dict[str, Any]) -> list[str]:
+def _humaneval(record: dict[str, Any]) -> Asked:
     task = "Write a solution to the following problem and make sure that it passes the tests:"
-    return [task + "\n```python\n" + _text(record["prompt"]) + "\n```"]
+    return _question(task + "\n```python\n" + _text(record["prompt"]) + "\n```")
+
+
+def _conversation(record: dict[str, Any]) -> Asked:
+    """The whole record: system turn, tools and results of tools stay, answers are given anew."""
+    try:
+        messages, tools = to_messages(record), tools_of(record)
+    except BadRecord as error:
+        raise _NoText(str(error)) from None
+    for message in messages:
+        if message["role"] == "user":
+            _text(message["content"])
+    return messages, tools
 
 
 def _text(value: Any) -> str:
@@ -116,28 +157,24 @@ class _NoText(ValueError):
     """What is wrong with a user turn."""
 
 
-# style -> (fields that tell it, user turns of a record); the first style whose fields are all there is taken.
-# The wordings are those of the published DFlash protocol, so that numbers can be compared.
-STYLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], list[str]]]] = {
+# style -> (fields that tell it, conversation of a record); the first whose fields are all there is taken. The
+# wordings are those of the published DFlash protocol, so that numbers can be compared.
+STYLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], Asked]]] = {
     "humaneval": (("task_id", "prompt", "entry_point"), _humaneval),
-    "mt_bench": (("turns",), lambda record: _list(record["turns"])),
+    "mt_bench": (("turns",), _turns),
     "gsm8k": (("question", "answer"), lambda record: _math(record, "question")),
     "math500": (("problem",), lambda record: _math(record, "problem")),
-    "messages": (
-        ("messages",),
-        lambda record: [m["content"] for m in record["messages"] if m["role"] == "user"],
-    ),
-    "plain": (("prompt",), lambda record: [record["prompt"]]),
+    "messages": (("messages",), _conversation),
+    "plain": (("prompt",), lambda record: _question(record["prompt"])),
 }
 
 
 def file_prompts(
-    path: Path | str, tokenizer: PreTrainedTokenizerBase, *, thinking: bool = False
+    path: Path | str, tokenizer: PreTrainedTokenizerBase, *, thinking: bool = False, date: str = ""
 ) -> list[Prompt]:
     """Read a ``.jsonl`` or ``.jsonl.gz`` file of benchmark records; `InputError` names the line that cannot
-    be read."""
-    from dflash_lab.target.template import render_prompt
-
+    be read, or that the template refuses. `date` is what templates print as today (as `prepare` has it).
+    """
     path = Path(path)
     if not path.is_file():
         raise InputError(
@@ -147,14 +184,37 @@ def file_prompts(
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
-        turns, name, kind = _turns(f"{path}:{number}", line)
-        ids = render_prompt(tokenizer, [{"role": "user", "content": turns[0]}], thinking=thinking)
+        (messages, tools), name, kind = _asked(f"{path}:{number}", line)
         source = path.name.removesuffix(".gz").removesuffix(".jsonl")
         source = f"{source}: {kind}" if kind else source
-        prompts.append(Prompt(name or f"{path.name}:{number}", tuple(ids), source, turns=tuple(turns)))
+        prompt = Prompt(
+            name or f"{path.name}:{number}", (), source, messages=tuple(messages), tools=tuple(tools)
+        )
+        try:
+            ids = dialogue_of(prompt, tokenizer, thinking=thinking, date=date).prompt()
+        except InputError as error:
+            raise InputError(f"{path}:{number}: {error}") from error
+        if ids is None:
+            raise InputError(f"{path}:{number}: messages: no user turn with text in it.")
+        prompts.append(dataclasses.replace(prompt, input_ids=tuple(ids)))
     if not prompts:
         raise InputError(f"{path}: no record in it.")
     return prompts
+
+
+def dialogue_of(
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    stop_ids: frozenset[int] = frozenset(),
+    **options: Any,
+) -> Dialogue:
+    """Return the conversation of a prompt from a file, to be answered; options are `Dialogue`'s."""
+    from dflash_lab.target.dialogue import Dialogue
+    from dflash_lab.target.template import DATE
+
+    options["date"] = options.get("date") or DATE
+    return Dialogue(tokenizer, prompt.messages, tools=prompt.tools, stop_ids=stop_ids, **options)
 
 
 def _lines(path: Path) -> list[bytes]:
@@ -171,8 +231,8 @@ def _fault(error: Exception) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else getattr(error, "msg", str(error))
 
 
-def _turns(where: str, line: bytes) -> tuple[list[str], str, str]:
-    """Return the user turns of one record, its id, and what kind of question it says it is (MT-Bench's
+def _asked(where: str, line: bytes) -> tuple[Asked, str, str]:
+    """Return the conversation of one record, its id, and what kind of question it says it is (MT-Bench's
     category, MATH's subject).
     """
     try:
@@ -183,19 +243,18 @@ def _turns(where: str, line: bytes) -> tuple[list[str], str, str]:
         raise InputError(f"{where}: not valid JSON ({_fault(error)}).") from error
     if not isinstance(record, dict):
         raise InputError(f"{where}: expected an object, found {type(record).__name__}.")
-    for fields, turns_of in STYLES.values():
+    for fields, conversation_of in STYLES.values():
         if all(field in record for field in fields):
             try:
-                turns = turns_of(record)
-                if not turns:
+                asked = conversation_of(record)
+                if not asked[0]:
                     raise _NoText("no user turn with text in it.")
-                turns = [_text(turn) for turn in turns]
             except _NoText as error:
                 raise InputError(f"{where}: {', '.join(fields)}: {error}") from None
             except (TypeError, KeyError, AttributeError) as error:
                 raise InputError(f"{where}: {', '.join(fields)} is not of the kind expected.") from error
             name = _label(record, "task_id", "question_id", "unique_id", "id")
-            return turns, name, _label(record, "category", "subject")
+            return asked, name, _label(record, "category", "subject")
     known = "; ".join(f"{name}: {', '.join(fields)}" for name, (fields, _) in STYLES.items())
     raise InputError(f"{where}: no known style has the fields {sorted(record)[:12]}. Known styles: {known}.")
 
@@ -226,12 +285,14 @@ def load_prompts(
     tokenizer: Callable[[], PreTrainedTokenizerBase],
     *,
     thinking: bool = False,
+    date: str = "",
 ) -> list[Prompt]:
     """Return all prompts of `which`: ``heldout`` (of the samples file), ``humaneval``, or the path of a JSONL
     file."""
     if which == "heldout":
         return heldout_prompts(samples)
-    return file_prompts(humaneval_file() if which == "humaneval" else which, tokenizer(), thinking=thinking)
+    path = humaneval_file() if which == "humaneval" else which
+    return file_prompts(path, tokenizer(), thinking=thinking, date=date)
 
 
 def choose(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:

@@ -19,7 +19,7 @@ import torch
 from dflash_lab.acceptance.clock import PHASES
 from dflash_lab.acceptance.decode import Decoded
 from dflash_lab.acceptance.offline_report import OfflineReport
-from dflash_lab.acceptance.prompts import Prompt
+from dflash_lab.acceptance.prompts import Prompt, dialogue_of
 from dflash_lab.acceptance.tau import Tau, summarize
 from dflash_lab.target.model import Target
 
@@ -96,20 +96,20 @@ def run_study(
     return study
 
 
-def next_turn(target: Target, thinking: bool) -> Callable[[Prompt, list[list[int]]], list[int] | None]:
+def next_turn(
+    target: Target, thinking: bool, date: str = ""
+) -> Callable[[Prompt, list[list[int]]], list[int] | None]:
     """Return the `follow` of `run_study` for prompts of several turns: the model's own answers go into the
     dialogue."""
-    from dflash_lab.target.template import render_prompt
 
     def follow(prompt: Prompt, given: list[list[int]]) -> list[int] | None:
-        if len(given) >= len(prompt.turns):
-            return None
-        messages = []
-        for turn, tokens in zip(prompt.turns, given):
-            reply = str(target.tokenizer.decode(tokens, skip_special_tokens=True))
-            messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": reply}]
-        messages.append({"role": "user", "content": prompt.turns[len(given)]})
-        return render_prompt(target.tokenizer, messages, thinking=thinking)
+        stop_ids = frozenset(target.stop_ids)
+        dialogue = dialogue_of(prompt, target.tokenizer, thinking=thinking, date=date, stop_ids=stop_ids)
+        ids = dialogue.prompt()
+        for tokens in given:
+            dialogue.answer(tokens)
+            ids = dialogue.prompt()
+        return ids
 
     return follow
 

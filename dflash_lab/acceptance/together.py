@@ -29,7 +29,7 @@ def run_together(
     `options` are those of `decode_batch`. An answer is never longer than a stored one. Raises `InputError`
     for prompts of several turns, whose next turn depends on the answer before.
     """
-    several = next((prompt.id for prompt in prompts if len(prompt.turns) > 1), None)
+    several = next((prompt.id for prompt in prompts if prompt.several), None)
     if several is not None:
         raise InputError(
             f"batch {batch}: prompt {several} has several turns; set batch to 1 for such prompts."

@@ -93,7 +93,7 @@ def render(
     mask = [0] * len(ids)
     for start, end, altered in _turn_spans(chat, shown, text):
         if altered:
-            notes.append("earlier turn shown otherwise")
+            notes.append("turn shown otherwise")
         first, last = _closed(chat, text, ids, offsets, start, end)
         mask[first:last] = [1] * (last - first)
     if any(mask) and _GENERATION.search(chat.template):
@@ -469,7 +469,7 @@ def _turn_span(chat: _Chat, messages: list[Message], turn: int, text: str, low: 
             end = _without_opening(chat, text, end + _agreed(text[end:], _after_mark(chat, marked)), end)
     if prompt is not None and not exact:
         return _opened(chat, prompt, text, low, content), end, True
-    return (start if exact else content), end, not last
+    return (start if exact else _with_blank(text, content)), end, not last
 
 
 def _after_mark(chat: _Chat, messages: list[Message]) -> str:
@@ -529,7 +529,7 @@ def _opened(chat: _Chat, prompt: str, text: str, low: int, content: int) -> int:
     """
     opening = _opening(chat.plain())
     if not opening or not prompt.endswith(opening):
-        return content
+        return _with_blank(text, content)
     agreed = _agreed(prompt, text)
     if agreed > len(prompt) - len(opening):
         return max(low, min(content, agreed))
@@ -538,7 +538,12 @@ def _opened(chat: _Chat, prompt: str, text: str, low: int, content: int) -> int:
         place = text.rfind(opening[:n], low, content)
         if place >= 0:
             return place + _agreed(opening, text[place:])
-    return content
+    return _with_blank(text, content)
+
+
+def _with_blank(text: str, start: int) -> int:
+    """Return where an answer begins that nothing opens: with the blank before it, as words' tokens have."""
+    return start - 1 if text[start - 1 : start] == " " else start
 
 
 def _agreed(a: str, b: str) -> int:

@@ -49,7 +49,7 @@ def _bad_record() -> Iterator[None]:
         raise BadRecord(error.kind, str(error)) from error
 
 
-class _Asked:
+class AskedRecord:
     """A dialogue whose refusals are bad records."""
 
     def __init__(self, dialogue: Dialogue) -> None:
@@ -90,8 +90,8 @@ def speaker_of(
 
     stop_ids = frozenset(target.stop_ids)
 
-    def ask(conversation: Conversation) -> _Asked:
-        return _Asked(
+    def ask(conversation: Conversation) -> AskedRecord:
+        return AskedRecord(
             Dialogue(
                 target.tokenizer,
                 conversation.messages,

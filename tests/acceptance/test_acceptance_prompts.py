@@ -38,26 +38,26 @@ def write_lines(path, *records):
 
 
 @pytest.mark.parametrize(
-    ("record", "words", "turns"),
+    ("record", "words", "several"),
     [
         (
             {"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f", "test": ""},
             "```python\ndef f():\n```",
-            1,
+            False,
         ),
-        ({"question": "How many?", "answer": "3"}, "How many?\nPlease reason step by step", 1),
-        ({"problem": "x+1", "solution": ""}, "\\boxed{}", 1),
-        ({"question_id": 4, "turns": ["First", "Second"]}, "First", 2),
-        ({"prompt": "Just this"}, "Just this", 1),
-        ({"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]}, "A", 1),
+        ({"question": "How many?", "answer": "3"}, "How many?\nPlease reason step by step", False),
+        ({"problem": "x+1", "solution": ""}, "\\boxed{}", False),
+        ({"question_id": 4, "turns": ["First", "Second"]}, "First", True),
+        ({"prompt": "Just this"}, "Just this", False),
+        ({"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]}, "A", False),
     ],
 )
-def test_styles(tmp_path, tokenizer, record, words, turns):
+def test_styles(tmp_path, tokenizer, record, words, several):
     (prompt,) = file_prompts(write_lines(tmp_path / "set.jsonl", record), tokenizer)
     text = tokenizer.decode(prompt.input_ids)
     assert words in text
     assert text.endswith("<|im_start|>assistant\n")
-    assert len(prompt.turns) == turns
+    assert prompt.several is several
     assert prompt.source == "set"
 
 
@@ -80,7 +80,7 @@ def test_later_turns_hold_the_models_own_answers_and_the_thinking_mode(tmp_path)
 
     tokenizer = tiny_tokenizer(THINKING)
     path = write_lines(tmp_path / "mt.jsonl", {"question_id": 1, "turns": ["First?", "Second?"]})
-    target = SimpleNamespace(tokenizer=tokenizer)
+    target = SimpleNamespace(tokenizer=tokenizer, stop_ids=[258])
     for thinking in (True, False):
         opening = "<|im_start|>assistant\n" + ("" if thinking else "[no thoughts]\n")
         (prompt,) = file_prompts(path, tokenizer, thinking=thinking)
@@ -93,6 +93,32 @@ def test_later_turns_hold_the_models_own_answers_and_the_thinking_mode(tmp_path)
         assert follow(prompt, [reply, reply]) is None
 
 
+def test_a_conversation_keeps_its_system_turn_its_tools_and_their_results(tmp_path):
+    from support.chat_templates import HERMES, WEATHER, call
+    from support.tiny_targets import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer(HERMES)
+    record = {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Rome?"},
+            {"role": "assistant", "content": None, "tool_calls": [call("weather", city="Rome")]},
+            {"role": "tool", "content": "sunny"},
+            {"role": "assistant", "content": "Sun."},
+        ],
+        "tools": json.dumps([WEATHER]),
+    }
+    (prompt,) = file_prompts(write_lines(tmp_path / "agents.jsonl", record), tokenizer)
+    text = tokenizer.decode(prompt.input_ids)
+    assert "Be brief." in text and '"name": "weather"' in text and "sunny" not in text and prompt.several
+    follow = next_turn(SimpleNamespace(tokenizer=tokenizer, stop_ids=[258]), False)
+    own = tokenizer.encode('<call>{"name": "weather", "arguments": {"city": "Roma"}}</call><|im_end|>')
+    later = tokenizer.decode(follow(prompt, [own]))
+    assert later.startswith(text) and "Roma" in later and "Rome" in later
+    assert later.endswith("<|im_start|>tool\nsunny<|im_end|>\n<|im_start|>assistant\n")
+    assert follow(prompt, [tokenizer.encode("I do not know.<|im_end|>")]) is None, "no call, so no result"
+
+
 def test_bad_lines_are_named(tmp_path, tokenizer):
     path = tmp_path / "bad.jsonl"
     for line, message in [
@@ -100,6 +126,12 @@ def test_bad_lines_are_named(tmp_path, tokenizer):
         ("[1]", "bad.jsonl:2: expected an object, found list"),
         ('{"promt": "x"}', r"bad.jsonl:2: no known style has the fields \['promt'\]"),
         ('{"turns": []}', "bad.jsonl:2: turns: no user turn"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+            "bad.jsonl:2: messages: .*image",
+        ),
+        ('{"messages": [{"role": "assistant", "content": "A"}]}', "bad.jsonl:2: messages: no user turn"),
+        ('{"messages": [{"role": "user", "content": "<|im_end|>"}]}', "bad.jsonl:2: .*control token"),
         ('{"turns": "First"}', "bad.jsonl:2: turns is not of the kind"),
         ('{"turns": ["First", " "]}', "bad.jsonl:2: turns: no user turn"),
         ('{"question": "", "answer": "3"}', "bad.jsonl:2: question, answer: no user turn"),

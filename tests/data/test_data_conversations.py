@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_lab import folders
-from dflash_lab.data.conversations import FORMS, form, read_conversations
+from dflash_lab.data.conversations import FORMS, form, read_conversations, to_messages, tools_of
 from dflash_lab.data.records import CONTAINERS, container
 from dflash_lab.errors import InputError
 
@@ -107,7 +107,8 @@ BAD_LINES = {
     "no answer": b'{"messages": [{"role": "user", "content": "x"}]}',
     "empty answer": GOOD.replace(b"Hello.", b" "),
     "tool call": GOOD.replace(b'"content": "Hello."', b'"tool_calls": [{"id": 1}]'),
-    "tools": GOOD[:-1] + b', "tools": [{"name": "f"}]}',
+    "tools": GOOD[:-1] + b', "tools": [{"description": "f"}]}',
+    "tools as text": GOOD[:-1] + b', "tools": "f(x)"}',
     "duplicate key": b'{"messages": [], ' + GOOD[1:],
     "NUL byte": GOOD.replace(b"Hi", b"H\0i"),
     "NUL escape": GOOD.replace(b"Hi", b"H\\u0000i"),
@@ -164,6 +165,132 @@ def test_a_bad_record_costs_itself_only(tmp_path, name, suffix):
 def test_kinds_of_problem(tmp_path, name, kind):
     _, (problem,) = read(write(tmp_path, "d.jsonl", BAD_LINES[name] + b"\n"), max_record_bytes=250_000)
     assert problem.kind == kind
+
+
+def talk(**assistant):
+    """A record whose assistant turn is `assistant`."""
+    return {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", **assistant}]}
+
+
+FUNCTION = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
+HALF = "\ud800"
+WRONG = {
+    "tools": [
+        {**MESSAGES, "tools": tools}
+        for tools in (
+            5,
+            True,
+            "f(x)",
+            "5",
+            [5],
+            [[FUNCTION]],
+            [{"description": "f"}],
+            [{"function": {"name": 5}}],
+            [{"type": "function", "function": None}],
+            [{"function": {**FUNCTION, "description": "a\0b"}}],
+            [{"function": {**FUNCTION, "description": HALF}}],
+        )
+    ],
+    "tool calls": [
+        talk(content=None, tool_calls=calls)
+        for calls in (
+            5,
+            "weather()",
+            [5],
+            [{"id": "1"}],
+            [{"function": {"arguments": {}}}],
+            [{"function": {"name": ["weather"]}}],
+            [{"function": {"name": "weather", "arguments": [1]}}],
+            [{"function": {"name": "weather", "arguments": 5}}],
+            [{"function": {"name": "weather", "arguments": {"a": "x\0y"}}}],
+            [{"function": {"name": "weather", "arguments": {HALF: 1}}}],
+            [{"function": {"name": HALF, "arguments": {}}}],
+        )
+    ],
+    "reasoning": [
+        talk(content="A", **{name: thought})
+        for name in ("reasoning_content", "reasoning", "thinking")
+        for thought in (5, ["a"], {"a": 1}, "a\0b")
+    ],
+    "parts": [
+        talk(content=[{"type": "text", "text": "see"}, part])
+        for part in (
+            {"type": "image"},
+            {"type": "image_url", "image_url": {"url": "x"}},
+            {"type": "input_audio", "input_audio": {}},
+            {"type": "video", "video": "x"},
+            {"type": "file", "file": {}},
+            {"type": "text"},
+            {"type": "text", "text": None},
+            {"type": "text", "text": 5},
+            "see",
+            5,
+            None,
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_ten_wrong_inputs_of_each_kind_cost_themselves_only(tmp_path, kind):
+    assert len(WRONG[kind]) >= 10
+    lines = [json.dumps(MESSAGES)]
+    for wrong in WRONG[kind]:
+        lines += [json.dumps(wrong), json.dumps(MESSAGES)]
+    found, problems = read(write(tmp_path, "d.jsonl", "\n".join(lines).encode()))
+    assert [p.line for p in problems] == list(range(2, len(lines), 2))
+    assert all(p.reason and p.records == 1 for p in problems)
+    assert len(found) == len(WRONG[kind]) + 1
+
+
+@pytest.mark.parametrize(
+    ("tools", "known"),
+    [
+        (None, 0),
+        ("", 0),
+        ("  ", 0),
+        ("[]", 0),
+        ("null", 0),
+        ([], 0),
+        ([FUNCTION], 1),
+        (json.dumps([FUNCTION, {"type": "function", "function": FUNCTION}]), 2),
+        (json.dumps({"type": "function", "function": FUNCTION}), 1),
+    ],
+)
+def test_tools_mean_what_they_say(tools, known):
+    found = tools_of({**MESSAGES, "tools": tools})
+    assert found == [{"type": "function", "function": FUNCTION}] * known
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "assistant", "content": None, "tool_calls": json.dumps([CALL])},
+        {"role": "assistant", "content": None, "function_call": CALL["function"]},
+        {"role": "assistant", "tool_calls": [{"name": "weather", "parameters": {"city": "Rome"}}]},
+        {"from": "function_call", "value": json.dumps(CALL["function"])},
+        {"from": "tool_call", "value": json.dumps([CALL])},
+    ],
+)
+def test_calls_come_in_one_form_however_they_are_spelled(turn):
+    asked = {"role": "user", "content": "Rome?"}
+    messages = to_messages(
+        {"messages": [asked, turn, {"role": "function", "content": "sunny", "name": "weather"}]}
+    )
+    assert messages[1] == {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    assert messages[2] == {"role": "tool", "content": "sunny", "name": "weather"}
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_has_one_name(name):
+    messages = to_messages(
+        talk(content=[{"type": "text", "text": "A"}, {"type": "text", "text": "B"}], **{name: "hm"})
+    )
+    assert messages[1] == {"role": "assistant", "content": "AB", "reasoning_content": "hm"}
 
 
 def test_unknown_keys_get_the_near_match(tmp_path):

@@ -9,57 +9,81 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.chat_templates import CHANNELS, HERMES, WEATHER, call
+from support.tiny_targets import CHATML, tiny_tokenizer
 
 from dflash_lab.data.conversations import Conversation
 from dflash_lab.data.problems import BadRecord
 from dflash_lab.data.regenerate import AnswerFile, Speaker, regenerate
+from dflash_lab.target.dialogue import Dialogue
+from dflash_lab.workbench.speaking import AskedRecord
 
-STOP = 0
-MARK = {"system": 1001, "user": 1002, "assistant": 1003, "tool": 1004}
+STOP = 258
+TOKENIZER = tiny_tokenizer(HERMES)
 
 
-def encode(messages):
-    """Role mark, the letters, stop; the mask is on letters and stop of the assistant."""
-    ids, mask = [], []
-    for message in messages:
-        if message["content"] == "refused":
-            raise BadRecord("template", "refused")
-        letters = [ord(letter) for letter in message["content"]]
-        answer = int(message["role"] == "assistant")
-        ids += [MARK[message["role"]], *letters, STOP]
-        mask += [0, *[answer] * (len(letters) + 1)]
-    return ids, mask
+def ids_of(text):
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def text_of(ids):
+    return TOKENIZER.decode(ids)
 
 
 class Machine:
-    """Answers a prompt with its length in letters; counts prompts and can fail at a given batch."""
+    """Answers a prompt with its length in tokens, or with what `says` has for its last letters; counts
+    prompts and can fail at a given batch."""
 
-    def __init__(self, fail_at=None, limit=99):
+    def __init__(self, fail_at=None, limit=99, says=None, tokenizer=TOKENIZER):
         self.batches: list[list[list[int]]] = []
         self.fail_at = fail_at
         self.limit = limit
+        self.says = says or {}
+        self.tokenizer = tokenizer
 
     def generate(self, prompts):
         if len(self.batches) == self.fail_at:
             raise KeyboardInterrupt
         self.batches.append(prompts)
-        return [[*map(ord, f"n{len(prompt)}"), STOP][: self.limit] for prompt in prompts]
+        return [[*ids_of(self.answer_to(prompt)), STOP][: self.limit] for prompt in prompts]
+
+    def answer_to(self, prompt):
+        asked = text_of(prompt).removesuffix("<|im_end|>\n<|im_start|>assistant\n")
+        return next((told for end, told in self.says.items() if asked.endswith(end)), f"n{len(prompt)}")
+
+    def ask(self, conversation):
+        if any(message["content"] == "refused" for message in conversation.messages):
+            raise BadRecord("template", "refused")
+        tools = conversation.tools
+        return AskedRecord(
+            Dialogue(
+                self.tokenizer, conversation.messages, tools=tools, thinking=True, stop_ids=frozenset([STOP])
+            )
+        )
 
     def speaker(self, settings="s"):
-        return Speaker(
-            prompt_of=lambda messages: [*encode(messages)[0], MARK["assistant"]],
-            masked=encode,
-            generate=self.generate,
-            text_of=lambda answer: "".join(chr(token) for token in answer if token),
-            stop_ids=frozenset([STOP]),
-            settings=settings,
-        )
+        return Speaker(ask=self.ask, generate=self.generate, settings=settings)
+
+
+def trained(found):
+    """The text of each masked run."""
+    runs, before = [], 0
+    for token, on in zip(found.input_ids, found.loss_mask, strict=True):
+        if on:
+            runs += [] if before else [[]]
+            runs[-1].append(token)
+        before = on
+    return [text_of(run) for run in runs]
 
 
 def conversation(number, *contents, roles=None):
     roles = roles or ["user", "assistant"] * len(contents)
-    messages = [{"role": role, "content": text} for role, text in zip(roles, contents)]
-    return Conversation(f"f:{number}", messages, "src")
+    messages = [
+        {"role": role, **(text if isinstance(text, dict) else {"content": text})}
+        for role, text in zip(roles, contents)
+    ]
+    calling = any("tool_calls" in message for message in messages)
+    return Conversation(f"f:{number}", messages, "src", [WEATHER] if calling else [])
 
 
 def run(conversations, machine, path, settings="s", **options):
@@ -72,23 +96,20 @@ def run(conversations, machine, path, settings="s", **options):
 def test_every_turn_is_answered_anew_and_masked(tmp_path):
     one = conversation(1, "ab", "old", "c", "old too")
     (found,), problems, _ = run([one], Machine(), tmp_path / "a.jsonl")
-    assert not problems and not found.cut
-    first = [MARK["user"], *map(ord, "ab"), STOP, MARK["assistant"]]
-    answer = [*map(ord, "n5"), STOP]
-    second = [*first, *answer, MARK["user"], ord("c"), STOP, MARK["assistant"]]
-    last = [*map(ord, f"n{len(second)}"), STOP]
-    assert found.input_ids == [*second, *last]
-    trained = [token for token, on in zip(found.input_ids, found.loss_mask, strict=True) if on]
-    assert trained == [*answer, *last]
+    assert not problems and not found.cut and not found.notes
+    first = "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n"
+    answer = f"n{len(ids_of(first))}<|im_end|>"
+    second = first + answer + "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    last = f"n{len(ids_of(second))}<|im_end|>"
+    assert text_of(found.input_ids) == second + last and trained(found) == [answer, last]
 
 
 def test_a_trailing_question_is_answered_and_doubled_answers_are_one(tmp_path):
-    roles = ["system", "user", "assistant", "assistant", "user"]
-    one = conversation(1, "s", "q", "a", "b", "r", roles=roles)
+    roles = ["assistant", "system", "user", "assistant", "assistant", "user"]
+    one = conversation(1, "Hi!", "s", "q", "a", "b", "r", roles=roles)
     (found,), _, _ = run([one], Machine(), tmp_path / "a.jsonl")
-    assert [t for t in found.input_ids if t in MARK.values()] == [
-        MARK[role] for role in ("system", "user", "assistant", "user", "assistant")
-    ]
+    shown = [part.split("\n")[0] for part in text_of(found.input_ids).split("<|im_start|>")[1:]]
+    assert shown == ["system", "user", "assistant", "user", "assistant"]
 
 
 def test_an_answer_without_its_end_is_called_cut(tmp_path):
@@ -97,24 +118,68 @@ def test_an_answer_without_its_end_is_called_cut(tmp_path):
 
 
 def test_history_that_reads_otherwise_is_not_masked(tmp_path):
-    machine = Machine()
-    speaker = machine.speaker()
-    other = Speaker(**{**vars(speaker), "masked": lambda messages: ([7, 7], [1, 1])})
-    answers = AnswerFile(tmp_path / "a.jsonl", "s")
-    (found,) = regenerate([conversation(1, "a", "b", "c", "d")], other, answers, [])
-    assert sum(found.loss_mask) == len(found.input_ids) - found.loss_mask.index(1)  # the last answer only
+    """A blank that the template takes away: what stands there is not what the target said."""
+    trimming = tiny_tokenizer(CHATML.replace("message['content']", "message['content'].strip('n')"))
+    machine = Machine(tokenizer=trimming)
+    (found,), _, _ = run([conversation(1, "a", "b", "c", "d")], machine, tmp_path / "a.jsonl")
+    assert trained(found)[-1].startswith("n")
+
+
+AGENT = conversation(
+    1,
+    "Rome?",
+    {"content": None, "tool_calls": [call("weather", city="Rome")]},
+    "sunny",
+    "Sun in Rome.",
+    "Thanks",
+    "old",
+    roles=["user", "assistant", "tool", "assistant", "user", "assistant"],
+)
+CALL = '<call>{"name": "weather", "arguments": {"city": "Roma"}}</call>'
+
+
+def test_calls_are_made_anew_and_get_the_results_that_are_recorded(tmp_path):
+    machine = Machine(says={"Rome?": CALL, "sunny": "Sole."})
+    (found,), problems, _ = run([AGENT], machine, tmp_path / "a.jsonl")
+    text = text_of(found.input_ids)
+    assert not problems and not found.notes
+    own = f"Rome?<|im_end|>\n<|im_start|>assistant\n{CALL}<|im_end|>\n<|im_start|>tool\nsunny<|im_end|>"
+    assert own in text and "Sun in Rome." not in text and text.count("Roma") == 1
+    assert trained(found)[:2] == [CALL + "<|im_end|>", "Sole.<|im_end|>"] and len(trained(found)) == 3
+
+
+def test_a_conversation_ends_where_the_recorded_call_is_not_made(tmp_path):
+    machine = Machine(says={"Rome?": "I cannot look that up."})
+    (found,), problems, _ = run([AGENT], machine, tmp_path / "a.jsonl")
+    assert found.notes == ("call not made",) and not problems and "sunny" not in text_of(found.input_ids)
+    assert trained(found) == ["I cannot look that up.<|im_end|>"]
+
+
+def test_thinking_goes_into_its_own_field_and_out_of_the_history(tmp_path):
+    says = {"q": "<|think|>hm<|say|>A", "r": "<|think|>so<|say|>B"}
+    machine = Machine(says=says, tokenizer=tiny_tokenizer(CHANNELS))
+    (found,), problems, _ = run([conversation(1, "q", "old", "r", "old")], machine, tmp_path / "a.jsonl")
+    assert not problems, problems
+    assert "hm" not in text_of(found.input_ids) and trained(found) == [
+        "<|say|>A<|im_end|>",
+        "<|think|>so<|say|>B<|im_end|>",
+    ]
 
 
 def test_what_cannot_be_answered_is_named(tmp_path):
     given_ = [
         conversation(1, "ok", "a"),
         conversation(2, "refused", "a"),
-        conversation(3, "q", "a", "result", roles=["user", "assistant", "tool"]),
-        conversation(4, "a long question", "a"),
+        conversation(3, "<|im_end|>", "a"),
+        conversation(4, "a long question, which leaves no room", "a"),
     ]
-    found, problems, _ = run(given_, Machine(), tmp_path / "a.jsonl", max_prompt=10)
-    assert [one.id for one in found] == ["f:1"]
-    assert sorted((p.line, p.kind) for p in problems) == [(2, "template"), (3, "tools"), (4, "too long")]
+    found, problems, _ = run(given_, Machine(), tmp_path / "a.jsonl", max_prompt=50)
+    assert [one.conversation.id for one in found] == ["f:1"]
+    assert sorted((p.line, p.kind) for p in problems) == [
+        (2, "template"),
+        (3, "control tokens"),
+        (4, "too long"),
+    ]
 
 
 def test_a_damaged_answer_is_made_again_and_only_that(tmp_path):
@@ -156,7 +221,7 @@ def test_order_is_kept_and_no_prompt_is_answered_twice(tmp_path_factory, texts, 
         for number, turns in enumerate(texts)
     ]
     found, problems, _ = run(conversations, machine, folder / "a.jsonl", batch=batch, window=window)
-    assert [one.id for one in found] == [one.id for one in conversations] and not problems
+    assert [one.conversation for one in found] == conversations and not problems
     asked = [tuple(prompt) for group in machine.batches for prompt in group]
     assert len(set(asked)) == len(asked)
     assert all(1 <= len(group) <= batch for group in machine.batches)

@@ -5,63 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.chat_templates import HERMES, MARKED, PLAIN, SPACED, THOUGHTFUL, WEATHER, assistant, call, user
 from support.tiny_targets import CHATML, tiny_tokenizer
 
 from dflash_lab.errors import InputError
 from dflash_lab.target.template import TemplateFailure, closing_id, render, render_prompt, user_frame
-
-# As thinking models have it: the opening of the thinking is part of the generation prompt only when thinking
-# is off, and the thinking of a turn goes away once the user has answered.
-THINKING = (
-    "{%- set ns = namespace(last=-1) -%}"
-    "{%- for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
-    "{%- endfor -%}"
-    "{%- for m in messages -%}"
-    "{%- set parts = m['content'].split('</think>') -%}"
-    "{%- set thought = parts[0].split('<think>')[-1] if parts|length > 1 else '' -%}"
-    "{%- set content = parts[-1].strip() -%}"
-    "{{- '<|im_start|>' + m['role'] + '\n' -}}"
-    "{%- if m['role'] == 'assistant' and loop.index0 > ns.last -%}"
-    "{{- '<think>\n' + thought.strip() + '\n</think>\n\n' -}}"
-    "{%- endif -%}"
-    "{{- content + '<|im_end|>\n' -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}"
-    "{%- if not enable_thinking -%}{{- '<think>\n\n</think>\n\n' -}}{%- endif -%}{%- endif -%}"
-)
-MARKED = (
-    "{%- for m in messages -%}{%- if m['role'] == 'assistant' -%}"
-    "<|im_start|>assistant\n{% generation %}{{- m['content'] -}}{% endgeneration %}<|im_end|>\n"
-    "{%- else -%}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{%- endif -%}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
-)
-# Turns that end in plain text: nothing special closes them.
-PLAIN = (
-    "{% for m in messages %}{{ m['role'].upper() + ': ' + m['content'] + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
-)
-# A blank between the answer and its closing token, as Llama 2 has it.
-SPACED = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ ' ' + m['content'] + ' <|im_end|>' }}"
-    "{% else %}{{ '<|im_start|>[INST] ' + m['content'] + ' [/INST]' }}{% endif %}{% endfor %}"
-)
-# Tool calls are shown after the content, as Hermes and Qwen have it.
-TOOLS = (
-    "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
-    + CHATML.replace(
-        "message['content'] + '<|im_end|>' + '\n' }}",
-        "(message['content'] or '') }}{% for call in message.tool_calls or [] %}"
-        "{{ '<call>' + (call.function | tojson) + '</call>' }}{% endfor %}{{ '<|im_end|>\n' }}",
-    )
-)
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text, **more):
-    return {"role": "assistant", "content": text, **more}
 
 
 def masked(tokenizer, messages, **options):
@@ -86,7 +34,7 @@ TWO_TURNS = [
 ]
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED, THINKING])
+@pytest.mark.parametrize("template", [CHATML, MARKED, THOUGHTFUL])
 def test_answers_and_their_closing_token_are_masked_and_nothing_else(template):
     tokenizer = tiny_tokenizer(template)
     runs = masked(tokenizer, TWO_TURNS)
@@ -107,7 +55,7 @@ def test_every_prompt_is_a_token_prefix_up_to_the_mask():
 
 
 def test_thinking_is_part_of_the_answer_when_the_model_opens_it():
-    tokenizer = tiny_tokenizer(THINKING)
+    tokenizer = tiny_tokenizer(THOUGHTFUL)
     messages = [
         user("Q"),
         assistant("<think>\nhm\n</think>\n\nA"),
@@ -126,7 +74,7 @@ def test_thinking_is_part_of_the_answer_when_the_model_opens_it():
 
 
 def test_thinking_between_tool_calls_is_kept_until_the_user_answers():
-    tokenizer = tiny_tokenizer(THINKING)
+    tokenizer = tiny_tokenizer(THOUGHTFUL)
     chain = [
         user("Q"),
         assistant("<think>\nlook\n</think>\n\ncall"),
@@ -147,18 +95,8 @@ def test_other_ways_to_close_a_turn():
     assert closing_id(tiny_tokenizer(), "assistant") == closing_id(tiny_tokenizer(), "user") == 258
 
 
-def call(name, **arguments):
-    return {"id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-WEATHER = {
-    "type": "function",
-    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}},
-}
-
-
 def test_a_tool_call_belongs_to_the_answer():
-    tokenizer = tiny_tokenizer(TOOLS)
+    tokenizer = tiny_tokenizer(HERMES)
     messages = [
         user("Q"),
         assistant(None, tool_calls=[call("weather", city="Rome")]),
