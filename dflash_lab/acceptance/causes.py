@@ -164,12 +164,14 @@ def mask_token(case: Case) -> Check:
             f"{own}"
         )
         return Check(name, SUSPECT, other - base, detail)
-    if seen and usual != own:
+    if own in case.target.stop_ids:
+        detail = f"mask token {own} ends a turn: a masked slot and the end of an answer look alike"
+        return Check(name, SUSPECT, 1.0, detail)
+    if seen:
         return Check(
             name, SUSPECT, seen, f"mask token {own} occurs {seen} times in the text: it is an ordinary token"
         )
-    known = "is in no sample" if not seen else f"is what is left ({why})"
-    return Check(name, FINE, own, f"token {own} {known}, and no other candidate drafts better")
+    return Check(name, FINE, own, f"token {own} is in no sample, and no other candidate drafts better")
 
 
 def anchor_position(case: Case) -> Check:

@@ -36,6 +36,9 @@ SCHEMA: dict[str, Any] = {
     "split": pl.String,
 }
 FORMAT = 1
+# Version of what is masked and how fields are rendered (`target/template.py`). Raised whenever the same
+# records would come out with other ids or another mask: older samples are not what the target says.
+MASK_RULES = 2
 _ROW_GROUP = 8192
 _BATCH_TOKENS = 4 << 20
 
@@ -188,6 +191,24 @@ def read_provenance(path: Path | str) -> dict[str, Any]:
     return made
 
 
+def old_rules(path: Path | str) -> int | None:
+    """Return the version of the mask rules that a samples file was rendered by, if it is not today's; None
+    also for samples that say nothing of a template (made by another program)."""
+    beside = provenance_path(path)
+    made = files.read_json(beside) if beside.is_file() else {}
+    if not isinstance(made, dict) or not made.get("template_hash"):
+        return None
+    rules = made.get("mask_rules", 1)
+    return None if rules == MASK_RULES else rules
+
+
+def occurs(path: Path | str, token: int) -> bool:
+    """Return whether a token stands in any sample, reading that column only."""
+    with reading_samples(path):
+        found = scan_samples(path).select(pl.col("input_ids").list.contains(token).any())
+        return bool(found.collect(engine="streaming").item())
+
+
 def reading_samples(path: Path | str) -> contextlib.AbstractContextManager[None]:
     """Stand around whatever collects rows of a samples file: damage shows only when its pages are read."""
     return reading(path, "It is not a whole Parquet file: run prepare again.")
@@ -248,7 +269,7 @@ def merge_samples(
     """
     paths = [Path(item) for item in inputs]
     made = [read_provenance(item) for item in paths]
-    same = ("tokenizer_hash", "template_hash", "thinking")
+    same = ("tokenizer_hash", "template_hash", "thinking", "date", "mask_rules")
     for path, one in zip(paths, made, strict=True):
         differs = [name for name in same if one.get(name) != made[0].get(name)]
         if differs:

@@ -8,7 +8,8 @@ positions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -224,11 +225,24 @@ def released_tap_ids(num_target_layers: int, count: int) -> tuple[int, ...]:
     return tuple(default_tap_ids(num_target_layers, count))
 
 
-def resolve_mask_token_id(vocab_size: int, *, explicit: int = -1, tokenizer: Any = None) -> tuple[int, str]:
+# How vocabularies name the tokens that they keep free.
+_RESERVED = re.compile(r"reserved|unused|extra|dummy|placeholder|special_\d", re.IGNORECASE)
+
+
+def resolve_mask_token_id(
+    vocab_size: int,
+    *,
+    explicit: int = -1,
+    tokenizer: Any = None,
+    occurs: Callable[[int], bool] = lambda token: False,
+) -> tuple[int, str]:
     """Return the token id of a masked slot and why it was chosen; the embedding is never resized.
 
-    Order: `explicit` (>= 0), the tokenizer's mask token, the first embedding row without a token, pad, eos,
-    unk. Without a tokenizer the last embedding row is taken.
+    Order: `explicit` (>= 0), the tokenizer's mask token, the first embedding row without a token, tokens
+    that the vocabulary keeps in reserve, any other special token that the chat template does not spell. None
+    of these ends a turn, and none for which `occurs(token)` (in the data) is taken: a slot that says "masked"
+    must mean nothing else. Without a tokenizer the last embedding row is taken. Raises `InputError` when no
+    token is free.
     """
     if explicit >= 0:
         if explicit >= vocab_size:
@@ -236,14 +250,34 @@ def resolve_mask_token_id(vocab_size: int, *, explicit: int = -1, tokenizer: Any
         return explicit, "given"
     if tokenizer is None:
         return vocab_size - 1, "last embedding row (the target has no tokenizer)"
+    for token, why in _free_tokens(vocab_size, tokenizer):
+        if not occurs(token):
+            return token, why
+    raise InputError(
+        "mask_token_id: every embedding row is a token that turns or data use. Give one that is rare in your "
+        "data (-p mask_token_id N)."
+    )
+
+
+def _free_tokens(vocab_size: int, tokenizer: Any) -> Iterator[tuple[int, str]]:
+    """Yield tokens that say nothing, the best first, each with why."""
     if tokenizer.mask_token_id is not None:
-        return tokenizer.mask_token_id, "the tokenizer's mask token"
-    if len(tokenizer) < vocab_size:
-        return len(tokenizer), "first embedding row without a token"
-    for name in ("pad_token_id", "eos_token_id", "unk_token_id"):
-        if (value := getattr(tokenizer, name)) is not None:
-            return value, f"the tokenizer's {name.removesuffix('_id').replace('_', ' ')}"
-    raise InputError("no free embedding row and no special token to mask with; give mask_token_id.")
+        yield tokenizer.mask_token_id, "the tokenizer's mask token"
+    taken = set(tokenizer.get_vocab().values())
+    rows = (row for row in range(vocab_size) if row not in taken)
+    if (row := next(rows, None)) is not None:
+        yield row, "first embedding row without a token"
+    template = str(tokenizer.chat_template or "")
+    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    special = {
+        token: str(spelled)
+        for token, spelled in sorted(tokenizer.added_tokens_decoder.items())
+        if token not in used and token < vocab_size and str(spelled) not in template and spelled.special
+    }
+    reserved = [token for token, spelled in special.items() if _RESERVED.search(spelled)]
+    yield from ((token, f"{special[token]}, which the vocabulary keeps free") for token in reserved)
+    others = [token for token in special if token not in reserved]
+    yield from ((token, f"{special[token]}, which the template does not use") for token in others)
 
 
 def rope_theta(values: Mapping[str, Any]) -> float:

@@ -8,6 +8,8 @@ the first token that closes plain answers is the turn's last, since a model gene
 is shown otherwise than it was generated (thinking taken out of earlier turns), the answer is found by putting
 marks in its place. ``{% generation %}`` blocks may leave parts of a turn out; they cannot add to it, for
 public templates put headers, line breaks and closing tokens of all sorts into them.
+
+Who changes what comes out here, ids or mask, raises `MASK_RULES` of `data.samples`.
 """
 
 from __future__ import annotations
@@ -27,8 +29,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from dflash_lab.errors import InputError
 
 Message = dict[str, Any]
-# Raised whenever the same conversation could come out with other ids or another mask.
-MASK_RULES = 2
 # What templates that print the date print: a day of our own choice, or samples would change at midnight.
 DATE = "2026-01-01"
 REASONING = ("reasoning_content", "thinking", "reasoning")

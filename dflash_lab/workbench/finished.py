@@ -74,6 +74,7 @@ def check_ready(params: StageParams, inputs: dict[str, str] | None = None) -> No
         raise InputError(f"{params.stage}: {path} is not there. Give a path that exists.")
     if params.force:
         return
+    _check_rules(params)
     finished = (params.folder / RESULT).exists()
     for path in [] if finished else params.taken():
         raise WouldReplace(
@@ -90,6 +91,19 @@ def check_ready(params: StageParams, inputs: dict[str, str] | None = None) -> No
             "it, set force (-p force True); to keep both, make another run: "
             f"dflash-lab new NAME --from {params.run}"
         )
+
+
+def _check_rules(params: StageParams) -> None:
+    """Refuse samples masked by older rules: a drafter would learn what the target never says."""
+    from dflash_lab.data.samples import MASK_RULES, old_rules
+
+    for path in params.rendered():
+        if (rules := old_rules(path)) is not None:
+            raise InputError(
+                f"{params.stage}: {path} was rendered by mask rules {rules}; these are {MASK_RULES}, which "
+                "mask what the target generates under more templates. Make it again: dflash-lab prepare "
+                f"{_named(params)} -p force True. To use it as it is, set force here (-p force True)"
+            )
 
 
 def _named(params: StageParams) -> str:

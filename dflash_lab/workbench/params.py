@@ -181,6 +181,10 @@ class StageParams(Params):
         """
         return []
 
+    def rendered(self) -> list[Path]:
+        """Samples files that the stage learns from, or stores the states of."""
+        return []
+
     def outputs(self) -> list[Path]:
         """What a finished stage leaves outside its own folder; when one is gone, the stage runs again."""
         return []

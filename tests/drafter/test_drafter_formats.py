@@ -200,17 +200,25 @@ def test_partial_rotary_of_a_target_does_not_leak(tiny_target):
     assert Drafter(config).angles(torch.arange(3), torch.float32)[0].shape == (3, config.head_dim)
 
 
-def test_mask_token_is_found_without_resizing():
-    class Words:
-        mask_token_id = None
-        pad_token_id, eos_token_id, unk_token_id = None, 7, 8
+def test_the_mask_token_means_nothing_else_and_the_embedding_is_not_resized():
+    from support.tiny_targets import tiny_tokenizer
 
-        def __len__(self):
-            return 100
-
-    assert resolve_mask_token_id(100, explicit=5, tokenizer=Words())[0] == 5
-    assert resolve_mask_token_id(128, tokenizer=Words()) == (100, "first embedding row without a token")
-    assert resolve_mask_token_id(100, tokenizer=Words()) == (7, "the tokenizer's eos token")
+    words = tiny_tokenizer()  # 256 bytes, <|pad|>, <|im_start|>, <|im_end|>
+    size = len(words)
+    assert resolve_mask_token_id(100, explicit=5, tokenizer=words)[0] == 5
+    assert resolve_mask_token_id(size + 9, tokenizer=words) == (size, "first embedding row without a token")
+    with pytest.raises(InputError, match="every embedding row is a token that turns or data use"):
+        resolve_mask_token_id(size, tokenizer=words)  # not the pad token, and not the one that ends turns
+    extra = ["<|file_sep|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>"]
+    words.add_special_tokens({"additional_special_tokens": extra})
+    token = dict(zip(extra, words.convert_tokens_to_ids(extra), strict=True))
+    found, why = resolve_mask_token_id(len(words), tokenizer=words)
+    assert found == token["<|reserved_special_token_0|>"] and "keeps free" in why
+    in_data = {token["<|reserved_special_token_0|>"], token["<|reserved_special_token_1|>"]}
+    found, why = resolve_mask_token_id(len(words), tokenizer=words, occurs=in_data.__contains__)
+    assert found == token["<|file_sep|>"] and "template does not use" in why
+    words.mask_token = "<|im_start|>"
+    assert resolve_mask_token_id(len(words), tokenizer=words)[0] == 257
     assert resolve_mask_token_id(64)[0] == 63
     with pytest.raises(InputError, match="only 100"):
         resolve_mask_token_id(100, explicit=100)

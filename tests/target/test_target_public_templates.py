@@ -71,7 +71,8 @@ KINDS = {
     "no end": "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
     "instructions": "{% for m in messages %}{% if m['role'] == 'assistant' %}"
-    "{{ ' ' + m['content'] + '<|eot|>' }}{% else %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% endif %}{% endfor %}",
+    "{{ ' ' + m['content'] + '<|eot|>' }}{% else %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% endif %}{% endfor %}",
     "shared opening": "{% for m in messages %}<|start|>{{ m['role'] }}<|message|>{{ m['content'] }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",
     "always a prompt": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"

@@ -125,6 +125,10 @@ class ExtractParams(StageParams):
         """The samples."""
         return [(self.samples_path, "" if self.samples else "prepare")]
 
+    def rendered(self) -> list[Path]:
+        """The samples."""
+        return [self.samples_path]
+
     @property
     def new_store(self) -> Path:
         """Where a store grows that will take the place of one of another setup."""

@@ -224,6 +224,10 @@ class TrainDrafterParams(StageParams):
         stored = (self.store_path / "store.json", "" if self.store else "extract")
         return [states if live else stored, *([(Path(self.start_from), "")] if self.start_from else [])]
 
+    def rendered(self) -> list[Path]:
+        """The samples that are read live, or that the run's store was made of."""
+        return [self.samples_path] if self.source == "live" or not self.store else []
+
     def inputs(self) -> list[Path]:
         """The store or the samples, and the drafter to start from."""
         states = self.samples_path if self.source == "live" else self.store_path

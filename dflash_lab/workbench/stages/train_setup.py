@@ -133,14 +133,24 @@ def drafter_config(params: TrainDrafterParams, states: Any) -> DrafterConfig:
     """The drafter's shape, from parameters, target and the taps of a store (`states`; live, none is
     needed).
     """
+    from dflash_lab.data.samples import occurs
     from dflash_lab.drafter.config import DrafterConfig, resolve_mask_token_id
     from dflash_lab.target.identity import identify
     from dflash_lab.target.sources import load_config, load_tokenizer, resolve
 
     target = load_config(params.target)
     tokenizer = None if params.target.startswith("random:") else load_tokenizer(params.target)
-    mask, why = resolve_mask_token_id(target.vocab_size, explicit=params.mask_token_id, tokenizer=tokenizer)
+    samples = params.rendered()[:1]
+
+    def occurring(token: int) -> bool:
+        return any(path.exists() and occurs(path, token) for path in samples)
+
+    mask, why = resolve_mask_token_id(
+        target.vocab_size, explicit=params.mask_token_id, tokenizer=tokenizer, occurs=occurring
+    )
     logger.info("masked slots hold token %d: %s", mask, why)
+    if params.mask_token_id >= 0 and occurring(mask):
+        logger.warning("mask_token_id=%d occurs in the samples: a masked slot looks like that token", mask)
     if params.source == "store":
         weights = identify(resolve(params.target), seed=params.seed)["weights"]
         states.check_made_by(params.target, weights, target.hidden_size)
