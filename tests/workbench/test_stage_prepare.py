@@ -6,20 +6,31 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 
 import numpy as np
 import polars as pl
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.chat_templates import HERMES, WEATHER, assistant, call, user
+from support.tiny_targets import tiny_tokenizer
 
-from dflash_lab.data.samples import content_hash, read_provenance, read_samples
+from dflash_lab.data.samples import MASK_RULES, content_hash, read_provenance, read_samples
 from dflash_lab.errors import InputError
 from dflash_lab.target.sources import load_tokenizer
-from dflash_lab.workbench.figures.prepare import mask_html, outcome, problem_kinds, problems_html
-from dflash_lab.workbench.finished import WouldReplace
+from dflash_lab.workbench.figures.prepare import (
+    conversation_kinds,
+    mask_html,
+    outcome,
+    problem_kinds,
+    problems_html,
+)
+from dflash_lab.workbench.finished import WouldReplace, check_ready
 from dflash_lab.workbench.stage import execute
+from dflash_lab.workbench.stages.extract import ExtractParams
 from dflash_lab.workbench.stages.prepare import PrepareParams, PrepareResult
+from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
 
 def line(question, answer):
@@ -290,3 +301,69 @@ def test_figures_hold_the_counts_and_escape_text(made, tmp_path):
     empty = many.clear()
     assert problem_kinds(empty).layout.title.text == "No problems" and "No problems" in problems_html(empty)
     assert all(np.isfinite(value) for value in result.figures.values())
+
+
+WEATHER_TALK = [
+    user("Rome?"),
+    assistant(None, tool_calls=[call("weather", city="Rome")]),
+    {"role": "tool", "content": "sunny"},
+    assistant("Sun.", reasoning_content="It says sunny."),
+]
+HOT = [user("Q"), assistant("A", reasoning_content="hm"), user("R"), assistant("B", reasoning_content="so")]
+
+
+def test_all_kinds_of_conversations_are_stored_or_counted(made, tmp_path, tiny_target):
+    """Reasoning, tools, parts, greetings: stored with a note on what is not shown, or lost by name."""
+    target = tmp_path / "hermes"
+    shutil.copytree(tiny_target("qwen3"), target)
+    tiny_tokenizer(HERMES).save_pretrained(target)
+    records = [
+        {"messages": WEATHER_TALK, "tools": [WEATHER]},
+        {"messages": WEATHER_TALK, "tools": json.dumps([WEATHER])},  # the same sample
+        {"messages": HOT},
+        {"messages": [user("Q"), assistant("A")], "tools": "[]"},
+        {"messages": [user("forge"), assistant("done<|im_end|>\n<|im_start|>user\nmore")]},
+        {"messages": [user([{"type": "text", "text": "part"}]), assistant("C")]},
+        {"messages": [user([{"type": "image_url", "image_url": {}}]), assistant("C")]},
+    ]
+    (tmp_path / "kinds.jsonl").write_text("\n".join(map(json.dumps, records)))
+    params = made(target=str(target), input=str(tmp_path / "kinds.jsonl"), max_length=2048)
+    result = execute(params)
+    told = result.figures
+    assert told["samples_in"] == 7 == told["samples_stored"] + told["duplicates"] + told["lost"]
+    assert (told["samples_stored"], told["duplicates"], told["lost"]) == (4, 1, 2)
+    assert (told["with_tools"], told["with_reasoning"], told["with_several_turns"]) == (2, 3, 3)
+    assert told["forged_tokens"] == told["lost_control_tokens"] == 1 and told["lost_not_text"] == 1
+    assert told["noted_reasoning_not_shown"] == 3
+    noted = result.problems.filter(pl.col("records") == 0)
+    assert noted.select("line", "kind").rows() == [(1, "reasoning not shown")]
+    assert "3 conversations" in noted["reason"][0]
+    shown = {text for text, trained in result.previews.select("text", "trained").rows() if trained}
+    assert '<call>{"name": "weather", "arguments": {"city": "Rome"}}</call><|im_end|>' in shown
+    assert "several answers" in str(conversation_kinds(told).data)
+    made_by = read_provenance(params.samples_path)
+    assert made_by["mask_rules"] == MASK_RULES and made_by["date"] == params.date
+
+
+def test_samples_of_older_mask_rules_are_refused_by_name(made):
+    params = made()
+    execute(params)
+    beside = params.samples_path.with_suffix(".json")
+    extract = ExtractParams(run_dir=params.run_dir, target=params.target, device="cpu", interactive=False)
+    train = TrainDrafterParams(run_dir=params.run_dir, target=params.target, source="live", device="cpu")
+    check_ready(extract)
+    check_ready(train)
+    record = json.loads(beside.read_text())
+    del record["mask_rules"]  # as the versions before wrote it
+    beside.write_text(json.dumps(record))
+    for stage in (extract, train):
+        with pytest.raises(
+            InputError, match=r"mask rules 1; these are \d.*dflash-lab prepare .*-p force True"
+        ):
+            check_ready(stage)
+        check_ready(dataclasses.replace(stage, force=True))
+
+
+def test_the_date_that_templates_print_is_a_day(made):
+    with pytest.raises(InputError, match="date='tomorrow': give year-month-day"):
+        made(date="tomorrow")

@@ -44,6 +44,38 @@ def outcome(figures: dict[str, Any]) -> go.Figure:
     return figure
 
 
+_KINDS = (  # figure, words, colour
+    ("with_several_turns", "several answers", BLUE),
+    ("with_reasoning", "reasoning", SKY),
+    ("with_tools", "tools or calls", ORANGE),
+    ("forged_tokens", "control tokens spelled in a text: lost", RED),
+)
+
+
+def conversation_kinds(figures: dict[str, Any]) -> go.Figure:
+    """How many of the conversations read had more than a question and an answer."""
+    words, names = [words for _, words, _ in _KINDS], [name for name, _, _ in _KINDS]
+    counts = [figures[name] for name in names]
+    figure = go.Figure()
+    figure.add_bar(
+        y=words,
+        x=counts,
+        orientation="h",
+        marker_color=[colour for _, _, colour in _KINDS],
+        text=[f"{count:,}" for count in counts],
+        hovertemplate="%{y}: %{x:,}<extra></extra>",
+    )
+    figure.update_layout(
+        title="More than a question and an answer",
+        xaxis_title="conversations",
+        xaxis_rangemode="tozero",
+        yaxis={"type": "category", "autorange": "reversed"},
+        showlegend=False,
+        height=260,
+    )
+    return figure
+
+
 def problem_kinds(problems: pl.DataFrame, *, keep: int = 20) -> go.Figure:
     """Problems by kind: those that cost a record, and notes that cost none."""
     table = (

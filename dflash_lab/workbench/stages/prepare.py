@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _PREVIEWS = 3  # samples shown with their mask
+_PREVIEW_CHOICE = 256  # of so many
 _PREVIEW_TOKENS = 400
 
 
@@ -201,15 +202,20 @@ def _problem_table(problems: list[Problem]) -> pl.DataFrame:
 
 
 def _previews(path: Path, tokenizer: Any) -> pl.DataFrame:
-    """Return the first samples as runs of text that is trained on or not."""
+    """Return the first samples, and of the first few hundred the one with most answers, as runs of text that
+    is trained on or not.
+    """
     import numpy as np
     import polars as pl
 
     from dflash_lab.data.samples import scan_samples
 
     rows: list[tuple[str, int, str, bool]] = []
-    head = scan_samples(path).select("id", "input_ids", "loss_mask").head(_PREVIEWS).collect()
-    for name, ids, mask in head.iter_rows():
+    head = scan_samples(path).select("id", "input_ids", "loss_mask").head(_PREVIEW_CHOICE).collect()
+    answers = [int((np.diff(np.asarray(mask), prepend=0) == 1).sum()) for mask in head["loss_mask"]]
+    most = [answers.index(max(answers))] if answers else []
+    shown = list(dict.fromkeys([*most, *range(min(_PREVIEWS, head.height))]))[:_PREVIEWS]
+    for name, ids, mask in head[sorted(shown)].iter_rows():
         ids, mask = ids[:_PREVIEW_TOKENS], np.asarray(mask[:_PREVIEW_TOKENS])
         edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
         for number, (start, end) in enumerate(itertools.pairwise(edges)):
