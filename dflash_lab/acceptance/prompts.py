@@ -105,19 +105,19 @@ def check_vocabulary(prompts: Sequence[Prompt], size: int, source: str) -> None:
             )
 
 
-Asked = tuple[list[Message], list[dict[str, Any]]]  # a conversation and its tools
+Conversed = tuple[list[Message], list[dict[str, Any]]]  # a conversation and its tools
 
 
-def _question(text: Any) -> Asked:
+def _question(text: Any) -> Conversed:
     return [{"role": "user", "content": _text(text)}], []
 
 
-def _math(record: dict[str, Any], field: str) -> Asked:
+def _math(record: dict[str, Any], field: str) -> Conversed:
     task = "Please reason step by step, and put your final answer within \\boxed{}."
     return _question(f"{_text(record[field])}\n{task}")
 
 
-def _turns(record: dict[str, Any]) -> Asked:
+def _turns(record: dict[str, Any]) -> Conversed:
     """User turns, with a place for an answer after each."""
     if not isinstance(record["turns"], list):
         raise TypeError("no list")
@@ -127,12 +127,12 @@ def _turns(record: dict[str, Any]) -> Asked:
     return messages, []
 
 
-def _humaneval(record: dict[str, Any]) -> Asked:
+def _humaneval(record: dict[str, Any]) -> Conversed:
     task = "Write a solution to the following problem and make sure that it passes the tests:"
     return _question(task + "\n```python\n" + _text(record["prompt"]) + "\n```")
 
 
-def _conversation(record: dict[str, Any]) -> Asked:
+def _conversation(record: dict[str, Any]) -> Conversed:
     """The whole record: system turn, tools and results of tools stay, answers are given anew."""
     try:
         messages, tools = to_messages(record), tools_of(record)
@@ -159,7 +159,7 @@ class _NoText(ValueError):
 
 # style -> (fields that tell it, conversation of a record); the first whose fields are all there is taken. The
 # wordings are those of the published DFlash protocol, so that numbers can be compared.
-STYLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], Asked]]] = {
+STYLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], Conversed]]] = {
     "humaneval": (("task_id", "prompt", "entry_point"), _humaneval),
     "mt_bench": (("turns",), _turns),
     "gsm8k": (("question", "answer"), lambda record: _math(record, "question")),
@@ -231,7 +231,7 @@ def _fault(error: Exception) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else getattr(error, "msg", str(error))
 
 
-def _asked(where: str, line: bytes) -> tuple[Asked, str, str]:
+def _asked(where: str, line: bytes) -> tuple[Conversed, str, str]:
     """Return the conversation of one record, its id, and what kind of question it says it is (MT-Bench's
     category, MATH's subject).
     """

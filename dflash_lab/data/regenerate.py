@@ -30,7 +30,7 @@ _KEY = re.compile("[0-9a-f]{32}")
 log = logging.getLogger(__name__)
 
 
-class Asked(Protocol):
+class Answerable(Protocol):
     """A conversation whose answers are given anew, as the target's template has it. Any part of it may raise
     `BadRecord`."""
 
@@ -50,7 +50,7 @@ class Asked(Protocol):
 class Speaker:
     """The target as functions, and the settings that its answers depend on."""
 
-    ask: Callable[[Conversation], Asked]
+    ask: Callable[[Conversation], Answerable]
     generate: Callable[[list[list[int]]], list[list[int]]]  # prompts -> new ids, closing token included
     settings: str  # target, decoding and limits in words: answers made otherwise are not reused
 
@@ -138,7 +138,7 @@ def regenerate(
     """
     source = iter(conversations)
     while chunk := list(itertools.islice(source, window)):
-        open_: list[tuple[Conversation, Asked]] = []
+        open_: list[tuple[Conversation, Answerable]] = []
         done: dict[int, Answered] = {}
         for conversation in chunk:
             with _problems(conversation, problems):
