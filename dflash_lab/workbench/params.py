@@ -43,7 +43,7 @@ from typing import Any, ClassVar, TypeVar
 from dflash_lab.errors import InputError, near
 from dflash_lab.workbench.coerce import coerce
 from dflash_lab.workbench.replace import Move
-from dflash_lab.workbench.secrets import redact
+from dflash_lab.workbench.secrets import redact_tree
 
 P = TypeVar("P", bound="Params")
 
@@ -97,7 +97,7 @@ class Params:
                 value = os.path.expanduser(value)
             object.__setattr__(self, field.name, value)
             _check_range(self.stage, field, value)
-            if isinstance(value, str) and redact(value) != value:
+            if redact_tree(value) != value:
                 raise InputError(
                     f"{self.stage}: {field.name}: holds an access token, and notebooks save parameters. "
                     "Put it in the environment (HF_TOKEN) instead."
