@@ -167,6 +167,8 @@ def run_prepare(params: PrepareParams, progress: ProgressCallback | None = None)
 
     work = Preparation(params, progress or (lambda *args, **fields: None))
     tokenizer = load_tokenizer(params.target)
+    if params.mixture and params.input:
+        log.info("input (%s) is not read: mixture names what is", params.input)
     made = {
         "target": params.target,
         "tokenizer_hash": tokenizer_hash(tokenizer),
