@@ -6,6 +6,7 @@ where nothing was extracted. Prompts without an answer take what plain decoding 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,19 @@ from dflash_lab.acceptance.study import Study
 from dflash_lab.data.items import FeatureItem
 from dflash_lab.data.samples import provenance_path, read_provenance, scan_samples
 from dflash_lab.errors import InputError
+from dflash_lab.extraction.manifest import trial_of
 from dflash_lab.extraction.store import FeatureStore, open_store
 from dflash_lab.target.model import Target
+
+log = logging.getLogger(__name__)
 
 
 class Answers:
     """Answers of an evaluation with the stage's `params`, for a drafter with taps `tap_ids`.
 
     `stored`: whether the prompts have answers in the samples file. `has_final`: whether the items will have
-    final states. Raises `InputError` for a store of another target or of other taps.
+    final states. Raises `InputError` for a store of another target or of other taps; one of a trial has not
+    all that prompts are drawn from, and is left aside.
     """
 
     def __init__(self, params: Any, target: Target, tap_ids: tuple[int, ...]) -> None:
@@ -40,7 +45,7 @@ class Answers:
             return "answers of plain decoding"
         return "stored answers" if self._store is not None else "stored answers, states of the live target"
 
-    def _open(self) -> FeatureStore:
+    def _open(self) -> FeatureStore | None:
         params = self._params
         store = open_store(params.store_path)
         store.check_made_by(params.target, self._target.identity["weights"], self._target.hidden_size)
@@ -49,6 +54,12 @@ class Answers:
                 f"{params.store_path} holds taps {list(store.tap_ids)}, the drafter was made for "
                 f"{list(self._tap_ids)}: give the store that it was trained from."
             )
+        if total := trial_of(params.store_path):
+            log.info(
+                "%s holds %d of %d samples, a trial (max_samples of extract): the live target makes the "
+                "states of the answers", params.store_path, len(store), total,
+            )  # fmt: skip
+            return None
         return store
 
     def items(self, prompts: Sequence[Prompt], plain: Study, *, extra: int = 0) -> Sequence[FeatureItem]:

@@ -1,7 +1,8 @@
 """Conversations in the forms people have them: OpenAI `messages`, ShareGPT `conversations`, Alpaca
-instructions.
+instructions; beside them, tokens made elsewhere (`data.tokens`).
 
-A form is registered by name with the keys it needs (`@form("alpaca", needs=("instruction", "output"))`) and
+A form is registered by name with the keys it needs and those it may have beside them
+(`@form("alpaca", needs=("instruction", "output"), may=("input",))`; of Parquet, no other column is read) and
 turns a record into a list of messages. Reasoning and tool calls come under the one name that templates know,
 however the record spells them. A record no form knows, or a turn that would lose content (an image), is named
 by file and line and left out; nothing is guessed.
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_lab.data.problems import BadRecord, Problem, storable
-from dflash_lab.data.records import MAX_RECORD_BYTES, read_records
+from dflash_lab.data.records import FIELDS, MAX_RECORD_BYTES, read_records
+from dflash_lab.data.tokens import KEYS as TOKEN_KEYS
+from dflash_lab.data.tokens import Tokens, holds_tokens, read_tokens
 from dflash_lab.errors import near
 
 # {"role": system | user | assistant | tool, "content": text}. An assistant's turn may have, as text,
@@ -29,12 +32,15 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """`id` is `file:line`; `source` is the record's own `source` field, or the file's name; `tools` are the
-    definitions that the assistant may call."""
+    definitions that the assistant may call. `tokens`: ids [L] and mask [L] that were made elsewhere, in place
+    of messages.
+    """
 
     id: str
     messages: list[Message]
     source: str
     tools: list[dict[str, Any]] = field(default_factory=list)
+    tokens: Tokens | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,8 @@ class Form:
 
 
 FORMS: dict[str, Form] = {}
+_OF_ANY = ("source", "tools", "functions")  # what any record may have
+FIELDS[TOKEN_KEYS] = frozenset((*TOKEN_KEYS, *_OF_ANY))
 
 _ROLES = {
     "system": "system",
@@ -68,12 +76,13 @@ _ROLES = {
 }
 
 
-def form(name: str, *, needs: tuple[str, ...]) -> Callable[[Callable], Callable]:
-    """Register a converter of records that have the keys `needs`; forms are tried in the order of
-    registration.
+def form(name: str, *, needs: tuple[str, ...], may: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
+    """Register a converter of records that have the keys `needs`, and `may` have others that it looks at;
+    forms are tried in the order of registration.
     """
 
     def register(convert: Callable[[dict[str, Any]], list[Message]]) -> Callable:
+        FIELDS[needs] = FIELDS.get(needs, frozenset()) | {*needs, *may, *_OF_ANY}
         FORMS[name] = Form(name, needs, convert)
         return convert
 
@@ -81,16 +90,21 @@ def form(name: str, *, needs: tuple[str, ...]) -> Callable[[Callable], Callable]
 
 
 def read_conversations(
-    source: str | Path, *, need_answer: bool = True, max_record_bytes: int = MAX_RECORD_BYTES
+    source: str | Path,
+    *,
+    name: str = "",
+    need_answer: bool = True,
+    max_record_bytes: int = MAX_RECORD_BYTES,
 ) -> tuple[Iterator[Conversation], list[Problem]]:
     """Return an iterator of conversations and the list that fills with problems while it is consumed.
 
-    `source`: a file, a folder, or a Hugging Face data set id (see `read_records`). With `need_answer`
-    false, conversations without an assistant turn are kept too: prompts, whose answers are generated later.
-    Raises `InputError` when there is nothing to read.
+    `source`: a file, a folder, or a Hugging Face data set id; `name`: what it is called (see `read_records`).
+    With `need_answer` false, conversations without an assistant turn are kept too: prompts, whose answers are
+    generated later; tokens made elsewhere are then refused, for they ask nothing. Raises `InputError` when
+    there is nothing to read.
     """
     problems: list[Problem] = []
-    records = read_records(source, problems, max_record_bytes=max_record_bytes)
+    records = read_records(source, problems, name=name, max_record_bytes=max_record_bytes)
     return _conversations(records, problems, need_answer), problems
 
 
@@ -98,18 +112,30 @@ def _conversations(
     records: Iterator[tuple[str, int, Any]], problems: list[Problem], need_answer: bool
 ) -> Iterator[Conversation]:
     for file, line, record in records:
+        messages: list[Message] = []
+        tools: list[dict[str, Any]] = []
+        tokens = None
         try:
-            messages, tools = to_messages(record), tools_of(record)
-            if need_answer and not any(message["role"] == "assistant" for message in messages):
-                raise BadRecord(
-                    "no answer", "no assistant turn. Turn regeneration on to have the target answer it."
-                )
+            if holds_tokens(record):
+                if not need_answer:
+                    raise BadRecord(
+                        "no messages",
+                        "tokens made elsewhere (input_ids) hold no messages to ask the target. Turn "
+                        "regeneration off, or give the messages without them.",
+                    )
+                tokens = read_tokens(record)
+            else:
+                messages, tools = to_messages(record), tools_of(record)
+                if need_answer and not any(message["role"] == "assistant" for message in messages):
+                    raise BadRecord(
+                        "no answer", "no assistant turn. Turn regeneration on to have the target answer it."
+                    )
         except BadRecord as error:
             problems.append(error.at(file, line))
             continue
         origin = record.get("source")
         origin = origin if isinstance(origin, str) and origin else file
-        yield Conversation(f"{file}:{line}", messages, storable(origin[:200]), tools)
+        yield Conversation(f"{file}:{line}", messages, storable(origin[:200]), tools, tokens)
 
 
 def to_messages(record: Any) -> list[Message]:
@@ -122,10 +148,11 @@ def to_messages(record: Any) -> list[Message]:
             messages = candidate.convert(dict(record))
             _check(messages, record)
             return messages
-    known = [key for candidate in FORMS.values() for key in candidate.needs]
+    needed = [*(candidate.needs for candidate in FORMS.values()), TOKEN_KEYS]
+    known = [key for keys in needed for key in keys]
     keys = ", ".join(sorted(map(str, present))[:8]) or "none"
     hint = next((match for key in present if (match := near(str(key), known))), "")
-    needs = "; ".join(" + ".join(candidate.needs) for candidate in FORMS.values())
+    needs = "; ".join(map(" + ".join, needed))
     raise BadRecord("unknown form", f"no known form: keys are {keys[:200]}{hint}. Needed: {needs}.")
 
 
@@ -175,7 +202,7 @@ def from_messages(record: dict[str, Any]) -> list[Message]:
     return _turns(record["messages"], "messages")
 
 
-@form("sharegpt", needs=("conversations",))
+@form("sharegpt", needs=("conversations",), may=("system",))
 def from_sharegpt(record: dict[str, Any]) -> list[Message]:
     """ShareGPT: {"conversations": [{"from", "value"}]}, with an optional "system" text."""
     turns = _turns(record["conversations"], "conversations")
@@ -183,7 +210,7 @@ def from_sharegpt(record: dict[str, Any]) -> list[Message]:
     return [{"role": "system", "content": system}, *turns] if system else turns
 
 
-@form("alpaca", needs=("instruction", "output"))
+@form("alpaca", needs=("instruction", "output"), may=("input", "system", "history"))
 def from_alpaca(record: dict[str, Any]) -> list[Message]:
     """Alpaca: {"instruction", "input", "output"}, with optional "system" and "history" (pairs of earlier
     turns).

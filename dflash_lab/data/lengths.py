@@ -1,8 +1,8 @@
 """How long the samples are: one streaming pass to a small table of counts, from which every figure is exact.
 
-The pass reads the columns `length` and `source` only and groups them to (source, length, count): a few
-thousand rows for any number of samples. Percentiles, ECDF, histogram and tail shares are then sums over that
-table, not estimates, and cost nothing.
+The pass reads the columns `length`, `source` and `loss_mask` only and groups them to (source, length, count,
+answer tokens): a few thousand rows for any number of samples. Percentiles, ECDF, histogram and tail shares
+are then sums over that table, not estimates, and cost nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9, 100)
 
 
 def length_counts(path: Path | str) -> pl.DataFrame:
-    """Return `source`, `length`, `count` of a Parquet file with a column `length` (and optionally `source`),
-    sorted.
+    """Return `source`, `length`, `count` and `answer_tokens` (of all of those, null without a column
+    `loss_mask`) of a Parquet file with a column `length` (and optionally `source`), sorted.
 
     Raises `InputError` for a file without whole, positive lengths.
     """
@@ -37,10 +37,17 @@ def length_counts(path: Path | str) -> pl.DataFrame:
             found = schema.get("length", "missing")
             raise InputError(f"{path}: column 'length' must hold whole numbers of tokens, it is {found}.")
         source = pl.col("source").cast(pl.String) if "source" in schema else pl.lit("all").alias("source")
+        masked = isinstance(schema.get("loss_mask"), pl.List)
+        answers = pl.col("loss_mask").list.sum() if masked else pl.lit(None)
         counts = (
-            frame.select(source, pl.col("length").cast(pl.Int64))
+            frame.select(
+                source, pl.col("length").cast(pl.Int64), answers.cast(pl.Int64).alias("answer_tokens")
+            )
             .group_by("source", "length")
-            .agg(pl.len().cast(pl.Int64).alias("count"))
+            .agg(
+                pl.len().cast(pl.Int64).alias("count"),
+                pl.col("answer_tokens").sum() if masked else pl.col("answer_tokens").first(),
+            )
             .collect(engine="streaming")
             .sort("source", "length")  # group_by keeps no order
         )
@@ -79,8 +86,9 @@ def percentiles(counts: pl.DataFrame, percents: Sequence[float] = PERCENTILES) -
 
 
 def by_source(counts: pl.DataFrame) -> pl.DataFrame:
-    """Return one row a source: samples, tokens, token share, mean, median, p99 and longest, most tokens
-    first."""
+    """Return one row a source, most tokens first: samples, tokens and answer tokens (null where nothing told
+    them) with their shares in percent, mean, median, p99 and longest.
+    """
     rows = []
     for (source,), part in counts.group_by("source"):
         middle, high = percentiles(part, (50, 99))["length"].to_list()
@@ -92,15 +100,19 @@ def by_source(counts: pl.DataFrame) -> pl.DataFrame:
                 middle,
                 high,
                 part["length"].max(),
+                None if part["answer_tokens"].null_count() else part["answer_tokens"].sum(),
             )
         )
-    names = ["source", "samples", "tokens", "median", "p99", "longest"]
+    names = ["source", "samples", "tokens", "median", "p99", "longest", "answer_tokens"]
     kinds = {name: pl.String if name == "source" else pl.Int64 for name in names}
     return (
         pl.DataFrame(rows, schema=kinds, orient="row")
         .with_columns(
             (pl.col("tokens") / pl.col("samples")).alias("mean"),
-            (100 * pl.col("tokens") / pl.col("tokens").sum()).alias("tokens_pct"),
+            *(
+                (100 * pl.col(name) / pl.col(name).sum()).alias(f"{name}_pct")
+                for name in ("samples", "tokens", "answer_tokens")
+            ),
         )
         .sort(["tokens", "source"], descending=[True, False])
     )

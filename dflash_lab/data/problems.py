@@ -29,13 +29,16 @@ def storable(text: str) -> str:
 
 
 class BadRecord(ValueError):
-    """One record cannot be used; it becomes a `Problem` and reading goes on."""
+    """One record cannot be used, or `records` that cannot be told apart; it becomes a `Problem` and reading
+    goes on.
+    """
 
-    def __init__(self, kind: str, reason: str) -> None:
+    def __init__(self, kind: str, reason: str, records: int = 1) -> None:
         self.kind = kind
         self.reason = storable(reason)
+        self.records = records
         super().__init__(self.reason)
 
     def at(self, file: str, line: int) -> Problem:
         """Return the problem this record is, with its place."""
-        return Problem(file, line, self.reason, self.kind)
+        return Problem(file, line, self.reason, self.kind, self.records)

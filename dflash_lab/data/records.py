@@ -2,7 +2,8 @@
 
 A container is registered by file suffix (`@container(".jsonl")`) and yields (line, record) pairs, where a
 record that could not be read is a `BadRecord`. All of them stream: memory is bounded by the largest record
-allowed, not by the file.
+allowed, not by the file. Parquet adds the page that a row lies in, for pages are decoded whole: about twice
+its bytes, of the columns that a form may need (`FIELDS`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,10 +28,13 @@ log = logging.getLogger(__name__)
 Row = tuple[int, Any]  # (1-based line or row; 0 = whole file, the parsed record or a BadRecord)
 Container = Callable[[Path, int], Iterator[Row]]
 CONTAINERS: dict[str, Container] = {}
+FIELDS: dict[tuple[str, ...], frozenset[str]] = {}  # keys that tell a kind of record -> all read of it
 
 MAX_RECORD_BYTES = 64 << 20
 _CHUNK = 1 << 20
-_BATCH_ROWS = 4096
+_RANGE_ROWS, _RANGE_BYTES = 4096, 16 << 20  # of a Parquet file that are decoded together
+_UNDECODED = (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError)
+_PYTHON_BYTES = 1 << 20  # of them that are Python objects at a time, which are up to nine times as large
 _DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:\w[\w.-]*)?(@\w[\w.\[\]:%-]*)?")
 
 
@@ -45,39 +49,49 @@ def container(*suffixes: str) -> Callable[[Container], Container]:
 
 
 def read_records(
-    source: str | Path, problems: list[Problem], *, max_record_bytes: int = MAX_RECORD_BYTES
+    source: str | Path,
+    problems: list[Problem],
+    *,
+    name: str = "",
+    max_record_bytes: int = MAX_RECORD_BYTES,
 ) -> Iterator[tuple[str, int, Any]]:
     """Yield (file name, line, record) from a file, a folder or a Hugging Face data set id
     ``owner/name[:config][@split]``.
 
-    File names are relative to the folder given. What cannot be read is appended to `problems` as the
-    iterator advances. Raises `InputError` at once when there is nothing to read at `source`.
+    File names are relative to the folder given; with `name`, a file is called that, and those of a folder
+    begin with it, so that several sources can be told apart. What cannot be read is appended to `problems` as
+    the iterator advances. Raises `InputError` at once when there is nothing to read at `source`.
     """
     path = Path(source).expanduser()
     if not os.path.exists(path):  # unlike Path.exists, false for a name that no file can have
         if path.suffix.lower() not in CONTAINERS and _DATASET_ID.fullmatch(str(source)):
-            return _read_hub(str(source))
+            return _read_hub(str(source), problems)
         raise InputError(
             f"{storable(str(source))[:200]}: no such file or folder. Give a {_known()} file, "
             "a folder of them, or a Hugging Face data set id such as owner/name."
         )
     if path.is_dir():
-        return _read_files(_files_in(path, problems), problems, max_record_bytes)
+        return _read_files(_files_in(path, problems, name), problems, max_record_bytes)
     if path.suffix.lower() not in CONTAINERS or not path.is_file():
         raise InputError(f"{path}: not a file of a known kind. Known are {_known()}; rename or convert it.")
-    return _read_files([(path, storable(path.name))], problems, max_record_bytes)
+    return _read_files([(path, storable(name or path.name))], problems, max_record_bytes)
 
 
-def _files_in(folder: Path, problems: list[Problem]) -> list[tuple[Path, str]]:
-    """Return the readable files below `folder` with their names in it, sorted; the others become problems."""
+def _files_in(folder: Path, problems: list[Problem], called: str) -> list[tuple[Path, str]]:
+    """Return the readable files below `folder` with their names in it, after what the folder is `called`,
+    sorted; the others become problems.
+    """
+
+    def named(path: str | Path) -> str:
+        return storable(os.path.join(called, os.path.relpath(path, folder)))
 
     def unreadable(error: OSError) -> None:
-        name = storable(os.path.relpath(error.filename, folder))
-        problems.append(Problem(name, 0, f"cannot be listed: {error.strerror}", "unreadable", records=0))
+        reason = f"cannot be listed: {error.strerror}"
+        problems.append(Problem(named(error.filename), 0, reason, "unreadable", records=0))
 
     known, others = [], 0
     for path in walk(folder, unreadable):
-        name = storable(path.relative_to(folder).as_posix())
+        name = named(path)
         if path.suffix.lower() in CONTAINERS and path.is_file():
             known.append((path, name))
         else:
@@ -188,24 +202,66 @@ def _values(file: BinaryIO, limit: int) -> Iterator[Row]:
 
 @container(".parquet")
 def read_parquet(path: Path, limit: int) -> Iterator[Row]:
-    """Yield rows as dictionaries without their null fields, 4,096 at a time."""
-    row = 0
+    """Yield rows as dictionaries without their null fields, of the columns that are read of such records.
+
+    A row of more than `limit` bytes is a bad record of its own. From the first row that cannot be decoded on,
+    the rest of the file is one bad record that counts them all.
+    """
+    row, total, step, whole = 0, 0, 1, True
     try:
-        for batch in pl.scan_parquet(path, glob=False).collect_batches(
-            chunk_size=_BATCH_ROWS, maintain_order=True
-        ):
-            for record in batch.iter_rows(named=True):
+        scan = pl.scan_parquet(path, glob=False)
+        scan = scan.select(columns_read(scan.collect_schema().names()))
+        total = scan.select(pl.len()).collect().item()
+        while row < total:
+            try:
+                part = scan.slice(row, step).collect(engine="in-memory")
+                if not part.height:
+                    raise pl.exceptions.ComputeError(f"it says that it has {total:,} rows and has {row:,}")
+            except _UNDECODED:
+                if step == 1:
+                    raise
+                step, whole = step // 2, False  # down to the first row that cannot be read
+                continue
+            for record in _sized(part, limit):
                 row += 1
-                yield row, {key: value for key, value in record.items() if value is not None}
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
-        reason = str(error).strip().split("\n")[0][:300]
-        yield (
-            row and row + 1,
-            BadRecord("unreadable", f"Parquet cannot be read from row {row + 1} on: {reason}"),
-        )
+                yield row, record
+            if whole:
+                fit = _RANGE_BYTES * part.height // max(1, int(part.estimated_size()))
+                step = max(1, min(4 * step, fit, _RANGE_ROWS))
+    except _UNDECODED as error:
+        if isinstance(error, OSError) and not total:
+            raise
+        reason = f"Parquet cannot be read from row {row + 1} on: {_first_line(error)}"
+        yield row + 1 if total else 0, BadRecord("unreadable", reason, max(1, total - row))
 
 
-def _read_hub(name: str) -> Iterator[tuple[str, int, Any]]:
+def columns_read(names: Sequence[str]) -> Sequence[str]:
+    """Return those of `names` that are read of records which have such columns; all of them where no kind of
+    record is known by them, so that what is said of a record names what it has.
+    """
+    known = [keys for needed, keys in FIELDS.items() if {*needed} <= {*names}]
+    return [name for name in names if any(name in keys for keys in known)] if known else names
+
+
+def _sized(part: pl.DataFrame, limit: int) -> Iterator[dict[str, Any] | BadRecord]:
+    """Yield the rows of `part`, in place of those of more than `limit` bytes a bad record."""
+    size = int(part.estimated_size())
+    if size > limit and part.height > 1:
+        for number in range(part.height):
+            yield from _sized(part.slice(number, 1), limit)
+    elif size > limit:
+        yield BadRecord("too large", f"row of {size:,} bytes; the limit is {limit:,}")
+    else:
+        together = max(1, _PYTHON_BYTES * part.height // max(1, size))
+        for record in part.iter_rows(named=True, buffer_size=together):
+            yield {key: value for key, value in record.items() if value is not None}
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0][:300]
+
+
+def _read_hub(name: str, problems: list[Problem]) -> Iterator[tuple[str, int, Any]]:
     try:
         import datasets
     except ImportError as error:
@@ -219,8 +275,35 @@ def _read_hub(name: str) -> Iterator[tuple[str, int, Any]]:
         )
     repository, _, split = name.partition("@")
     repository, _, config = repository.partition(":")
+    split = split or "train"
     try:
-        rows = datasets.load_dataset(repository, config or None, split=split or "train", streaming=True)
+        rows = datasets.load_dataset(repository, config or None, split=split, streaming=True)
     except Exception as error:  # the library raises its own, requests' and fsspec's errors alike
         raise InputError(f"{name}: the data set cannot be opened: {error}") from error
-    return ((name, number, row) for number, row in enumerate(rows, 1))
+    return _hub_rows(name, split, rows, problems)
+
+
+def _hub_rows(name: str, split: str, rows: Any, problems: list[Problem]) -> Iterator[tuple[str, int, Any]]:
+    """Yield the rows of a streamed data set. Where that fails (a connection that drops, a file of another
+    schema) it goes on from the row where it stopped; if that row fails again, what is left becomes a problem.
+    """
+    splits = getattr(getattr(rows, "info", None), "splits", None) or {}
+    total = splits[split].num_examples if split in splits else 0
+    done, tried = 0, -1  # rows read; how many were when it failed the last time
+    while True:
+        try:
+            for row in rows.skip(done) if done else rows:
+                done += 1
+                yield name, done, row
+            return
+        except Exception as error:  # as above; what the consumer raises does not come here
+            reason = _first_line(error)
+        if done == tried:
+            break
+        log.warning("%s: reading stopped after row %d (%s); once more from there", name, done, reason)
+        tried = done
+    left = max(1, (total or 0) - done)
+    count = f"{left:,} rows" if total else "nobody knows how many rows"
+    reason = f"the data set cannot be read from row {done + 1} on ({count}): {reason}"
+    log.error("%s: %s. What came before is kept", name, reason)
+    problems.append(Problem(name, done + 1, storable(reason), "unreadable", records=left))

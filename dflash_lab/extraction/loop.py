@@ -19,7 +19,7 @@ from dflash_lab.extraction.layout import Layout
 from dflash_lab.extraction.lock import refuse_other_counts, shard_lock, store_lock
 from dflash_lab.extraction.report import ExtractionReport, Quarantined
 from dflash_lab.extraction.run import Run
-from dflash_lab.extraction.shard import SampleIndex, Tokens, not_stored, read_index, shard_rows
+from dflash_lab.extraction.shard import SampleIndex, Tokens, drawn, not_stored, read_index, shard_rows
 from dflash_lab.extraction.verify import drop_part, stored_keys
 from dflash_lab.extraction.writer import Written
 from dflash_lab.target.model import Target
@@ -56,6 +56,8 @@ def extract(
     tap_ids: list[int],
     shard: int = 0,
     num_shards: int = 1,
+    max_samples: int = 0,
+    seed: int = 0,
     token_budget: int,
     max_batch: int,
     store_final: bool = False,
@@ -69,6 +71,7 @@ def extract(
 ) -> ExtractionReport:
     """Store the tapped states of one shard of `samples`; return the account.
 
+    max_samples: how many of all shards' samples are drawn by `seed` (0: all); what more is stored stays.
     token_budget: padded tokens of a batch; lowered where few samples would make it mostly padding, which the
     report says. part_gib: the most unsealed bytes a crash can lose. recheck: read
     the checksum of every sealed part before trusting it. notes: goes into the manifest's run line.
@@ -91,6 +94,8 @@ def extract(
         clean(folder)
         chunk = 64 if target.is_hybrid else 1
         mine = shard_rows(index, shard, num_shards, chunk=chunk, hidden=target.hidden_size)
+        some = drawn(index, max_samples, seed)
+        mine = mine[some[mine]]
         todo = not_stored(index, mine, _trusted(store, folder, recheck))
         fitted = fit_batches(
             index.lengths[todo], token_budget=token_budget, max_batch=max_batch, window=window, chunk=chunk
@@ -109,6 +114,7 @@ def extract(
             num_shards=num_shards,
             store=identity,
             samples=len(mine),
+            drawn={"max_samples": 0 if some.all() else max_samples, "seed": seed, "of": len(some)},
             stored_before=len(mine) - len(todo),
             plan={
                 "token_budget": plan.token_budget,

@@ -133,6 +133,31 @@ def sealed_parts(folder: Path) -> list[Part]:
     return list(parts.values())
 
 
+def finished_draws(folder: Path) -> list[dict[str, Any]]:
+    """Return what each finished run of a shard drew (`max_samples`, 0 for all, `seed` and `of` how many)
+    while no part was given up since; runs of earlier versions drew all.
+    """
+    begun: dict[str, Any] = {}
+    found: list[dict[str, Any]] = []
+    for line in read_lines(folder):
+        if line["kind"] == "run":
+            begun = line.get("drawn", {"max_samples": 0})
+        elif line["kind"] == "end":
+            found.append(begun)
+        elif line["kind"] == "discard":
+            found = []
+    return found
+
+
+def trial_of(store: Path) -> int:
+    """Return of how many samples a store holds only those drawn (`max_samples`); 0 for one of all of them."""
+    runs = [
+        [line for line in read_lines(folder) if line["kind"] == "run"][-1:] for folder in shard_folders(store)
+    ]
+    drawn = [line.get("drawn", {}) for lines in runs for line in lines]
+    return max((one["of"] for one in drawn if one.get("max_samples")), default=0)
+
+
 def next_part_index(folder: Path) -> int:
     """One above every part index ever named in the manifest: a name is never used twice."""
     named = (_PART.match(line["file"]) for line in read_lines(folder) if line["kind"] == "part")

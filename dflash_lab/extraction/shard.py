@@ -79,6 +79,17 @@ def shard_rows(index: SampleIndex, shard: int, num_shards: int, *, chunk: int, h
     return np.flatnonzero(balance_shards(cost, num_shards, keys=keys) == shard)
 
 
+def drawn(index: SampleIndex, max_samples: int, seed: int) -> np.ndarray:
+    """Return which samples [N] bool a trial of `max_samples` takes (0: all): those whose content hash, hashed
+    again with the seed, is smallest. So a larger trial holds the smaller, and both splits are drawn alike.
+    """
+    found = np.ones(len(index.lengths), bool)
+    if max_samples:
+        ranks = [xxhash.xxh3_64_intdigest(digest.encode(), seed) for digest in index.content_hashes]
+        found[np.argsort(np.asarray(ranks, np.uint64), kind="stable")[max_samples:]] = False
+    return found
+
+
 def not_stored(index: SampleIndex, rows: np.ndarray, stored: np.ndarray) -> np.ndarray:
     """Return those of `rows` whose content hash is not among the sorted 16-byte keys `stored`."""
     if not len(stored) or not len(rows):

@@ -124,12 +124,20 @@ def number_or_text(text: str) -> Any:
 def _to_dict(value: Any, kind: Any) -> dict:
     if isinstance(value, str):
         try:
-            value = json.loads(value) if value.strip() else {}
+            value = json.loads(value, object_pairs_hook=_unique) if value.strip() else {}
         except (json.JSONDecodeError, RecursionError):
             raise ValueError(f'expected a mapping such as {{"a": 1}}, got the text {value[:60]!r}') from None
     if not isinstance(value, dict):
         raise ValueError(f"expected a mapping, got {_seen(value)}")
     return dict(value)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given twice")
+    return found
 
 
 def _seen(value: Any) -> str:

@@ -27,7 +27,7 @@ _TOLD = 4  # differences that a sentence names
 def is_finished(params: StageParams, inputs: dict[str, str] | None = None) -> bool:
     """Say whether `result.json` stands for these parameters and the present content of the inputs."""
     finished = (params.folder / RESULT).exists()
-    return finished and not differences(params, inputs) and params.stands()
+    return finished and not differences(params, inputs) and not params.lacks()
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -143,6 +143,17 @@ def differences(params: StageParams, inputs: dict[str, str] | None = None) -> li
     return found
 
 
+def kept_more(params: StageParams) -> list[str]:
+    """Say with more of which `growing` parameters (0: all) a finished result was made than is asked now."""
+    then = of_today(type(params), read_result(params.folder / RESULT)["parameters"])
+    now = {name: getattr(params, name) for name in params.growing}
+    return [
+        f"{name} was {then[name] or 'all'}, now {value}: what is stored stays"
+        for name, value in now.items()
+        if value and not 0 < then[name] <= value
+    ]
+
+
 def _became(then: str | None, now: str | None) -> str:
     if now == "absent":
         return "is gone"
@@ -171,8 +182,9 @@ def stale_after(params: StageParams) -> list[str]:
 
 
 def _significant(params: StageParams, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the parameters that change how a stage runs, not what it finds."""
-    return {name: value for name, value in parameters.items() if name not in params.passing}
+    """Leave out the parameters that change how a stage runs, or how far, not what it finds."""
+    left_out = (*params.passing, *params.growing)
+    return {name: value for name, value in parameters.items() if name not in left_out}
 
 
 def of_today(cls: type[StageParams], parameters: dict[str, Any]) -> dict[str, Any]:

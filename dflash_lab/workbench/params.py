@@ -43,7 +43,7 @@ from typing import Any, ClassVar, TypeVar
 from dflash_lab.errors import InputError, near
 from dflash_lab.workbench.coerce import coerce
 from dflash_lab.workbench.replace import Move
-from dflash_lab.workbench.secrets import redact
+from dflash_lab.workbench.secrets import redact_tree
 
 P = TypeVar("P", bound="Params")
 
@@ -97,7 +97,7 @@ class Params:
                 value = os.path.expanduser(value)
             object.__setattr__(self, field.name, value)
             _check_range(self.stage, field, value)
-            if isinstance(value, str) and redact(value) != value:
+            if redact_tree(value) != value:
                 raise InputError(
                     f"{self.stage}: {field.name}: holds an access token, and notebooks save parameters. "
                     "Put it in the environment (HF_TOKEN) instead."
@@ -117,6 +117,7 @@ class Params:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
+BROKEN = "what it left is not whole any more"
 RUN_NAME = re.compile(r"\w[\w.+-]*")  # a folder's name that no shell, path or flag reads otherwise
 
 
@@ -132,6 +133,7 @@ class StageParams(Params):
         "interactive",
         "force",
     )  # no finding rests on them
+    growing: ClassVar[tuple[str, ...]] = ()  # more goes on with what is finished, less takes nothing away
 
     run: str = param("demo", "the run: params/<run>/ has its parameters, runs/<run>/ is its folder")
     target: str = param(
@@ -219,11 +221,12 @@ class StageParams(Params):
         """What stands in the place of a product although this run did not make it."""
         return []
 
-    def stands(self) -> bool:
-        """Say whether what a finished stage left outside its own folder is still as it should be. A stage
-        that can tell more of it in no time than that it is there overrides this.
+    def lacks(self) -> str:
+        """Say what is to be done of a finished stage although it would find the same; empty for nothing, when
+        what it left outside its own folder is as it should be. A stage that can tell more of that in no time
+        than that it is there overrides this, and one with `growing` parameters.
         """
-        return all(path.exists() for path in self.outputs())
+        return "" if all(path.exists() for path in self.outputs()) else BROKEN
 
 
 def defaults(cls: type[Params]) -> dict[str, Any]:

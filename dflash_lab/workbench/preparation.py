@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_lab.workbench.progress import ProgressCallback
 
 if TYPE_CHECKING:
     from dflash_lab.data.conversations import Conversation
+    from dflash_lab.data.mixture import Ingredient
     from dflash_lab.data.problems import Problem
     from dflash_lab.data.samples import Sample, WriteReport
     from dflash_lab.workbench.stages.prepare import PrepareParams
@@ -23,24 +26,42 @@ class Preparation:
     def __init__(self, params: PrepareParams, report: ProgressCallback) -> None:
         self.params = params
         self.report = report
-        self.unread: list[Problem] = []  # records that never became a conversation
+        self._readings: list[list[Problem]] = []  # what each input fills while it is read
         # Conversations that never became a sample, and notes on those that did.
         self.unfit: list[Problem] = []
         self.conversations = self.cut = self.truncated = self.generated = self.reused = 0
         self.kinds: Counter[str] = Counter()  # conversations read with reasoning, tools, several turns
         self.noted: dict[tuple[str, str], list[int]] = {}  # file, kind -> first line, number
 
+    @property
+    def unread(self) -> list[Problem]:
+        """Records that never became a conversation, or one that was not drawn."""
+        return [problem for problems in self._readings for problem in problems]
+
+    @functools.cached_property
+    def _vocabulary(self) -> int:
+        """How many tokens the target has."""
+        from dflash_lab.target.sources import load_config
+
+        return int(load_config(self.params.target).vocab_size)
+
     def rendered(self, tokenizer: Any) -> Iterator[Sample]:
-        """Render conversations as they are."""
+        """Render conversations as they are; tokens made elsewhere are taken so."""
         from dflash_lab.data.problems import BadRecord
         from dflash_lab.data.regenerate import problem_of
+        from dflash_lab.data.tokens import check_vocabulary
         from dflash_lab.workbench.speaking import rendered
 
         for one in self._read():
             try:
-                found = rendered(tokenizer, one, self.params.thinking, self.params.date)
-                yield self._sample(one.id, one.source, found.input_ids, found.loss_mask)
-                self._note(one.id, found.notes)
+                if one.tokens is None:
+                    found = rendered(tokenizer, one, self.params.thinking, self.params.date)
+                    ids, mask, notes = found.input_ids, found.loss_mask, found.notes
+                else:
+                    (ids, mask), notes = one.tokens, ()
+                    check_vocabulary(ids, self._vocabulary)
+                yield self._sample(one.id, one.source, ids, mask)
+                self._note(one.id, notes)
             except BadRecord as error:
                 self.unfit.append(problem_of(one.id, error))
 
@@ -89,23 +110,72 @@ class Preparation:
                 self.unfit.append(problem_of(told.id, error))
 
     def _read(self) -> Iterator[Conversation]:
-        """Read the input, reporting now and then."""
+        """Read the input, or what is drawn of those of the mixture, reporting now and then."""
+        from dflash_lab.data.mixture import amounts
+
+        mixture = self.params.ingredients
+        opened = [self._open(one) for one in mixture]  # all of them: what is not there is told at once
+        counts = [0 if one.whole else self._counted(one) for one in mixture]
+        wanted = amounts(mixture, counts)
+        total = sum(wanted) or self.params.limit
+        self._readings = [problems for _, problems in opened]
+        for one, (found, problems), count, number in zip(mixture, opened, counts, wanted, strict=True):
+            if not one.whole:
+                found = self._drawn(one, found, problems, count, number)
+            for conversation in found:
+                self.conversations += 1
+                self._count(conversation)
+                if self.conversations % 256 == 0:
+                    self._told(total)
+                if self.params.mixture:
+                    conversation = dataclasses.replace(conversation, source=one.name)
+                yield conversation
+        self._told(self.conversations)
+
+    def _told(self, total: int) -> None:
+        self.report("conversations", self.conversations, total, problems=sum(map(len, self._readings)))
+
+    def _open(self, one: Ingredient) -> tuple[Iterator[Conversation], list[Problem]]:
+        """Return what `read_conversations` does of an input, at most `limit` of it."""
         from dflash_lab.data.conversations import read_conversations
 
-        if not self.params.input:
-            return
-        found, self.unread = read_conversations(
-            self.params.input,
+        found, problems = read_conversations(
+            one.name,
+            name=one.name if self.params.mixture else "",
             need_answer=self.params.regenerate == "off",
             max_record_bytes=self.params.max_record_mib << 20,
         )
-        for conversation in itertools.islice(found, self.params.limit or None):
-            self.conversations += 1
-            self._count(conversation)
-            if self.conversations % 256 == 0:
-                self.report("conversations", self.conversations, self.params.limit, problems=len(self.unread))
-            yield conversation
-        self.report("conversations", self.conversations, self.conversations, problems=len(self.unread))
+        return itertools.islice(found, self.params.limit or None), problems
+
+    def _counted(self, one: Ingredient) -> int:
+        """Count the conversations of an input, which is read once for that alone."""
+        count = 0
+        for count, _ in enumerate(self._open(one)[0], 1):
+            if count % 256 == 0:
+                self.report(f"counting {one.name}", count, 0)
+        return count
+
+    def _drawn(
+        self,
+        one: Ingredient,
+        found: Iterator[Conversation],
+        problems: list[Problem],
+        count: int,
+        wanted: int,
+    ) -> Iterator[Conversation]:
+        """Yield the conversations of an input that are drawn; the others become one problem."""
+        from dflash_lab.data.mixture import draw
+        from dflash_lab.data.problems import Problem
+
+        left = 0
+        for conversation in draw(found, count, wanted, seed=self.params.seed, name=one.name):
+            if conversation is None:
+                left += 1
+            else:
+                yield conversation
+        if left:
+            reason = f"{left:,} of {count:,} conversations were left out for the mixture's weights and caps"
+            problems.append(Problem(one.name, 0, reason, "not drawn", records=left))
 
     def _prompts(self, target: Any) -> Iterator[Conversation]:
         """Read the input, then let the target write prompts."""
@@ -179,8 +249,10 @@ class Preparation:
         ]
         return [*self.unread, *self.unfit, *notes]
 
-    def figures(self, report: WriteReport) -> dict[str, Any]:
-        """Return the headline figures; every kind of problem that lost records has its own."""
+    def figures(self, report: WriteReport, samples: Path) -> dict[str, Any]:
+        """Return the headline figures; every kind of problem that lost records has its own, and of a mixture
+        every input's share of the `samples` file.
+        """
         by_kind: Counter[str] = Counter()
         for problem in [*self.unread, *self.unfit]:
             by_kind[problem.kind] += problem.records
@@ -207,4 +279,18 @@ class Preparation:
             "answers_reused": self.reused,
             "answers_cut": self.cut,
             **{f"lost_{kind.replace(' ', '_')}": lost for kind, lost in sorted(by_kind.items()) if lost},
+            **self._shares(samples),
+        }
+
+    def _shares(self, samples: Path) -> dict[str, Any]:
+        """Return what each input of a mixture is of the stored samples, by its name."""
+        from dflash_lab.data.lengths import by_source, length_counts
+
+        if not self.params.mixture:
+            return {}
+        names = ("samples", "samples_pct", "tokens_pct", "answer_tokens_pct")
+        return {
+            f"{name}_of_{row['source']}": row[name]
+            for row in by_source(length_counts(samples)).iter_rows(named=True)
+            for name in names
         }

@@ -36,6 +36,7 @@ from dflash_lab.workbench.finished import (
     check_ready,
     input_fingerprints,
     is_finished,
+    kept_more,
 )
 from dflash_lab.workbench.kernel import in_kernel
 from dflash_lab.workbench.lock import stage_lock
@@ -62,7 +63,8 @@ def execute(params: StageParams, progress: ProgressCallback | None = None) -> An
         settle(params.run_folder)
         inputs = input_fingerprints(params)
         if not params.force and is_finished(params, inputs):
-            logger.info("%s: finished before with the same parameters and inputs", params.stage)
+            more = "".join(f"; {words}" for words in kept_more(params))
+            logger.info("%s: finished before with the same parameters and inputs%s", params.stage, more)
             return _load(params)
         check_ready(params, inputs)
         with stage_lock(params.folder):

@@ -80,8 +80,8 @@ def _state(params: StageParams) -> tuple[str, str]:
         return state, told
     try:
         changes = differences(params)
-        if not changes and not params.stands():
-            changes = ["what it left is not whole any more"]
+        if not changes and (lacking := params.lacks()):
+            changes = [lacking]
         if getattr(params, "num_shards", 1) > 1 and (params.fresh / RESULT).exists():
             told = "; ".join(filter(None, [told, "a new result waits for those of the other shards"]))
     except LabError as error:

@@ -31,7 +31,7 @@ def counts_of(lengths, sources=None):
     frame = pl.DataFrame(table, schema={"length": pl.Int64, "source": pl.String})
     return (
         frame.group_by("source", "length")
-        .agg(pl.len().cast(pl.Int64).alias("count"))
+        .agg(pl.len().cast(pl.Int64).alias("count"), (pl.col("length") // 2).sum().alias("answer_tokens"))
         .sort("source", "length")
     )
 
@@ -65,6 +65,26 @@ def test_all_figures_equal_the_plain_count(pairs):
         assert (row["samples"], row["longest"]) == (len(mine), mine.max())
         assert row["mean"] == pytest.approx(mine.mean())
         assert row["median"] == np.percentile(mine, 50, method="inverted_cdf")
+        assert row["answer_tokens"] == (mine // 2).sum()
+        assert row["samples_pct"] == pytest.approx(100 * len(mine) / len(lengths))
+    if (lengths > 1).any():
+        assert sources["answer_tokens_pct"].sum() == pytest.approx(100)
+
+
+def test_answer_tokens_are_those_of_the_masks_and_null_without_any(tmp_path):
+    samples = [
+        Sample("1", [1, 2, 3, 4], [0, 0, 1, 1], "a"),
+        Sample("2", [1, 2, 3], [0, 1, 0], "a"),
+        Sample("3", [1, 2, 3, 4, 5, 6], [0, 1, 1, 1, 1, 1], "b"),
+    ]
+    write_samples(tmp_path / "s.parquet", samples, heldout_fraction=0, provenance={})
+    columns = ("source", "samples", "tokens", "answer_tokens", "answer_tokens_pct")
+    found = by_source(length_counts(tmp_path / "s.parquet")).select(columns).sort("source").rows()
+    assert found == [("a", 2, 7, 3, 37.5), ("b", 1, 6, 5, 62.5)]
+    assert (
+        by_source(length_counts(REAL))["answer_tokens"].to_list()
+        == [None] * by_source(length_counts(REAL)).height
+    )
 
 
 def test_no_samples_gives_empty_tables(tmp_path):
@@ -97,7 +117,7 @@ def test_token_lists_are_not_read(tmp_path):
     data = bytearray(path.read_bytes())
     data[200_000:300_000] = bytes(100_000)  # 400 kB of random ids come first in the file
     path.write_bytes(data)
-    assert length_counts(path).rows() == [("x", 500, 200)]
+    assert length_counts(path).rows() == [("x", 500, 200, 100_000)]
     with pytest.raises(pl.exceptions.PolarsError):
         pl.read_parquet(path)
 

@@ -4,6 +4,7 @@ preflight, figures.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,12 +16,15 @@ import torch
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.errors import InputError
 from dflash_lab.extraction import preflight as preflight_module
+from dflash_lab.extraction.manifest import trial_of
 from dflash_lab.extraction.report import QuarantineError
+from dflash_lab.extraction.shard import drawn, read_index
 from dflash_lab.extraction.store import open_store
 from dflash_lab.extraction.verify import discard, verify
 from dflash_lab.files import read_json
 from dflash_lab.workbench.figures import extract as figures
 from dflash_lab.workbench.figures.headline import headline
+from dflash_lab.workbench.finished import WouldReplace, differences
 from dflash_lab.workbench.stage import execute, is_finished
 from dflash_lab.workbench.stages.extract import ExtractParams, ExtractResult
 
@@ -200,3 +204,132 @@ def test_a_budget_that_padding_would_eat_is_lowered_and_the_result_says_so(param
     assert figure.data[1].x[0] * figure.data[1].y[0] == pytest.approx(result.figures["token_budget"])
     kept = execute(params(token_budget=200, force=True))
     assert "token_budget_lowered" not in kept.figures
+
+
+# A trial ---------------------------------------------------------------------------------------------------
+
+
+def hashes(store: Path) -> set[bytes]:
+    return {row.tobytes() for row in open_store(store).hashes}
+
+
+def files_of(store: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in store.rglob("part-*.safetensors")}
+
+
+def test_a_trial_grows_to_the_whole_without_anything_being_replaced(params, caplog) -> None:
+    store = params().store_path
+    first = execute(params(max_samples=3))
+    assert (first.figures["samples_in"], first.figures["samples_of_set"]) == (3, len(LENGTHS))
+    few, kept = hashes(store), files_of(store)
+    assert len(few) == 3 and is_finished(params(max_samples=3)) and is_finished(params(max_samples=2))
+    for count in (5, 0):
+        more = params(max_samples=count)
+        assert not is_finished(more) and differences(more) == []
+        assert more.lacks() == (
+            f"max_samples was {len(few)}, now {count or 'all'}: the others of them are still to be extracted"
+        )
+        result = execute(more)
+        assert result.figures["samples_stored_before"] == len(few)
+        assert few < hashes(store) and files_of(store).items() >= kept.items()
+        assert is_finished(more) and not more.lacks()
+        few, kept = hashes(store), files_of(store)
+    assert len(few) == len(LENGTHS) and not [fault for fault in verify(store) if fault.part]
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        execute(params(max_samples=3))
+    assert "max_samples was all, now 3: what is stored stays" in caplog.text
+    assert files_of(store) == kept
+    assert not (params().folder / "failure.json").exists()
+
+
+def test_a_trial_of_more_samples_than_there_are_is_all_of_them(params) -> None:
+    execute(params(max_samples=99))
+    assert len(open_store(params().store_path)) == len(LENGTHS)
+    assert is_finished(params()) and trial_of(params().store_path) == 0
+
+
+def test_shards_draw_the_trial_together_and_one_that_gets_none_is_done(params, tmp_path) -> None:
+    execute(params(max_samples=4, store=str(tmp_path / "one"), run_dir=str(tmp_path / "other"),
+                   samples=str(params().samples_path)))  # fmt: skip
+    for count in (4, 6):
+        for shard in range(6):
+            execute(params(max_samples=count, shard=shard, num_shards=6))
+        if count == 4:
+            assert hashes(params().store_path) == hashes(tmp_path / "one")
+    assert len(open_store(params().store_path)) == 6 and trial_of(params().store_path) == len(LENGTHS)
+    assert hashes(tmp_path / "one") < hashes(params().store_path)
+    assert is_finished(params(max_samples=6, shard=5, num_shards=6))
+
+
+def test_a_stopped_trial_goes_on_and_a_stopped_larger_one_is_not_finished(params) -> None:
+    def stop(description: str, done: int, total: int, **fields: object) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    def trial(count: int, **more: object) -> ExtractParams:
+        return params(max_samples=count, max_batch=1, part_gib=0.001, **more)
+
+    execute(trial(2))
+    with pytest.raises(KeyboardInterrupt):
+        execute(trial(7), stop)
+    assert not is_finished(trial(7))
+    execute(trial(2, recheck=True))  # the smaller one ends, not the larger that was begun
+    assert is_finished(trial(2)) and not is_finished(trial(7))
+    execute(trial(7))
+    assert len(open_store(params().store_path)) == 7 and is_finished(trial(7))
+
+
+def test_a_part_given_up_of_the_whole_is_not_forgotten_for_a_trial(params) -> None:
+    execute(params())
+    for part in params().store_path.rglob("part-*.safetensors"):
+        part.write_bytes(b"")
+    execute(params(max_samples=3))
+    assert len(open_store(params().store_path)) == 3
+    assert is_finished(params(max_samples=3)) and not is_finished(params())
+
+
+def test_another_seed_draws_others_and_asks_first(params) -> None:
+    execute(params(max_samples=3))
+    before = hashes(params().store_path)
+    with pytest.raises(WouldReplace, match="seed was 0, now 1"):
+        execute(params(max_samples=3, seed=1))
+    execute(params(max_samples=3, seed=1, force=True))
+    assert hashes(params().store_path) > before  # nothing is taken away
+    assert is_finished(params(max_samples=3, seed=1)) and not is_finished(params(max_samples=4, seed=1))
+
+
+def test_a_store_of_an_earlier_version_holds_all(params) -> None:
+    execute(params())
+    path = next(params().store_path.rglob("manifest.jsonl"))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line.pop("drawn", None)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert is_finished(params()) and is_finished(params(max_samples=3)) and not trial_of(params().store_path)
+
+
+def test_a_trial_has_both_splits_in_their_proportion(tmp_path: Path) -> None:
+    samples = [
+        Sample(f"{number}", [number % 250, number // 250, 7], [0, 1, 1], "test") for number in range(4000)
+    ]
+    write_samples(tmp_path / "s.parquet", samples, heldout_fraction=0.2, provenance={})
+    index = read_index(tmp_path / "s.parquet")
+    few, more = drawn(index, 500, 0), drawn(index, 1000, 0)
+    assert few.sum() == 500 and more.sum() == 1000 and not (few & ~more).any()
+    assert 0.15 < index.heldout[few].mean() < 0.25
+    assert (drawn(index, 500, 1) & few).sum() < 120
+    assert drawn(index, 0, 0).all() and drawn(index, 4001, 0).all()
+    again = list(reversed(samples))
+    write_samples(tmp_path / "r.parquet", again, heldout_fraction=0.2, provenance={})
+    other = read_index(tmp_path / "r.parquet")
+    picked = {other.content_hashes[row] for row in np.flatnonzero(drawn(other, 500, 0))}
+    assert picked == {index.content_hashes[row] for row in np.flatnonzero(few)}
+
+
+@pytest.mark.parametrize(
+    "value", ["many", -1, 1.5, True, "", [3], float("nan"), float("inf"), "1e400", 10**13, {}, None]
+)
+def test_a_wrong_size_of_a_trial_is_told_by_name(params, value) -> None:
+    with pytest.raises(InputError, match=r"extract: max_samples=.*: (expected a|must be at)"):
+        params(max_samples=value)

@@ -26,11 +26,12 @@ from dflash_lab.workbench.figures.prepare import (
     problem_kinds,
     problems_html,
 )
-from dflash_lab.workbench.finished import WouldReplace, check_ready
+from dflash_lab.workbench.finished import WouldReplace, check_ready, is_finished
 from dflash_lab.workbench.stage import execute
 from dflash_lab.workbench.stages.extract import ExtractParams
 from dflash_lab.workbench.stages.prepare import PrepareParams, PrepareResult
 from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+from dflash_lab.workbench.strict_yaml import parse_parameters
 
 
 def line(question, answer):
@@ -276,6 +277,199 @@ def test_execute_skips_what_is_done_until_the_input_changes(made, tmp_path):
         execute(params)
     assert params.samples_path.stat().st_mtime_ns == stamp
     assert again(params).figures["samples_stored"] == 4
+
+
+# Tokens made elsewhere -------------------------------------------------------------------------------------
+
+TOKENS = {"input_ids": [257, 72, 105, 258], "loss_mask": [0, 0, 1, 1]}
+WRONG_TOKENS = [
+    ({"loss_mask": [0, 1]}, "other length", "4 input_ids and 2 values of loss_mask"),
+    ({"input_ids": "257 72"}, "wrong type", "input_ids is str, not a list"),
+    ({"loss_mask": 1}, "wrong type", "loss_mask is int, not a list"),
+    ({"input_ids": [257, "72", 105, 258]}, "wrong type", "input_ids[1] is '72', not a whole number"),
+    ({"input_ids": [257, 72.0, 105, 258]}, "wrong type", "input_ids[1] is '72.0', not a whole number"),
+    ({"input_ids": [257, True, 105, 258]}, "wrong type", "input_ids[1] is 'True', not a whole number"),
+    ({"input_ids": [257, None, 105, 258]}, "wrong type", "input_ids[1] is 'None', not a whole number"),
+    ({"input_ids": [257, -1, 105, 258]}, "not in the vocabulary", "input_ids[1] is -1"),
+    ({"input_ids": [257, 72, 10**6, 258]}, "not in the vocabulary", "input_ids[2] is 1000000"),
+    ({"input_ids": [257, 72, 2**70, 258]}, "not in the vocabulary", f"input_ids[2] is {2**70}"),
+    ({"loss_mask": [0, 0, 2, 1]}, "wrong mask", "loss_mask[2] is 2, neither 0 nor 1"),
+    ({"loss_mask": [0, 0, -1, 1]}, "wrong mask", "loss_mask[2] is -1"),
+    ({"loss_mask": [0, 0, 1.0, 1]}, "wrong type", "loss_mask[2] is '1.0'"),
+    ({"loss_mask": [0, 0, "1", 1]}, "wrong type", "loss_mask[2] is '1'"),
+    ({"loss_mask": [0, 0, 0, 0]}, "no answer", "loss_mask is 0 everywhere"),
+    ({"loss_mask": [1, 0, 1, 1]}, "wrong mask", "loss_mask[0] is 1"),
+    ({"input_ids": [], "loss_mask": []}, "no tokens", "input_ids is empty"),
+    ({"loss_mask": None}, "unknown form", "input_ids + loss_mask"),
+    ({"input_ids": [7] * 200, "loss_mask": [0] + [1] * 199}, "too long", "200 tokens; max_length is 128"),
+]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_tokens_made_elsewhere_are_taken_as_they_are(made, tmp_path, suffix):
+    path = tmp_path / f"tokens{suffix}"
+    rows = [
+        TOKENS,
+        {"input_ids": [1, 2, 3], "loss_mask": [False, True, False], "source": "elsewhere"},
+        TOKENS,
+    ]
+    if suffix == ".parquet":
+        for number, row in enumerate(rows):
+            (tmp_path / "set").mkdir(exist_ok=True)
+            pl.DataFrame([row]).write_parquet(tmp_path / "set" / f"{number}.parquet")
+        path = tmp_path / "set"
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)))
+    params = made(input=str(path))
+    figures = execute(params).figures
+    assert (figures["samples_in"], figures["samples_stored"], figures["duplicates"]) == (3, 2, 1)
+    frame = read_samples(params.samples_path)
+    assert frame["input_ids"].to_list() == [TOKENS["input_ids"], [1, 2, 3]]
+    assert frame["loss_mask"].to_list() == [TOKENS["loss_mask"], [0, 1, 0]]
+    assert frame["source"][1] == "elsewhere" and frame["split"].is_in(["train", "heldout"]).all()
+    cut = made(input=str(path), max_length=2, over_long="truncate", run_dir=str(tmp_path / "cut"))
+    assert again(cut).figures["truncated"] == 1  # of the others, the answer begins after two tokens
+    assert read_samples(cut.samples_path)["input_ids"].to_list() == [[1, 2]]
+
+
+def test_wrong_tokens_are_refused_by_row_and_reason_and_nothing_else_is_lost(made, tmp_path):
+    rows = [row for change, _, _ in WRONG_TOKENS for row in ({**TOKENS, **change}, TOKENS)]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    params = made(input=str(tmp_path / "t.jsonl"))
+    result = execute(params)
+    found = result.problems.select("file", "line", "kind", "records").rows()
+    wanted = [("t.jsonl", 2 * n + 1, kind, 1) for n, (_, kind, _) in enumerate(WRONG_TOKENS)]
+    assert found == wanted
+    for (_, _, reason), told in zip(WRONG_TOKENS, result.problems["reason"], strict=True):
+        assert reason in told
+    figures = result.figures
+    assert (figures["samples_in"], figures["samples_stored"]) == (len(rows), 1)
+    assert (figures["duplicates"], figures["lost"]) == (len(WRONG_TOKENS) - 1, len(WRONG_TOKENS))
+
+
+def test_the_last_token_of_the_vocabulary_is_one(made, tmp_path):
+    from dflash_lab.target.sources import load_config
+
+    size = load_config(made().target).vocab_size
+    rows = [{**TOKENS, "input_ids": [1, 2, 3, last]} for last in (size - 1, size)]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    result = execute(made(input=str(tmp_path / "t.jsonl")))
+    assert result.figures["samples_stored"] == 1
+    assert f"tokens 0 to {size - 1}:" in result.problems["reason"][0].replace(",", "")
+
+
+def test_tokens_cannot_be_answered_anew(made, tmp_path):
+    (tmp_path / "t.jsonl").write_text("\n".join([json.dumps(TOKENS), LINES[0], json.dumps(TOKENS)]))
+    result = execute(made(input=str(tmp_path / "t.jsonl"), regenerate="greedy"))
+    assert result.problems.select("line", "kind").rows() == [(1, "no messages"), (3, "no messages")]
+    assert "Turn regeneration off" in result.problems["reason"][0]
+    assert (result.figures["samples_in"], result.figures["samples_stored"]) == (3, 1)
+
+
+# Several inputs --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    """Three inputs of 40, 12 and 20 chats (one of them a folder), each with a line that is broken."""
+    for name, count in (("a.jsonl", 40), ("b/data.jsonl", 12), ("c.jsonl", 20)):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        lines = [line(f"{name} {number}", f"answer {number}") for number in range(count)]
+        path.write_text("\n".join([*lines, "{broken"]))
+    return [str(tmp_path / name) for name in ("a.jsonl", "b", "c.jsonl")]
+
+
+def test_inputs_are_mixed_by_weight_and_cap_and_the_rest_is_counted(made, inputs):
+    a, b, c = inputs
+    params = made(mixture={a: 2, b: {"weight": 1}, c: {"cap": 5}}, seed=3)
+    result = execute(params)
+    figures = result.figures
+    frame = read_samples(params.samples_path)
+    assert dict(frame.group_by("source").len().rows()) == {a: 24, b: 12, c: 5}
+    assert figures["samples_in"] == 40 + 12 + 20 + 3 == figures["samples_stored"] + figures["lost"]
+    assert counts(figures) == {"lost_malformed": 3, "lost_not_drawn": 16 + 15}
+    told = result.problems.filter(pl.col("kind") == "not drawn")
+    assert told.select("file", "line", "records").rows() == [(a, 0, 16), (c, 0, 15)]
+    broken = result.problems.filter(pl.col("kind") == "malformed").select("file", "line").rows()
+    assert broken == [(a, 41), (f"{b}/data.jsonl", 13), (c, 21)]
+    assert {row.rpartition(":")[0] for row in frame["id"]} == {a, f"{b}/data.jsonl", c}
+    assert [figures[f"samples_of_{name}"] for name in (a, b, c)] == [24, 12, 5]
+    for kind in ("samples", "tokens", "answer_tokens"):
+        assert sum(figures[f"{kind}_pct_of_{name}"] for name in (a, b, c)) == pytest.approx(100)
+    mine = frame.filter(pl.col("source") == b)
+    share = 100 * sum(map(sum, mine["loss_mask"])) / figures["answer_tokens"]
+    assert figures[f"answer_tokens_pct_of_{b}"] == pytest.approx(share)
+    record = read_provenance(params.samples_path)["parameters"]["mixture"]
+    assert record == {a: 2, b: {"weight": 1}, c: {"cap": 5}}
+
+
+def test_a_mixture_follows_the_seed_and_a_larger_cap_holds_the_smaller_draw(made, inputs, tmp_path):
+    def ids(cap, **options):
+        params = made(mixture={inputs[0]: {"cap": cap}}, run_dir=str(tmp_path / "mixed"), **options)
+        again(params)
+        return set(read_samples(params.samples_path)["id"])
+
+    few = ids(10)
+    assert len(few) == 10 and few == ids(10) and few < ids(20) and few != ids(10, seed=1)
+    assert ids(99) == ids(40) and len(ids(40)) == 40
+    assert len(ids(99, limit=7)) == 7
+
+
+def test_an_input_of_a_mixture_that_is_not_there_is_told_before_anything_is_read(made, inputs, tmp_path):
+    told = []
+    gone = str(tmp_path / "gone.jsonl")
+    with pytest.raises(InputError, match=r"gone\.jsonl: no such file"):
+        execute(made(mixture={inputs[0]: {}, gone: {}}), lambda *args, **fields: told.append(args))
+    assert not told
+    (tmp_path / "none.jsonl").write_text("{broken\n")
+    with pytest.raises(InputError, match=r"none\.jsonl has a weight and no conversation"):
+        execute(made(mixture={inputs[0]: 1, str(tmp_path / "none.jsonl"): 1}))
+
+
+def test_a_mixture_is_finished_until_one_of_its_inputs_changes(made, inputs):
+    params = made(mixture={inputs[0]: 1, inputs[1]: 1})
+    execute(params)
+    assert is_finished(params) and is_finished(made(mixture={inputs[0]: 1.0, inputs[1]: 1}))
+    with open(inputs[0], "a") as file:
+        file.write("\n" + line("new", "one"))
+    assert not is_finished(params)
+
+
+@pytest.mark.parametrize(
+    ("mixture", "told"),
+    [
+        ('{"a.jsonl": 0}', "mixture=.*a.jsonl: weight 0 is no share. Type one above 0"),
+        ('{"a.jsonl": {"cup": 3}}', "'cup' is unknown .did you mean 'cap'... Type .weight: 2."),
+        ('{"a.jsonl": 1, "a.jsonl": 2}', "'a.jsonl' is given twice"),
+        ("a.jsonl: 3", 'expected a mapping such as {"a": 1}'),
+        ("a.jsonl", "expected a mapping"),
+        (["a.jsonl"], "expected a mapping"),
+        ({"/": 1}, "mixture=.*this is the whole disk; give the folder in it"),
+        ({"hf_abcdefghijklmnopqrst": 1}, "holds an access token"),
+        ({"a.jsonl": {"cap": "many"}}, "cap 'many' is no whole number. Type one, such as cap: 1000"),
+        ({1: 1}, "1 is no input: name a file"),
+    ],
+)
+def test_wrong_mixtures_are_told_by_name_and_what_to_type(made, mixture, told):
+    with pytest.raises(InputError, match=told):
+        made(mixture=mixture)
+
+
+def test_a_mixture_reads_the_same_from_a_file_and_from_the_command_line(made):
+    text = (
+        "mixture:\n  chats.jsonl: {weight: 3}\n  code/: 1\n  owner/name: {cap: 20, weight: 0.5}\n  all: {}\n"
+    )
+    typed = '{"chats.jsonl": {"weight": 3}, "code/": 1, "owner/name": {"cap": 20, "weight": 0.5}, "all": {}}'
+    from_file = made(**parse_parameters(text, "prepare.yaml"))
+    assert from_file.ingredients == made(mixture=typed).ingredients
+    assert [(one.name, float(one.weight), one.cap) for one in from_file.ingredients] == [
+        ("chats.jsonl", 3, 0),
+        ("code/", 1, 0),
+        ("owner/name", 0.5, 20),
+        ("all", 0, 0),
+    ]
+    assert made().ingredients[0].name == made().input and made().ingredients[0].whole
 
 
 def test_figures_hold_the_counts_and_escape_text(made, tmp_path):

@@ -179,6 +179,22 @@ def test_fine_tuning_starts_from_a_checkpoint(result, run_dir, tiny_target, tmp_
         )
 
 
+def test_the_store_of_a_trial_is_trained_on_and_the_result_says_how_much_it_holds(
+    run_dir, tiny_target, tmp_path, caplog
+):
+    from dflash_lab.workbench.stages.extract import ExtractParams
+
+    given = {"run_dir": str(tmp_path), "target": str(tiny_target("llama")), "device": "cpu"}
+    samples = str(run_dir / "samples.parquet")
+    sizes = {"token_budget": 256, "max_batch": 8, "tap_ids": [1, 3, 5], "store_final": True}
+    execute(ExtractParams(**given, **sizes, samples=samples, max_samples=10, interactive=False))
+    with caplog.at_level("INFO"):
+        found = execute(params(tmp_path, tiny_target)).figures
+    assert "the store holds 10 of 14 samples, a trial (max_samples of extract)" in caplog.text
+    assert (found["stored_samples"], found["stored_samples_of"]) == (10, 14)
+    assert 0 < found["training_samples"] < 10
+
+
 def test_epochs_become_steps(run_dir, tiny_target):
     from dflash_lab.extraction.store import open_store
     from dflash_lab.workbench.stages.train_setup import drafter_config, train_settings

@@ -114,32 +114,32 @@ def tail_shares(tail: pl.DataFrame) -> go.Figure:
 
 
 def source_shares(sources: pl.DataFrame, *, keep: int = 20) -> go.Figure:
-    """Samples, tokens and mean length by source; the largest `keep` sources, the rest as one bar."""
-    table = sources.select("source", "samples", "tokens")
+    """Samples, tokens, answer tokens (where they are known) and mean length by source; the largest `keep`
+    sources, the rest as one bar.
+    """
+    answers = [] if sources["answer_tokens"].null_count() else [("answer_tokens", GREEN)]
+    columns = [("samples", BLUE), ("tokens", ORANGE), *answers]
+    table = sources.select("source", *(column for column, _ in columns))
     if table.height > keep:
         rest = table[keep:]
-        row = {
-            "source": f"{rest.height:,} more",
-            "samples": rest["samples"].sum(),
-            "tokens": rest["tokens"].sum(),
-        }
+        row = {"source": f"{rest.height:,} more", **{column: rest[column].sum() for column, _ in columns}}
         table = pl.concat([table[:keep], pl.DataFrame([row], schema=table.schema)])
     table = table.reverse()  # plotly draws the first row at the bottom
     names = [
         escape(name if len(name) <= 40 else name[:39] + "…") for name in table["source"].fill_null("(none)")
     ]
     figure = go.Figure()
-    for column, colour in (("samples", BLUE), ("tokens", ORANGE)):
+    for column, colour in columns:
         total = max(int(table[column].sum()), 1)
         means = (table["tokens"] / table["samples"]).to_list()
         figure.add_bar(
             y=names,
             x=(100 * table[column] / total).to_list(),
-            name=column,
+            name=column.replace("_", " "),
             orientation="h",
             marker_color=colour,
             customdata=[list(row) for row in zip(table[column].to_list(), means)],
-            hovertemplate=f"%{{y}}: %{{x:.1f}} %, %{{customdata[0]:,}} {column}<br>"
+            hovertemplate=f"%{{y}}: %{{x:.1f}} %, %{{customdata[0]:,}} {column.replace('_', ' ')}<br>"
             "mean %{customdata[1]:,.0f} tokens a sample<extra></extra>",
         )
     figure.update_layout(

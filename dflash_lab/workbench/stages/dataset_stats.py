@@ -1,4 +1,4 @@
-"""How long the samples are and what batching them would waste; reads lengths only, never token lists.
+"""How long the samples are and what batching them would waste; reads lengths and masks, never tokens.
 
 Everything shown is exact over all samples, but for the comparison of batching policies, which plans at most a
 million of them.

@@ -20,7 +20,7 @@ from dflash_lab.errors import InputError
 from dflash_lab.extraction import manifest as manifests
 from dflash_lab.workbench.finished import FAILURE, RESULT
 from dflash_lab.workbench.lock import LOCK
-from dflash_lab.workbench.params import StageParams, param
+from dflash_lab.workbench.params import BROKEN, StageParams, param
 from dflash_lab.workbench.replace import Move, beside
 
 BATCHES, QUARANTINE, STATES, SELFTEST, FIGURES = (
@@ -40,9 +40,11 @@ class ExtractParams(StageParams):
 
     stage: ClassVar[str] = "extract"
     passing: ClassVar[tuple[str, ...]] = (*StageParams.passing, "recheck", "ignore_memory")
+    growing: ClassVar[tuple[str, ...]] = ("max_samples",)
 
     samples: str = param("", "samples file; empty: the run's", group="data")
     store: str = param("", "feature store folder; empty: the run's")
+    max_samples: int = param(0, "a trial of so many samples, drawn by the seed; 0: all. More goes on", low=0)
     shard: int = param(0, "which shard this run does, from 0", low=0)
     num_shards: int = param(1, "shards in all, one process (GPU) each", low=1, high=99999)
     tap_ids: list[int] = param(
@@ -164,17 +166,29 @@ class ExtractParams(StageParams):
         """The store's file and the shard's manifest; without them the stage runs again."""
         return [self.store_path / manifests.STORE_FILE, self._shard_folder / manifests.MANIFEST_FILE]
 
-    def stands(self) -> bool:
+    def lacks(self) -> str:
         """A part that is gone, cut short or given up means that the stage runs again and redoes its samples;
-        so does `recheck`, which looks for what a size does not tell.
+        so does `recheck`, which looks for what a size does not tell. A larger `max_samples` goes on.
         """
         folder = self._shard_folder
-        if self.recheck or not super().stands():
-            return False
-        if [line["kind"] for line in manifests.read_lines(folder)][-1:] != ["end"]:
-            return False
+        if self.recheck:
+            return "every stored byte is to be read again (recheck)"
+        if gone := super().lacks():
+            return gone
         parts = ((folder / part.file, part.bytes) for part in manifests.sealed_parts(folder))
-        return all(path.is_file() and path.stat().st_size == size for path, size in parts)
+        whole = all(path.is_file() and path.stat().st_size == size for path, size in parts)
+        if not whole or [line["kind"] for line in manifests.read_lines(folder)][-1:] != ["end"]:
+            return BROKEN
+        draws = manifests.finished_draws(folder)
+        if any(not one["max_samples"] or self._within(one) for one in draws):
+            return ""
+        had = max((one["max_samples"] for one in draws), default=0)
+        more = f"{self.max_samples:,}" if self.max_samples else "all"
+        return f"max_samples was {had:,}, now {more}: the others of them are still to be extracted"
+
+    def _within(self, drawn: dict[str, Any]) -> bool:
+        """Whether all samples of this trial were among those of a finished one."""
+        return 0 < self.max_samples <= drawn["max_samples"] and drawn["seed"] == self.seed
 
     @property
     def _shard_folder(self) -> Path:
@@ -221,7 +235,7 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
     from dflash_lab.extraction.fast.apply import speed_up
     from dflash_lab.extraction.loop import extract
     from dflash_lab.extraction.preflight import preflight
-    from dflash_lab.extraction.shard import read_index
+    from dflash_lab.extraction.shard import drawn, read_index
     from dflash_lab.memory.gate import Clearance, explained
     from dflash_lab.target.loading import choose_device, load_target
     from dflash_lab.target.sources import load_config
@@ -237,7 +251,7 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
     tap_ids = params.tap_ids or default_tap_ids(config.num_hidden_layers, params.num_taps)
     device = choose_device(params.device)
     index = read_index(params.samples_path)
-    lengths = index.lengths
+    lengths = index.lengths[drawn(index, params.max_samples, params.seed)]
     store = _store_to_fill(params, config, tap_ids, index.set_hash)
     checked = preflight(
         config,
@@ -289,6 +303,8 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
             tap_ids=tap_ids,
             shard=params.shard,
             num_shards=params.num_shards,
+            max_samples=params.max_samples,
+            seed=params.seed,
             token_budget=token_budget,
             max_batch=max_batch,
             store_final=params.store_final,
@@ -305,6 +321,7 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
             **checked.figures(),
             **memory_figures(cleared, device),
             "taps": str(tap_ids),
+            "samples_of_set": len(index.lengths),
             "fused_layers": len(fast.errors),
         },
         batches=pl.DataFrame(report.batches, schema=_BATCH_SCHEMA),

@@ -25,6 +25,7 @@ from dflash_lab.workbench.replace import Move
 if TYPE_CHECKING:
     import polars as pl
 
+    from dflash_lab.data.mixture import Ingredient
     from dflash_lab.data.problems import Problem
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,8 @@ class PrepareParams(StageParams):
         "conversations: file, folder, data set id",
         group="data",
     )
-    limit: int = param(0, "conversations to read; 0: all", low=0)
+    mixture: dict = param({}, "in place of input: {file: {weight: 2}, other: {cap: 500}, all_of_it: {}}")
+    limit: int = param(0, "conversations to read, of each input; 0: all", low=0)
     max_record_mib: int = param(64, "largest input record", unit="MiB", low=1, high=2**16)
     thinking: bool = param(False, "render with thinking on, for templates that know it")
     date: str = param("2026-01-01", "what templates that print a date print as today, year-month-day")
@@ -66,10 +68,18 @@ class PrepareParams(StageParams):
         return self.run_folder / "samples.parquet"
 
     def check(self) -> None:
+        from dflash_lab.data.mixture import read_mixture
+
         self.require(_is_day(self.date), "date", "give year-month-day, such as 2026-01-01")
-        self.require(bool(self.input) or self.self_prompts > 0, "input", "give one, or self_prompts above 0")
-        why = too_wide(self.input) if os.path.isdir(os.path.expanduser(self.input)) else ""
-        self.require(not why, "input", why)
+        try:
+            read_mixture(self.mixture)
+        except ValueError as error:
+            self.require(False, "mixture", str(error))
+        given = bool(self.ingredients)
+        self.require(given or self.self_prompts > 0, "input", "give one, or self_prompts above 0")
+        for one in self.ingredients:
+            why = too_wide(one.name) if os.path.isdir(os.path.expanduser(one.name)) else ""
+            self.require(not why, "mixture" if self.mixture else "input", why)
         if self.self_prompts:
             self.require(self.regenerate != "off", "self_prompts", "prompts need answers: set regenerate")
         if self.regenerate != "off" and self.max_length:
@@ -78,8 +88,16 @@ class PrepareParams(StageParams):
                 enough, "max_new_tokens", f"leaves no room for a prompt in max_length={self.max_length}"
             )
 
+    @property
+    def ingredients(self) -> list[Ingredient]:
+        """The inputs to read: those of the mixture, else the one input, if there is one."""
+        from dflash_lab.data.mixture import Ingredient, read_mixture
+
+        return read_mixture(self.mixture) or ([Ingredient(self.input)] if self.input else [])
+
     def inputs(self) -> list[Path]:
-        return [Path(self.input)] if os.path.exists(self.input) else []
+        paths = [os.path.expanduser(one.name) for one in self.ingredients]
+        return [Path(path) for path in paths if os.path.exists(path)]
 
     def outputs(self) -> list[Path]:
         return [self.samples_path, self.samples_path.with_suffix(".json")]
@@ -160,6 +178,8 @@ def run_prepare(params: PrepareParams, progress: ProgressCallback | None = None)
 
     work = Preparation(params, progress or (lambda *args, **fields: None))
     tokenizer = load_tokenizer(params.target)
+    if params.mixture and params.input:
+        log.info("input (%s) is not read: mixture names what is", params.input)
     made = {
         "target": params.target,
         "tokenizer_hash": tokenizer_hash(tokenizer),
@@ -173,14 +193,15 @@ def run_prepare(params: PrepareParams, progress: ProgressCallback | None = None)
     samples = work.answered() if params.regenerate != "off" else work.rendered(tokenizer)
     staged = params.fresh / "samples.parquet"  # takes its place in the run when the numbers add up
     report = write_samples(staged, samples, heldout_fraction=params.heldout_fraction, provenance=made)
-    figures = work.figures(report)
+    figures = work.figures(report, staged)
     unaccounted = figures["samples_in"] - report.stored - report.duplicates - figures["lost"]
     if unaccounted:
         raise RuntimeError(
             f"{unaccounted} of {figures['samples_in']} records are unaccounted for: a bug in prepare"
         )
     if not report.stored:
-        raise NothingStored(params.input or "self_prompts", work.problems())
+        names = [one.name for one in params.ingredients] or ["self_prompts"]
+        raise NothingStored(", ".join(names), work.problems())
     if params.heldout_fraction and not 0 < report.heldout < report.stored:
         log.warning("%d of %d samples are held out: too few samples to split", report.heldout, report.stored)
     problems = _problem_table(work.problems())

@@ -89,6 +89,7 @@ def headline(
     """The figures of a finished run on `items` (store or samples), with what its processes left of memory and
     rates, and in a sentence what they amount to.
     """
+    from dflash_lab.extraction.manifest import trial_of
     from dflash_lab.workbench.judgement import of_training
     from dflash_lab.workbench.stages.train_here import MEMORY
     from dflash_lab.workbench.train_pipeline import SUMMARY
@@ -98,6 +99,7 @@ def headline(
     best = files.read_json(measured) if measured.exists() else {}
     seconds = max(report.seconds, 1e-9)
     train = ~np.asarray(items.heldout, dtype=bool)
+    trial = trial_of(params.store_path) if params.source == "store" else 0
     figures = {
         "steps": report.steps,
         "time_limit_s": params.time_limit_s,
@@ -127,5 +129,6 @@ def headline(
         "drafter_parameters": config.parameter_count,
         **files.read_json(params.folder / MEMORY),
         **(files.read_json(params.folder / SUMMARY) if params.targets else {}),
+        **({"stored_samples": len(items.lengths), "stored_samples_of": trial} if trial else {}),
     }
     return {**figures, "judgement": of_training(figures)}

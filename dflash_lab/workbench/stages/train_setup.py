@@ -115,9 +115,14 @@ def open_bare(params: TrainDrafterParams) -> States:
 def check_states(params: TrainDrafterParams, progress: ProgressCallback | None) -> None:
     """Tell what is wrong with the store or the samples; a store's bytes are read where that is wanted."""
     from dflash_lab.extraction.checked import check_parts
+    from dflash_lab.extraction.manifest import trial_of
 
-    open_bare(params)
-    if params.source == "store" and params.check_store:
+    states = open_bare(params)
+    if params.source != "store":
+        return
+    if total := trial_of(params.store_path):
+        logger.info("the store holds %d of %d samples, a trial (max_samples of extract)", len(states), total)
+    if params.check_store:
         check_parts(params.store_path, progress)
 
 

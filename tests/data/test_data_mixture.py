@@ -1,0 +1,101 @@
+"""Mixtures: what entries mean and how wrong ones are told, how much is taken of each, and what is drawn."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_lab.data.mixture import Ingredient, amounts, draw, read_mixture
+from dflash_lab.errors import InputError
+
+
+def test_what_entries_mean():
+    given = {"a": 3, "b": 0.5, "c": {"weight": 1, "cap": 20}, "d": {"cap": 7}, "e": {}}
+    assert read_mixture(given) == [
+        Ingredient("a", Fraction(3)),
+        Ingredient("b", Fraction(1, 2)),
+        Ingredient("c", Fraction(1), 20),
+        Ingredient("d", cap=7),
+        Ingredient("e"),
+    ]
+    assert [one.whole for one in read_mixture(given)] == [False, False, False, False, True]
+    assert read_mixture({}) == []
+
+
+WRONG = [
+    ({"a.jsonl": None}, r"a\.jsonl: nothing says neither a weight nor a cap\. Type \{weight: 2\}"),
+    ({"a.jsonl": "3"}, r"a\.jsonl: '3' says neither"),
+    ({"a.jsonl": [1, 2]}, r"a\.jsonl: \[1, 2\] says neither"),
+    ({"a.jsonl": 0}, r"a\.jsonl: weight 0 is no share\. Type one above 0"),
+    ({"a.jsonl": -2.5}, r"a\.jsonl: weight -2\.5 is no share"),
+    ({"a.jsonl": float("nan")}, r"a\.jsonl: weight nan is no share"),
+    ({"a.jsonl": float("inf")}, r"a\.jsonl: weight inf is no share"),
+    ({"a.jsonl": True}, r"a\.jsonl: weight True is no number\. Type one above 0, such as weight: 2"),
+    ({"a.jsonl": {"weight": "2"}}, r"a\.jsonl: weight '2' is no number"),
+    ({"a.jsonl": {"weight": None}}, r"a\.jsonl: weight nothing is no number"),
+    ({"a.jsonl": {"wieght": 2}}, r"a\.jsonl: 'wieght' is unknown \(did you mean 'weight'\?\)\. Type"),
+    ({"a.jsonl": {"cap": 0}}, r"a\.jsonl: cap 0 takes nothing\. Type 1 or more, or leave the input out"),
+    ({"a.jsonl": {"cap": -1}}, r"a\.jsonl: cap -1 takes nothing"),
+    ({"a.jsonl": {"cap": 2.5}}, r"a\.jsonl: cap 2\.5 is no whole number\. Type one, such as cap: 1000"),
+    ({"a.jsonl": {"cap": "all"}}, r"a\.jsonl: cap 'all' is no whole number"),
+    ({"a.jsonl": {"cap": False}}, r"a\.jsonl: cap False is no whole number"),
+    ({3: {}}, "3 is no input: name a file, a folder or a data set id"),
+    ({" ": {}}, "' ' is no input"),
+    ({"a.jsonl": 1, "./a.jsonl": 2}, r"a\.jsonl and \./a\.jsonl are one input\. Name it once"),
+]
+
+
+@pytest.mark.parametrize(("mixture", "told"), WRONG, ids=[str(one[0]) for one in WRONG])
+def test_wrong_entries_are_told_by_name_with_what_to_type(mixture, told):
+    with pytest.raises(ValueError, match=told):
+        read_mixture({"good.jsonl": 1, **mixture})
+
+
+@pytest.mark.parametrize(
+    ("mixture", "counts", "taken"),
+    [
+        ({"a": 3, "b": 1}, [300, 300], [300, 100]),
+        ({"a": 3, "b": 1}, [90, 300], [90, 30]),
+        ({"a": 3, "b": {"weight": 1, "cap": 10}}, [300, 300], [30, 10]),
+        ({"a": 0.1, "b": 0.2, "c": 0.7}, [1000, 1000, 700], [100, 200, 700]),
+        ({"a": 1, "b": {"cap": 5}, "c": {}}, [7, 9, 0], [7, 5, 0]),
+        ({"a": {"cap": 50}}, [20], [20]),
+        ({"a": 1, "b": 10**6}, [100, 100], [0, 100]),
+    ],
+)
+def test_shares_are_limited_by_the_scarcest(mixture, counts, taken):
+    assert amounts(read_mixture(mixture), counts) == taken
+
+
+def test_an_empty_input_with_a_weight_is_told_before_anything_is_lost():
+    with pytest.raises(InputError, match="mixture: b has a weight and no conversation"):
+        amounts(read_mixture({"a": 1, "b": 2}), [10, 0])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 50)), min_size=1, max_size=5))
+def test_taken_shares_equal_the_weights_to_a_record_and_one_input_goes_in_whole(inputs):
+    mixture = read_mixture({str(number): weight for number, (_, weight) in enumerate(inputs)})
+    counts = [count for count, _ in inputs]
+    taken = amounts(mixture, counts)
+    assert any(number == count for number, count in zip(taken, counts, strict=True))
+    assert all(number <= count for number, count in zip(taken, counts, strict=True))
+    scale = min(Fraction(count, weight) for count, weight in inputs)
+    assert all(0 <= weight * scale - number < 1 for number, (_, weight) in zip(taken, inputs, strict=True))
+
+
+def test_a_draw_repeats_follows_the_seed_and_the_name_and_grows_with_its_size():
+    def drawn(wanted, seed=0, name="a", items=range(1000)):
+        found = list(draw(items, 1000, wanted, seed=seed, name=name))
+        assert len(found) == len(items)
+        return {item for item in found if item is not None}
+
+    assert len(drawn(200)) == 200 and drawn(200) == drawn(200)
+    assert drawn(200) < drawn(300) and len(drawn(1000)) == 1000 and not drawn(0)
+    others = (drawn(200, seed=1), drawn(200, name="b"))
+    assert all(len(other & drawn(200)) < 100 for other in others)
+    assert 40 < len(drawn(200) & set(range(250))) < 60 + 1  # from all of it, not from its head
+    assert drawn(200, items=range(1200)) == drawn(200)  # more than were counted: not drawn

@@ -1,0 +1,249 @@
+"""Readers that hold out: memory bounded by a record, damage told with the rows that it costs."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import random
+import subprocess
+import sys
+import types
+
+import polars as pl
+import pytest
+
+from dflash_lab.data.conversations import FORMS, read_conversations
+from dflash_lab.data.problems import BadRecord
+from dflash_lab.data.records import FIELDS, columns_read
+
+
+def chat(number, answer="Hello."):
+    return {
+        "messages": [{"role": "user", "content": f"Hi {number}"}, {"role": "assistant", "content": answer}]
+    }
+
+
+def read(source, **options):
+    conversations, problems = read_conversations(source, **options)
+    return list(conversations), problems
+
+
+def noise(number, size=6000):
+    """Text that does not compress, so that a byte of the file belongs to one row."""
+    return base64.b64encode(random.Random(number).randbytes(size)).decode()
+
+
+# Parquet ---------------------------------------------------------------------------------------------------
+
+CHILD = """
+import re, sys
+import polars as pl
+from dflash_lab.data.conversations import read_conversations
+
+def peak():  # ru_maxrss is that of the parent, too, whose memory a child shares until it starts
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) >> 10
+
+pl.scan_parquet(sys.argv[1]).select(pl.len()).collect()
+before = peak()
+found, problems = read_conversations(sys.argv[1])
+count = sum(1 for _ in found)
+print(count, len(problems), peak() - before)
+"""
+
+
+def peak_mib(path):
+    """Read a file in a process of its own; return conversations, problems and the MiB that it took."""
+    told = subprocess.run(
+        [sys.executable, "-c", CHILD, str(path)], capture_output=True, text=True, check=True
+    )
+    return tuple(map(int, told.stdout.split()))
+
+
+@pytest.mark.parametrize("where", ["the conversations", "a column nobody needs"])
+def test_parquet_of_300_mb_is_read_in_a_part_of_that(tmp_path, where):
+    path = tmp_path / "d.parquet"
+    rows = [chat(number) for number in range(300)]
+    if where == "the conversations":
+        rows = [chat(number, "x" * (1 << 20) + str(number)) for number in range(300)]
+    else:
+        rows = [{**row, "page": "x" * (1 << 20) + str(number)} for number, row in enumerate(rows)]
+    pl.DataFrame(rows).write_parquet(path)
+    count, problems, mib = peak_mib(path)
+    assert (count, problems) == (300, 0)
+    assert mib < 150  # ranges of 16 MiB; all of it together is 300 and more
+
+
+@pytest.mark.parametrize("place", [0, 7, 19])
+@pytest.mark.parametrize("column", ["messages", "instruction", "input_ids", "source"])
+def test_a_giant_cell_is_counted_and_its_neighbours_are_read(tmp_path, place, column):
+    rows = {
+        "messages": [chat(number) for number in range(20)],
+        "instruction": [{"instruction": "a", "output": "b"} for _ in range(20)],
+        "input_ids": [{"input_ids": [1, 2, number], "loss_mask": [0, 1, 1]} for number in range(20)],
+        "source": [{**chat(number), "source": "here"} for number in range(20)],
+    }[column]
+    giant = {
+        "messages": chat(place, "x" * (3 << 20))["messages"],
+        "input_ids": [1] * (1 << 20),
+    }.get(column, "x" * (3 << 20))
+    rows[place] = {**rows[place], column: giant}
+    pl.DataFrame(rows).write_parquet(tmp_path / "d.parquet")
+    found, problems = read(tmp_path / "d.parquet", max_record_bytes=1 << 20)
+    assert [(p.file, p.line, p.kind, p.records) for p in problems] == [
+        ("d.parquet", place + 1, "too large", 1)
+    ]
+    assert "the limit is 1,048,576" in problems[0].reason
+    assert [c.id for c in found] == [f"d.parquet:{row}" for row in range(1, 21) if row != place + 1]
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_from_the_first_row_that_cannot_be_decoded_on_the_rest_is_counted(tmp_path, share):
+    path = tmp_path / "d.parquet"
+    rows = [chat(number, noise(number)) for number in range(100)]
+    pl.DataFrame(rows).write_parquet(path, row_group_size=10)
+    data = bytearray(path.read_bytes())
+    at, much = int(share * len(data)), len(data) // 8  # more than a row group, so that a page's header is hit
+    data[at : at + much] = bytes(much)
+    path.write_bytes(data)
+    found, problems = read(path)
+    assert 10 < len(found) < 90 and [c.id for c in found] == [f"d.parquet:{n + 1}" for n in range(len(found))]
+    (problem,) = problems
+    assert (problem.line, problem.records) == (len(found) + 1, 100 - len(found))
+    assert problem.kind == "unreadable" and f"from row {len(found) + 1} on" in problem.reason
+
+
+def test_files_of_other_schemas_lie_in_one_folder(tmp_path):
+    frames = {
+        "a": [chat(1)],
+        "b": [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}],
+        "c": [{"instruction": "a", "output": "b", "input": None}],
+        "d": [{"input_ids": [1, 2], "loss_mask": [False, True]}],
+        "e": [{"mesages": "a", "source": "s"}],
+        "f": [{"messages": 3}],
+        "g": [{**chat(2), "extra": 1.5, "tools": None}],
+        "h": [{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}],
+    }
+    for name, rows in frames.items():
+        pl.DataFrame(rows).write_parquet(tmp_path / f"{name}.parquet")
+    (tmp_path / "i.parquet").write_bytes(b"PAR1")
+    (tmp_path / "j.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
+    found, problems = read(tmp_path)
+    assert [c.id for c in found] == [f"{name}.parquet:1" for name in "abcdg"]
+    assert [(p.file[0], p.line, p.kind, p.records) for p in problems] == [
+        ("e", 1, "unknown form", 1),
+        ("f", 1, "wrong type", 1),
+        ("h", 1, "no answer", 1),
+        ("i", 0, "unreadable", 1),
+        ("j", 0, "unreadable", 1),
+    ]
+    assert "keys are mesages, source (did you mean 'messages'?)" in problems[0].reason
+
+
+def test_of_parquet_only_columns_that_a_form_may_need_are_read():
+    names = ["id", "messages", "page", "tools", "source", "input", "system"]
+    assert columns_read(names) == ["messages", "tools", "source"]
+    assert columns_read(["instruction", "output", "x", *names]) == [
+        "instruction",
+        "output",
+        *("messages", "tools", "source", "input", "system"),
+    ]
+    assert columns_read(["mesages", "x"]) == ["mesages", "x"]  # so that it can be said what is there
+
+
+class Spied(dict):
+    """A record that remembers which of its keys were asked for."""
+
+    def __init__(self, record):
+        super().__init__(record)
+        self.asked = set()
+
+    def get(self, key, default=None):
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key):
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_key_that_a_form_looks_at_is_one_that_it_registered(name):
+    some = {**chat(1), "conversations": chat(1)["messages"]}
+    record = Spied({key: some.get(key, "text") for key in FORMS[name].needs})
+    with contextlib.suppress(BadRecord):
+        FORMS[name].convert(record)
+    assert {*FORMS[name].needs} <= record.asked <= FIELDS[FORMS[name].needs]
+
+
+# The hub ---------------------------------------------------------------------------------------------------
+
+
+class Streamed:
+    """A streamed data set of `rows` whose reading fails before row `at` (from 0), as often as `errors` has
+    one.
+    """
+
+    def __init__(self, rows, at, errors, total=None, start=0):
+        self.rows, self.at, self.errors, self.start = rows, at, errors, start
+        splits = {"train": types.SimpleNamespace(num_examples=total)} if total else None
+        self.info = types.SimpleNamespace(splits=splits)
+        self.total = total
+
+    def skip(self, count):
+        return Streamed(self.rows, self.at, self.errors, self.total, self.start + count)
+
+    def __iter__(self):
+        for number in range(self.start, len(self.rows)):
+            if number == self.at and self.errors:
+                raise self.errors.pop(0)
+            yield self.rows[number]
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A function that puts a data set on the hub, under any name."""
+
+    def put(data):
+        library = types.SimpleNamespace(load_dataset=lambda *_args, **_options: data)
+        monkeypatch.setitem(sys.modules, "datasets", library)
+        monkeypatch.setattr("dflash_lab.data.records.out_of_reach", lambda: "")
+
+    return put
+
+
+ERRORS = [
+    ConnectionError("reset by peer"),
+    TimeoutError(),
+    OSError("Broken pipe"),
+    EOFError("stream ended"),
+    ValueError("Couldn't cast string to struct"),
+    TypeError("schema changed"),
+    KeyError("messages"),
+    RuntimeError("An error occurred while generating the dataset"),
+    json.JSONDecodeError("bad", "x", 0),
+    ArithmeticError("zstd"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_data_set_that_fails_once_goes_on_from_its_row(hub, error, at, caplog):
+    hub(Streamed([chat(number) for number in range(5)], at, [error]))
+    found, problems = read("owner/name")
+    assert [c.id for c in found] == [f"owner/name:{row}" for row in range(1, 6)] and not problems
+    assert [c.messages[0]["content"] for c in found] == [f"Hi {number}" for number in range(5)]
+    assert f"reading stopped after row {at} " in caplog.text and "once more" in caplog.text
+
+
+@pytest.mark.parametrize("total", [None, 9])
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_a_data_set_that_fails_twice_keeps_what_came_before_and_counts_the_rest(hub, error, total):
+    hub(Streamed([chat(number) for number in range(9)], 4, [error, error], total))
+    found, problems = read("owner/name")
+    assert [c.id for c in found] == [f"owner/name:{row}" for row in range(1, 5)]
+    (problem,) = problems
+    assert (problem.file, problem.line, problem.kind) == ("owner/name", 5, "unreadable")
+    assert problem.records == (5 if total else 1)
+    assert ("5 rows" if total else "nobody knows how many") in problem.reason
+    assert (str(error) or type(error).__name__).splitlines()[0] in problem.reason
