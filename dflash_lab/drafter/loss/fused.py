@@ -8,8 +8,9 @@ backward time, so a denominator all-reduced over accumulation steps and ranks ma
 stays exact. Anything divided by a total that depends on the model could not be computed in one pass; CAP
 therefore shares the same denominator.
 
-The gradient is first order: a second derivative is refused. Keep the call outside activation checkpointing,
-which would run the sweep twice, and outside compiled regions, where it is one clean graph break.
+The gradient is first order: create_graph=True raises in the backward pass. Keep the call outside activation
+checkpointing, which would run the sweep twice, and outside compiled regions, where it is one clean graph
+break.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dflash_lab.drafter.loss.backends import choose_backend, load_backend
 from dflash_lab.drafter.loss.config import LossConfig
@@ -31,6 +31,7 @@ from dflash_lab.drafter.loss.shard import VocabShard
 from dflash_lab.drafter.loss.sweep import SweepJob, sweep
 from dflash_lab.drafter.loss.terms import Terms
 from dflash_lab.drafter.loss.weighting import lk_mixture
+from dflash_lab.first_order import first_order
 
 _frozen_plans: dict[tuple[Any, ...], ChunkPlan] = {}
 
@@ -175,7 +176,7 @@ class _Sweep(torch.autograd.Function):
         return total if job.scale is None else total * job.scale
 
     @staticmethod
-    @once_differentiable
+    @first_order("the fused loss")
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:
         (grad,) = ctx.saved_tensors
         # with dimensions the scale stays float32; a 0-dimensional one would first be rounded to bfloat16
