@@ -36,6 +36,7 @@ from training import large_case
 
 from dflash_lab import files
 from dflash_lab.data.samples import Sample, write_samples
+from dflash_lab.machine import usable_cpus, visible_gpus
 from dflash_lab.provenance import provenance
 from dflash_lab.target.sources import load_config
 from dflash_lab.workbench.param_files import read_parameter_file
@@ -55,15 +56,9 @@ TINY = {
 
 def environment(gpu: int | None, gpus: int) -> dict[str, str]:
     """Of a worker: the one GPU it may see, and its share of the cores."""
-    threads = str(max(1, (os.cpu_count() or 1) // gpus))
-    seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": visible()[gpu]}
+    threads = str(max(1, usable_cpus() // gpus))
+    seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": visible_gpus()[gpu]}
     return {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads), **seen}
-
-
-def visible() -> list[str]:
-    """Names of the GPUs this process may use."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return listed.split(",") if listed else [str(number) for number in range(torch.cuda.device_count())]
 
 
 def make_samples(path: Path, tokens: int, vocabulary: int, longest: int) -> Path:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -38,6 +37,7 @@ from memory_runs_training import training_runs
 from result_file import made_of, read_result, told
 
 from dflash_lab import files, provenance
+from dflash_lab.machine import usable_cpus
 from dflash_lab.memory.shapes import GIB
 from dflash_lab.target.loading import choose_device
 
@@ -56,7 +56,7 @@ def measure_points(
     wanted = [task for task in wanted if task.key not in done]
     counts = counted(args.predictions)
     if missing := [task for task in wanted if task.key not in counts]:
-        counts |= predict(missing, max(1, min(8, (os.cpu_count() or 2) - 1)))
+        counts |= predict(missing, max(1, min(8, usable_cpus() - 1)))
     for name in args.targets:
         began = time.monotonic()
         for task, measured in measure([task for task in wanted if task.target == name], device, clock):
@@ -169,7 +169,7 @@ def main() -> None:
             for name in args.targets
             for task in tasks(name, cuda=True) + tasks(name, cuda=True, smoke=True)
         ]
-        counts = predict(list({task.key: task for task in wanted}.values()), min(2, os.cpu_count() or 1))
+        counts = predict(list({task.key: task for task in wanted}.values()), min(2, usable_cpus()))
         files.write_json(args.predict, {"counts": counts, "provenance": provenance.provenance()})
         return
     device, start = choose_device(args.device), time.monotonic()

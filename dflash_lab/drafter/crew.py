@@ -23,6 +23,7 @@ from typing import Any
 
 from dflash_lab import files
 from dflash_lab.errors import LabError, carried
+from dflash_lab.machine import usable_cpus
 
 POLL_S = 0.5
 BLAME_S = 3.0  # for other processes to fail too, so that the first fault can be told from its echoes
@@ -76,7 +77,7 @@ def run_crew(
     """
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
-    threads = max(1, (os.cpu_count() or 1) // len(jobs))
+    threads = max(1, usable_cpus() // len(jobs))
     processes: dict[str, BaseProcess] = {}
     try:
         for job in jobs:

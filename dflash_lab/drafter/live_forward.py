@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from dflash_lab.data.batching import plan_batches
 from dflash_lab.drafter.anchors import seeded
+from dflash_lab.drafter.compiling import why_not_compiled
 from dflash_lab.drafter.live_attention import ATTENTION, Unpackable
 from dflash_lab.target.model import Target
 from dflash_lab.target.taps import Taps
@@ -164,6 +165,10 @@ class RowForward:
         ]
         try:
             self._sequence(*proof)
+        except Exception as error:
+            if not (why := why_not_compiled(error)):
+                raise
+            return f"they do not compile on this machine ({why})"
         finally:
             for handle in handles:
                 handle.remove()

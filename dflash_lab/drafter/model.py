@@ -157,7 +157,7 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.candidate_selector = CandidateSelector(config) if config.is_second else None
         self.gradient_checkpointing = False  # recompute each layer in the backward pass
-        self._compiled = False
+        self.compiled = False
 
     def initialize(self, generator: torch.Generator) -> Drafter:
         """Draw matrices from N(0, initializer_range), norms to one, DFlash 2's convolutions to the
@@ -194,7 +194,13 @@ class Drafter(nn.Module):
         """
         for module in (*self.layers, self.norm, self.hidden_norm):
             module.forward = torch.compile(module.forward, backend=backend, dynamic=False)
-        self._compiled = True
+        self.compiled = True
+
+    def run_plain(self) -> None:
+        """Undo `compile_layers`."""
+        for module in (*self.layers, self.norm, self.hidden_norm):
+            vars(module).pop("forward", None)
+        self.compiled = False
 
     def blocks(self) -> list[Layer]:
         """The layers, typed."""
@@ -224,7 +230,7 @@ class Drafter(nn.Module):
         context = ContextStates(ctx, self.angles(layout.positions, ctx.dtype))
         h = self.scaled(embeddings).to(ctx.dtype)
         angles = self.angles(layout.slot_positions, ctx.dtype)
-        if self._compiled and torch.is_grad_enabled():
+        if self.compiled and torch.is_grad_enabled():
             h = h.detach().requires_grad_()  # like what later layers get, so that all share one graph
         for layer in self.blocks():
             if self.gradient_checkpointing and self.training:

@@ -61,6 +61,7 @@ class Objective:
         self, head: TargetHead, config: DrafterConfig, settings: TrainSettings, plan_group: Any = None
     ) -> None:
         self.head, self.settings = head, settings
+        self.attention = settings.attention  # `warm_up` takes another where this one does not compile
         self.weights = decay_weights(config.block_size, settings.gamma)
         scaled = dataclasses.replace(
             settings.loss, logit_scale=config.output_multiplier, logit_softcap=config.final_logit_softcapping
@@ -82,7 +83,7 @@ class Objective:
         """
         head, device = self.head, self.head.weight.device
         embeddings = head.embed(row.block_ids.to(device)).to(taps.device)
-        hidden = model(embeddings, taps, row.layout, self.settings.attention).to(device)
+        hidden = model(embeddings, taps, row.layout, self.attention).to(device)
         target_hidden = None
         if row.final is None:
             if self.settings.loss.needs_target:

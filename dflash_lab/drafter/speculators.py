@@ -3,6 +3,10 @@
 Speculators and vLLM name a tapped state by Hugging Face's index, the output of layer k being k + 1, so ids
 gain one on the way out and lose it on the way in. Weights are copied as they are: a round trip is equal to
 the bit.
+
+Causality inside the block is one flag, `sliding_window_non_causal`. Speculators asks it for sliding layers
+alone and keeps full ones bidirectional; vLLM takes it for every layer. Only masks that both read alike are
+written: all layers bidirectional (true), or all of them sliding and causal (false).
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from typing import Any
 
 from dflash_lab import files
 from dflash_lab.drafter.checkpoint import WEIGHTS, check_tensors, read_tensors, write_checkpoint
-from dflash_lab.drafter.config import DrafterConfig
+from dflash_lab.drafter.config import SLIDING, DrafterConfig
 from dflash_lab.drafter.fields import MOST_LAYERS, Fields, shown
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError, UnsupportedTarget
@@ -36,7 +40,7 @@ def export_speculators(
     """Write `drafter` in the speculators layout; `target` is the name or path its users load the target by.
 
     Raises `UnsupportedTarget`, before anything is written, for what the layout cannot say: DFlash 2, scaled
-    logits, causal full layers.
+    logits, causal full layers, causal sliding layers beside full ones.
     """
     values = speculators_json(drafter.config, _dtype(drafter), target, target_architecture)
     write_checkpoint(folder, drafter.state_dict(), values)  # the weights file is the same
@@ -50,15 +54,11 @@ def speculators_json(
         raise UnsupportedTarget(
             "export to speculators: DFlash 2 drafters have no place in its dflash layout."
         )
-    odd = (config.input_embedding_scale, config.output_multiplier, config.final_logit_softcapping) != (
-        1.0,
-        1.0,
-        0.0,
-    )
-    if odd or config.is_causal:
+    odd = (config.input_embedding_scale, config.output_multiplier, config.final_logit_softcapping)
+    if odd != (1.0, 1.0, 0.0):
         raise UnsupportedTarget(
-            "export to speculators: its dflash layout has no input_embedding_scale, output_multiplier, "
-            "final_logit_softcapping or is_causal: true."
+            "export to speculators: its dflash layout has no input_embedding_scale, output_multiplier or "
+            "final_logit_softcapping."
         )
     inner = {name: value for name, value in config.to_json(dtype).items() if name not in _OUTER}
     drafted = config.block_size - 1
@@ -89,7 +89,7 @@ def speculators_json(
         "mask_token_id": config.mask_token_id,
         "num_target_layers": config.num_target_layers,
         "sample_from_anchor": False,
-        "sliding_window_non_causal": config.is_causal is False,
+        "sliding_window_non_causal": not _causal(config),
         "target_hidden_size": None,
         "tie_word_embeddings": False,
         "dtype": dtype,
@@ -156,9 +156,25 @@ def read_speculators_json(
         "mask_token_id": fields.whole("mask_token_id", low=0),
         "target_layer_ids": [layer - 1 for layer in aux],
     }
-    causal = {"is_causal": False} if fields.flag("sliding_window_non_causal", False) else {}
+    # Nothing to say where no layer slides: full layers are bidirectional under either value.
+    slides = SLIDING in Fields(where, inner).words("layer_types")
+    causal = {"is_causal": False} if fields.flag("sliding_window_non_causal", False) and slides else {}
     outer = {**inner, "dflash_config": own, "num_target_layers": depth, **causal}
     return DrafterConfig.from_json(outer, where)
+
+
+def _causal(config: DrafterConfig) -> bool:
+    """Whether the layers are causal inside the block; `UnsupportedTarget` where one flag cannot say it."""
+    if not any(config.layer_mask(layer).causal for layer in range(config.num_layers)):
+        return False
+    if set(config.layer_types) == {SLIDING}:
+        return True
+    full = "causal full layers" if config.is_causal else "full layers beside causal sliding ones"
+    raise UnsupportedTarget(
+        f"export to speculators: its dflash layout cannot say {full} (layer_types "
+        f"{list(config.layer_types)}): speculators reads its one flag for sliding layers, vLLM for all. "
+        "Serve the drafter's own folder, z-lab's layout, which z-lab, vLLM and SGLang read as it is."
+    )
 
 
 def _dtype(drafter: Drafter) -> str:

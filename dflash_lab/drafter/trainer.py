@@ -145,9 +145,9 @@ class Trainer:
         try:
             if self.live is not None:
                 self.live.begin(self.place["epoch"], self.place["index"])
+            self.compile_seconds = warm_up(self)
             if self.step == 0:
                 evaluate(self)
-            self.compile_seconds = warm_up(self)
             with contextlib.closing(prefetch(feed(self.stream(), self.device))) as stream:
                 # A save can find the time up after a step that was not the last: a step more is due.
                 done = self.done and self.place.get("ended", True)  # older checkpoints do not say

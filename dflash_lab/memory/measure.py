@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dflash_lab.drafter.compiling import compiling
 from dflash_lab.extraction.oom import classify
 from dflash_lab.memory.account import Account
 from dflash_lab.memory.crash import requested_bytes
@@ -141,7 +142,10 @@ def measure_training(
         found, given = _failed(device, 0, message), 0
     else:
         step = built.pop()
-        found = measure_cuda(step.run, device)
+        with compiling(
+            "a training step", "Measure it with compile_steps=False; train_drafter falls back by itself."
+        ):
+            found = measure_cuda(step.run, device)
         given = sum(tensor.nbytes for tensor in (step.row.taps, step.row.final) if tensor is not None)
     return {**_row(found.allocated, found.moving + given, found.seconds), **_device_part(found)}
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from dflash_lab.errors import InputError
+from dflash_lab.machine import available_memory
 from dflash_lab.memory.account import Account
 from dflash_lab.memory.calibrated import extraction_prediction, training_prediction
 from dflash_lab.memory.fit import Calibration
@@ -215,7 +215,7 @@ def device_budget_gib(device: Any) -> float:
     """Return the GiB a run may take on `device` now: free memory plus what this process's allocator holds
     unused.
 
-    On a CPU it is the memory available on the machine.
+    On a CPU it is what the machine, or the container or job that this runs in, has left.
     """
     import torch
 
@@ -227,11 +227,7 @@ def device_budget_gib(device: Any) -> float:
         index = torch.cuda.current_device() if device.index is None else device.index
         fraction = torch.cuda.get_per_process_memory_fraction(index)
         return min(free + unused, int(total * fraction) - allocated) / GIB
-    meminfo = Path("/proc/meminfo")
-    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024 / GIB
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    return available_memory() / GIB
 
 
 def _largest_moving(account: Account) -> str:

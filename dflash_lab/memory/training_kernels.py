@@ -22,6 +22,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from dflash_lab.first_order import first_order
+
 RowPassKind = Literal["fused", "torch"]
 _STRIP = 1 << 24  # elements a strip of the torch row pass on CUDA
 
@@ -37,6 +39,7 @@ class _Flex(torch.autograd.Function):
         return out
 
     @staticmethod
+    @first_order("the stand-in of flex attention")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         q, k, v, _out, sums = ctx.saved_tensors
         delta = torch.empty_like(sums)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_lab.errors import InputError, LabError
 from dflash_lab.files import read_json
+from dflash_lab.machine import gpus_apart
 from dflash_lab.workbench.finished import FAILURE, RESULT
 from dflash_lab.workbench.param_files import Given, read_given
 from dflash_lab.workbench.params import StageParams
@@ -226,8 +227,9 @@ def local_cluster(devices: int, **options: Any) -> Any:
     """Return a cluster on this machine with one worker process a device, each seeing its own device and
     offering one slot.
 
-    Without CUDA devices the workers share the processor, which is how the tests run. `options` go to
-    `SpecCluster`.
+    The devices are the first of those that this process may use (`CUDA_VISIBLE_DEVICES`); `InputError` when
+    they are too few. Without CUDA devices the workers share the processor, which is how the tests run.
+    `options` go to `SpecCluster`.
     """
     from distributed import Nanny, Scheduler, SpecCluster
 
@@ -239,11 +241,11 @@ def local_cluster(devices: int, **options: Any) -> Any:
             "options": {
                 "nthreads": 1,
                 "resources": {SLOT: 1},
-                "env": {"CUDA_VISIBLE_DEVICES": str(index)},
+                "env": environment,
                 "dashboard": False,
             },
         }
-        for index in range(devices)
+        for index, environment in enumerate(gpus_apart(devices))
     }
     scheduler = {"cls": Scheduler, "options": {"dashboard": False, "host": "127.0.0.1", "port": 0}}
     return SpecCluster(workers=workers, scheduler=scheduler, name="dflash-lab", **options)

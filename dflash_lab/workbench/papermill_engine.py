@@ -9,6 +9,7 @@ its own import when it loads this module.
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,20 +21,44 @@ from dflash_lab.workbench.papermill_words import filled_in
 from dflash_lab.workbench.secrets import redact
 
 ENGINE = "dflash-lab"
+logger = logging.getLogger(__name__)
+
+
+_NOT_READY = "died before replying"  # what jupyter_client says of a kernel that ended before its first word
+# A kernel's start-up warnings go straight to the terminal, past every filter; the one it always gives (no
+# encryption) is about a connection that never leaves this machine. Nobody asks for a history, and its
+# database in a home on the network may be locked.
+_KERNEL_ARGUMENTS = ("--IPKernelApp.log_level=ERROR", "--HistoryManager.enabled=False")
+
+
+class KernelNotStarted(LabError, RuntimeError):
+    """The kernel ended twice before it answered; nothing of the notebook ran."""
 
 
 class QuietEngine:
-    """papermill's own engine with a kernel that keeps its start-up warnings to itself: `--engine dflash-lab`.
-
-    The kernel writes them straight to the terminal, past every filter. The one it always gives (no
-    encryption) is about a connection that never leaves this machine.
+    """papermill's own engine (`--engine dflash-lab`) with a quiet kernel without a history, which for
+    `python3` is this interpreter.
     """
 
     @classmethod
     def execute_notebook(cls, nb: Any, kernel_name: str, **options: Any) -> Any:
-        """Execute the notebook `nb`; raises what papermill's engine raises."""
-        quiet = {"extra_arguments": ["--IPKernelApp.log_level=ERROR"]}
-        return _papermills_own().execute_notebook(nb, kernel_name, **quiet, **options)
+        """Execute the notebook `nb`; raises what papermill's engine raises, or `KernelNotStarted`."""
+        try:
+            return _execute(nb, kernel_name, options)
+        except RuntimeError as error:
+            if _NOT_READY not in str(error):
+                raise
+        # Its ports were free when they were chosen, and another kernel that started then may have them now.
+        logger.warning("the kernel ended before it answered, as one does whose port was taken: once more")
+        try:
+            return _execute(nb, kernel_name, options)
+        except RuntimeError as error:
+            if _NOT_READY not in str(error):
+                raise
+            raise KernelNotStarted(
+                f"kernel {kernel_name!r} ended twice before it answered; its own words stand above. Does "
+                f"`{sys.executable} -m ipykernel_launcher --version` work?"
+            ) from error
 
     @classmethod
     def nb_kernel_name(cls, nb: Any, name: str | None = None) -> str:
@@ -44,6 +69,13 @@ class QuietEngine:
     def nb_language(cls, nb: Any, language: str | None = None) -> str:
         """Return the language: `language`, else the notebook's."""
         return _papermills_own().nb_language(nb, language)
+
+
+def _execute(nb: Any, kernel_name: str, options: dict[str, Any]) -> Any:
+    from dflash_lab.workbench.own_kernel import OwnKernelManager
+
+    ours = {"extra_arguments": [*_KERNEL_ARGUMENTS], "kernel_manager_class": OwnKernelManager}
+    return _papermills_own().execute_notebook(nb, kernel_name, **ours, **options)
 
 
 def _papermills_own() -> Any:
@@ -70,6 +102,8 @@ def fill_in_the_command_line() -> None:
         sys.stderr.write(f"papermill: {redact(str(error))}\n")
         sys.exit(1)
     sys.argv[1:] = filled.words
+    if filled.ours and not any(word.partition("=")[0] == "--engine" for word in filled.words):
+        sys.argv[1:1] = ["--engine", ENGINE]
     if filled.output and filled.attempt:
         save_whole(filled.output, filled.attempt)
         until = f"; until it ends well, to {filled.attempt.name}" if filled.attempt != filled.output else ""

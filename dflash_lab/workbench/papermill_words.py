@@ -61,12 +61,13 @@ Items = list[tuple[str, list[str]]]  # options, each with the words that belong 
 @dataclass(frozen=True)
 class Filled:
     """The words that papermill is to read; if that was filled in, where the executed notebook goes, and where
-    it stands until it has ended well.
+    it stands until it has ended well. `ours`: a notebook of ours is run, under a run's name.
     """
 
     words: list[str]
     output: Path | None = None
     attempt: Path | None = None
+    ours: bool = False
 
 
 def filled_in(words: Sequence[str], cwd: Path) -> Filled:
@@ -96,9 +97,9 @@ def filled_in(words: Sequence[str], cwd: Path) -> Filled:
     with contextlib.chdir(root):  # where the notebook will run
         run, output, attempt = _checked(stage, _given(items, cwd), executed)
     if len(paths) == 2:
-        return Filled(_words([*run, *items]))
+        return Filled(_words([*run, *items]), ours=True)
     items[place] = (_PATH, [literal(source), literal(output)])
-    return Filled(_words([*run, *items]), output, attempt)
+    return Filled(_words([*run, *items]), output, attempt, ours=True)
 
 
 def literal(path: Path) -> str:

@@ -56,6 +56,7 @@ def run_lab(port: int, extra: Sequence[str]) -> int:
     seen = _kept_current(None)
     words = [sys.executable, "-m", "jupyterlab", "--ip=127.0.0.1", f"--port={port}"]
     words += [f"--ServerApp.root_dir={root}", f"--LabApp.default_url=/lab/tree/{PAGE.as_posix()}"]
+    words.append("--ServerApp.kernel_spec_manager_class=dflash_lab.workbench.own_kernel.OwnKernelSpecs")
     if os.geteuid() == 0:  # containers run as root, which Jupyter refuses unless told
         words.append("--allow-root")
     paths = [str(SETTINGS), *filter(None, [os.environ.get("JUPYTER_CONFIG_PATH")])]

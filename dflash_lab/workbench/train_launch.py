@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_lab import files
 from dflash_lab.drafter.crew import WorkerFailed, words_of
 from dflash_lab.file_errors import naming
+from dflash_lab.machine import usable_cpus
 
 if TYPE_CHECKING:
     from dflash_lab.drafter.trainer import TrainReport
@@ -49,7 +50,7 @@ def train_apart(params: TrainDrafterParams, progress: Any = None) -> TrainReport
     # By number, for a machine's own name need not be known to it.
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(params.gpus), "-m", __name__, str(folder / _PARAMETERS)]
-    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // params.gpus)), **os.environ}
+    environment = {"OMP_NUM_THREADS": str(max(1, usable_cpus() // params.gpus)), **os.environ}
     with naming(folder / _OUTPUT), open(folder / _OUTPUT, "w", encoding="utf-8") as output:
         workers = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True

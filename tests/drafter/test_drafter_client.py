@@ -129,7 +129,8 @@ def test_greedy_generation_through_its_own_loop_gives_our_tokens(tmp_path, tiny_
 
 @needs_speculators
 def test_speculators_loads_our_export(tmp_path, tiny_target):
-    drafter = tiny_drafter(tiny_config(vocab_size=288, mask_token_id=280, num_target_layers=8))
+    config = tiny_config(vocab_size=288, mask_token_id=280, num_target_layers=8, is_causal=False)
+    drafter = tiny_drafter(config)
     export_speculators(
         drafter, tmp_path, target=str(tiny_target("llama")), target_architecture="LlamaForCausalLM"
     )

@@ -141,11 +141,19 @@ def test_files_that_are_not_right_are_named(tmp_path):
         load_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("changes", [{}, dict(is_causal=False)])
-def test_speculators_layout_there_and_back(tmp_path, changes):
+ALL_FULL, ALL_SLIDING = dict(layer_types=(FULL,) * 3), dict(layer_types=(SLIDING,) * 3)
+
+
+@pytest.mark.parametrize(
+    "changes, flag",
+    [(ALL_FULL, True), (ALL_SLIDING, False), (dict(is_causal=False), True)],
+    ids=["full", "sliding", "bidirectional"],
+)
+def test_speculators_layout_there_and_back(tmp_path, changes, flag):
     drafter = tiny_drafter(tiny_config(**changes)).to(torch.bfloat16)
     export_speculators(drafter, tmp_path, target="some/target", target_architecture="LlamaForCausalLM")
     values = json.loads((tmp_path / "config.json").read_text())
+    assert values["sliding_window_non_causal"] is flag
     assert values["aux_hidden_state_layer_ids"] == [tap + 1 for tap in drafter.config.tap_ids]
     assert values["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
     assert not {"architectures", "dflash_config", "block_size"} & values["transformer_layer_config"].keys()
@@ -154,8 +162,49 @@ def test_speculators_layout_there_and_back(tmp_path, changes):
     assert all(torch.equal(a, back.state_dict()[n]) for n, a in drafter.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({}, "full layers beside causal sliding ones"),
+        (dict(is_causal=True), "causal full layers"),
+        (dict(**ALL_FULL, is_causal=True), "causal full layers"),
+    ],
+)
+def test_a_mask_that_one_flag_cannot_say_is_not_exported(tmp_path, changes, words):
+    with pytest.raises(UnsupportedTarget, match=f"cannot say {words} .*own folder, z-lab's layout"):
+        export_speculators(tiny_drafter(tiny_config(**changes)), tmp_path / "out", target="t")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_flag_of_a_speculators_file_says_nothing_of_full_layers(tmp_path):
+    """Also what was exported with it false while nothing slides is bidirectional, as it was trained."""
+    export_speculators(tiny_drafter(tiny_config(**ALL_FULL)), tmp_path, target="t")
+    values = json.loads((tmp_path / "config.json").read_text())
+    masks = {
+        flag: [
+            read_speculators_json(
+                {
+                    **values,
+                    "sliding_window_non_causal": flag,
+                    "transformer_layer_config": {
+                        **values["transformer_layer_config"],
+                        "layer_types": types,
+                        "sliding_window": 7,
+                    },
+                }
+            )
+            .layer_mask(layer)
+            .causal
+            for types in ([FULL] * 3, [SLIDING, FULL, SLIDING])
+            for layer in range(3)
+        ]
+        for flag in (False, True)
+    }
+    assert masks == {False: [False] * 3 + [True, False, True], True: [False] * 6}
+
+
 def test_speculators_files_of_others(tmp_path):
-    drafter = tiny_drafter()
+    drafter = tiny_drafter(tiny_config(**ALL_FULL))
     export_speculators(drafter, tmp_path, target="t")
     path = tmp_path / "config.json"
     values = json.loads(path.read_text())
@@ -354,7 +403,7 @@ def test_a_damaged_field_is_told_with_file_field_value_and_remedy(tmp_path, name
     ],
 )
 def test_a_damaged_field_of_the_speculators_layout_is_told_alike(tmp_path, name, value, words):
-    export_speculators(tiny_drafter(), tmp_path, target="t")
+    export_speculators(tiny_drafter(tiny_config(**ALL_FULL)), tmp_path, target="t")
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
     with pytest.raises(InputError) as refused:

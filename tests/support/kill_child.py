@@ -29,7 +29,7 @@ from dflash_lab.errors import InputError, LabError, StoreError  # noqa: E402
 from dflash_lab.workbench import cli  # noqa: E402
 
 MADE = {"tokenizer_hash": "t", "template_hash": "m", "thinking": False}
-OURS = tiny_config(layer_types=("full_attention",) * 3)  # the speculators layout has no odd windows
+OURS = tiny_config(layer_types=("full_attention",) * 3)  # the speculators layout cannot say a mixture
 OTHER = dataclasses.replace(OURS, block_size=6, tap_ids=(0, 2))  # the same tensors, another meaning
 
 

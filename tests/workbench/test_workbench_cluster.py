@@ -141,6 +141,24 @@ def test_a_cluster_needs_a_device() -> None:
         local_cluster(0)
 
 
+def test_workers_of_a_local_cluster_get_the_gpus_that_their_caller_may_use(monkeypatch) -> None:
+    import distributed
+    import torch
+
+    made = []
+    monkeypatch.setattr(distributed, "SpecCluster", lambda workers, **_: made.append(workers))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,GPU-11aa,3")
+    local_cluster(2)
+    seen = [worker["options"]["env"] for worker in made.pop().values()]
+    assert seen == [{"CUDA_VISIBLE_DEVICES": "6"}, {"CUDA_VISIBLE_DEVICES": "GPU-11aa"}]
+    with pytest.raises(InputError, match="may use 3 "):
+        local_cluster(4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    local_cluster(2)
+    assert [worker["options"]["env"] for worker in made.pop().values()] == [{}, {}]
+
+
 def test_the_documented_slurm_cluster_asks_for_a_device_and_offers_its_slot(tmp_path: Path) -> None:
     from dask_jobqueue import SLURMCluster
 

@@ -7,11 +7,13 @@ A toy stage stands in for a real one: a module put under the name of a stage in 
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,7 +24,9 @@ import polars as pl
 import pytest
 
 from dflash_lab.files import read_json
+from dflash_lab.workbench import papermill_engine
 from dflash_lab.workbench.launch import log_to_stderr, stops_with_words
+from dflash_lab.workbench.papermill_engine import KernelNotStarted, QuietEngine
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -114,8 +118,15 @@ def lab(tmp_path):
     nbformat.write(
         nbformat.v4.new_notebook(cells=cells, metadata=kernel), tmp_path / "notebooks" / "prepare.ipynb"
     )
+    # A python3 that somebody once installed for the user, of an environment that is gone.
+    stale = tmp_path / "jupyter" / "kernels" / "python3"
+    stale.mkdir(parents=True)
+    words = ["/gone/bin/python", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (stale / "kernel.json").write_text(json.dumps({"argv": words, "display_name": "x", "language": "python"}))
     environment = {
         **os.environ,
+        "JUPYTER_PATH": str(tmp_path / "jupyter"),
+        "IPYTHONDIR": str(tmp_path / "ipython"),
         "PYTHONPATH": f"{tmp_path / 'site'}:{REPO}",
         "HF_TOKEN": "hidden-token-value",
         "OMP_NUM_THREADS": "1",
@@ -162,6 +173,54 @@ def test_a_stage_ends_with_0_its_notebook_and_its_result(lab, tmp_path):
     assert "widget" not in saved
     # The kernel's words go past every filter; an interrupt that meets its shutdown is an ERROR of Jupyter's
     assert "[IPKernelApp] WARNING" not in output and "without encryption" not in output
+
+
+def test_a_headless_kernel_keeps_no_history(lab, tmp_path):
+    assert finish(lab("prepare", "-p", "run", "demo"))[0] == 0
+    assert (tmp_path / "ipython").is_dir() and not list((tmp_path / "ipython").rglob("history.sqlite*"))
+
+
+def test_a_kernel_whose_port_was_taken_is_started_once_more(monkeypatch, caplog):
+    from jupyter_client.connect import LocalPortCache
+
+    find, taken = LocalPortCache.find_available_port, socket.create_server(("127.0.0.1", 0))
+    asked = []
+
+    def first_taken(cache, ip):
+        asked.append(ip)
+        return taken.getsockname()[1] if len(asked) == 1 else find(cache, ip)
+
+    monkeypatch.setattr(LocalPortCache, "find_available_port", first_taken)
+    own = {"papermill": {}}  # where papermill writes what came of a notebook and of a cell
+    cells = [nbformat.v4.new_code_cell("import sys; print(sys.executable)", metadata=own)]
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}, **own}
+    notebook = nbformat.v4.new_notebook(cells=cells, metadata=kernel)
+    QuietEngine.execute_notebook(notebook, "python3")
+    taken.close()
+    assert len(asked) == 10 and [line for line in caplog.messages if "port was taken: once more" in line]
+    assert notebook.cells[0].outputs[0].text.strip() == sys.executable
+
+
+def test_a_kernel_that_never_answers_is_named_after_two_tries(monkeypatch):
+    tries = []
+
+    def execute(nb, kernel_name, options):
+        tries.append(kernel_name)
+        raise RuntimeError("Kernel died before replying to kernel_info")
+
+    monkeypatch.setattr(papermill_engine, "_execute", execute)
+    with pytest.raises(KernelNotStarted, match=r"'python3' ended twice .*ipykernel_launcher --version"):
+        QuietEngine.execute_notebook(None, "python3")
+    assert tries == ["python3"] * 2
+
+    def broken(nb, kernel_name, options):
+        tries.append("other")
+        raise RuntimeError("a cell's own")
+
+    monkeypatch.setattr(papermill_engine, "_execute", broken)
+    with pytest.raises(RuntimeError, match="a cell's own"):
+        QuietEngine.execute_notebook(None, "python3")
+    assert tries[2:] == ["other"]  # what ran once is not run again
 
 
 def test_plain_papermill_is_headless_too(lab, tmp_path):

@@ -14,10 +14,13 @@ from pathlib import Path
 
 import mistune
 import pytest
+from jupyter_client.kernelspec import KernelSpecManager
+from traitlets import import_item
 
 from dflash_lab.files import write_json
 from dflash_lab.workbench import start_page
 from dflash_lab.workbench.lock import stage_lock
+from dflash_lab.workbench.own_kernel import OwnKernelSpecs
 from dflash_lab.workbench.registry import STAGES
 from dflash_lab.workbench.status import StageStatus
 
@@ -141,6 +144,19 @@ time.sleep(60)
 """
 
 
+def test_python3_in_lab_is_the_interpreter_that_lab_runs_in(tmp_path, monkeypatch):
+    """Whatever the user once installed under that name; other kernels stay theirs."""
+    for name in ("python3", "other"):
+        (tmp_path / "kernels" / name).mkdir(parents=True)
+        spec = {"argv": ["/gone/bin/python", "{connection_file}"], "display_name": name, "language": "python"}
+        (tmp_path / "kernels" / name / "kernel.json").write_text(json.dumps(spec))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    specs = OwnKernelSpecs()
+    found = {name: told["spec"]["argv"][0] for name, told in specs.get_all_specs().items()}
+    assert found["python3"] == sys.executable and found["other"] == "/gone/bin/python"
+    assert KernelSpecManager().get_kernel_spec("python3").argv[0] == "/gone/bin/python"
+
+
 @pytest.fixture
 def started(here):
     """Return a function that starts `dflash-lab lab` with a JupyterLab that only says what it was told."""
@@ -182,6 +198,8 @@ def test_lab_listens_on_this_machine_keeps_its_token_and_opens_the_page(started,
         "--end=7",
     ]
     assert not [word for word in words if "token" in word.lower() or "password" in word.lower()]
+    (specs,) = (word.split("=")[1] for word in words if "kernel_spec_manager_class" in word)
+    assert issubclass(import_item(specs), KernelSpecManager)
     assert ("--allow-root" in words) == (os.geteuid() == 0)
     assert (here / "runs" / "start.md").exists()
     assert told["settings"][1:] == ["/mine"]  # a person's own settings folders stay, and win

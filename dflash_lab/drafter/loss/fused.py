@@ -8,19 +8,22 @@ backward time, so a denominator all-reduced over accumulation steps and ranks ma
 stays exact. Anything divided by a total that depends on the model could not be computed in one pass; CAP
 therefore shares the same denominator.
 
-The gradient is first order: a second derivative is refused. Keep the call outside activation checkpointing,
-which would run the sweep twice, and outside compiled regions, where it is one clean graph break.
+The gradient is first order: create_graph=True raises in the backward pass. Keep the call outside activation
+checkpointing, which would run the sweep twice, and outside compiled regions, where it is one clean graph
+break.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from dflash_lab.drafter.compiling import NotCompiled, compiling
 from dflash_lab.drafter.loss.backends import choose_backend, load_backend
 from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.loss.inputs import check_tensors, plain
@@ -31,7 +34,10 @@ from dflash_lab.drafter.loss.shard import VocabShard
 from dflash_lab.drafter.loss.sweep import SweepJob, sweep
 from dflash_lab.drafter.loss.terms import Terms
 from dflash_lab.drafter.loss.weighting import lk_mixture
+from dflash_lab.first_order import first_order
 
+logger = logging.getLogger(__name__)
+_not_compiled: set[str] = set()  # backends that "auto" tried in vain in this process
 _frozen_plans: dict[tuple[Any, ...], ChunkPlan] = {}
 
 
@@ -86,6 +92,8 @@ def fused_draft_loss(
     if shard is not None:
         shard.check(head.shape[0], head.device)
     name = choose_backend(backend, hidden.device, hidden.dtype)
+    if backend == "auto" and name in _not_compiled:
+        name = "torch"
     plan = plan or _frozen_plan(hidden, head, target_hidden is not None, shard)
     selection = select_rows(
         None if config.label_source == "argmax" else labels,
@@ -102,7 +110,17 @@ def fused_draft_loss(
     )
     job = SweepJob(head, selection, target_hidden, target_head, config, load_backend(name), shard, factor)
     holder: list[tuple[Terms, dict[str, Tensor]]] = []
-    total = _Sweep.apply(hidden, job, torch.is_grad_enabled() and hidden.requires_grad, holder)
+    want = torch.is_grad_enabled() and hidden.requires_grad
+    try:
+        with compiling(f"the loss's backend {name!r}", "Give backend='torch', which needs no compiler."):
+            total = _Sweep.apply(hidden, job, want, holder)
+    except NotCompiled as refused:
+        if backend != "auto" or shard is not None:  # ranks of a shard could only change together
+            raise
+        logger.warning("%s It is taken from now on; it runs more and slower kernels a chunk.", refused)
+        _not_compiled.add(name)
+        job = dataclasses.replace(job, row_pass=load_backend("torch"))
+        total = _Sweep.apply(hidden, job, want, holder)
     return _result(total, *holder[0], job, hidden.shape[:2])
 
 
@@ -175,7 +193,7 @@ class _Sweep(torch.autograd.Function):
         return total if job.scale is None else total * job.scale
 
     @staticmethod
-    @once_differentiable
+    @first_order("the fused loss")
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:
         (grad,) = ctx.saved_tensors
         # with dimensions the scale stays float32; a 0-dimensional one would first be rounded to bfloat16

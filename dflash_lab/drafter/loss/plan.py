@@ -7,13 +7,13 @@ the first step measures, and what it found is kept. Ranks that work together agr
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from dflash_lab.errors import InputError
+from dflash_lab.machine import available_memory
 
 GPU_BUDGET_GIB = (
     1.25  # chunk buffers; with the gradient of 24,576 x 5,120 bf16 hidden states the whole stays < 1.5 GiB
@@ -48,7 +48,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return available_memory()
 
 
 def plan_chunks(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,18 +16,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+import dflash_lab
 from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.loss.fused import fused_draft_loss
 from dflash_lab.drafter.loss.plan import ChunkPlan
 from dflash_lab.drafter.loss.result import DraftLoss
+from dflash_lab.errors import InputError
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 CONFIG = LossConfig(hard_weight=0.85, soft_weight=0.15, cap_weight=0.3, temperature=2)
 
 
 def run(case: Case, config: LossConfig = CONFIG, rows: int = 12, **options: Any) -> DraftLoss:
     positional, target = case.arguments(target=config.needs_target)
     return fused_draft_loss(
-        *positional, **target, config=config, plan=ChunkPlan(rows), backend="torch", **options
+        *positional, **target, config=config, plan=ChunkPlan(rows), **{"backend": "torch", **options}
     )
 
 
@@ -284,11 +291,32 @@ def test_second_backward_gives_the_same_gradient_scaled() -> None:
     assert torch.allclose(twice, 3 * once, rtol=1e-14)
 
 
-def test_second_derivative_is_refused() -> None:
-    case = make_case()
-    (grad,) = torch.autograd.grad(run(case).total ** 2, case.hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+@pytest.mark.parametrize("power", [1, 2], ids=["plain", "squared"])
+@pytest.mark.parametrize("backend", ["torch", "compile", "triton"])
+def test_second_derivative_is_refused(backend: str, power: int) -> None:
+    if backend == "triton" and not INTERPRETED:
+        pytest.skip("on a CPU it needs triton and TRITON_INTERPRET=1")
+    case = make_case(dtype=torch.float32)
+    total = run(case, backend=backend).total ** power
+    with pytest.raises(InputError, match="the fused loss has a first derivative only"):
+        torch.autograd.grad(total, case.hidden, create_graph=True)
+    case = make_case(dtype=torch.float32)  # a penalty beside the loss, as a training would have it
+    total = run(case, backend=backend).total ** power
+    with pytest.raises(InputError, match="create_graph=True"):
+        (grad,) = torch.autograd.grad(total, case.hidden, create_graph=True)
+        (total + grad.square().sum()).backward()
+    assert case.hidden.grad is None
+
+
+def test_every_backward_of_ours_refuses_a_second_derivative() -> None:
+    found = {}
+    for path in Path(dflash_lab.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and any("Function" in ast.unparse(base) for base in node.bases):
+                (backward,) = (one for one in node.body if getattr(one, "name", "") == "backward")
+                assert isinstance(backward, ast.FunctionDef)
+                found[node.name] = [ast.unparse(one).split("(")[0] for one in backward.decorator_list]
+    assert found == {"_Sweep": ["staticmethod", "first_order"], "_Flex": ["staticmethod", "first_order"]}
 
 
 def test_statistics_carry_no_gradient() -> None:

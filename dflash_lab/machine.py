@@ -1,0 +1,108 @@
+"""What of this machine the process may use: processors, memory, GPUs.
+
+A container, a batch job or a caller may have left it less than the machine has. Linux says so in the affinity
+of the process, in the limits of its control groups (its own and every one above, version 1 and 2) and in
+`CUDA_VISIBLE_DEVICES`; elsewhere the machine's own counts hold.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from dflash_lab.errors import InputError
+
+_ROOT = Path("/")
+
+
+def usable_cpus(root: Path = _ROOT) -> int:
+    """Threads that can run at once: processors of the affinity, or a group's quota rounded down; at least 1.
+
+    `root` is where /proc and /sys are looked for.
+    """
+    affinity = getattr(os, "sched_getaffinity", None)
+    counts = [float(len(affinity(0)) if affinity else os.cpu_count() or 1)]
+    for group in _groups("cpu", root):
+        quota, period = _read(group, "cpu.cfs_quota_us"), _read(group, "cpu.cfs_period_us")
+        both = _read(group, "cpu.max").split() or [quota, period]  # version 2 has one file
+        if both[0].isdecimal():  # "max" and -1 are no limit
+            counts.append(int(both[0]) / int(both[1]))
+    return max(1, int(min(counts)))
+
+
+def available_memory(root: Path = _ROOT) -> int:
+    """Bytes that this process may still take: what the machine has available, or what a group's limit leaves.
+
+    Of a group's use, file pages that were not touched lately do not count: they are given up first.
+    """
+    told = (line.split() for line in _read(root / "proc", "meminfo").splitlines())
+    left = [int(line[1]) * 1024 for line in told if line[0] == "MemAvailable:"]
+    left = left or [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for group in _groups("memory", root):
+        for limit, used, idle in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            if (most := _read(group, limit)).isdecimal():
+                stat = dict(line.split() for line in _read(group, "memory.stat").splitlines())
+                left.append(int(most) - int(_read(group, used)) + int(stat.get(idle, 0)))
+    return max(0, min(left))
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them for a child: numbers, or
+    "GPU-..." and "MIG-..." as they were given.
+    """
+    import torch
+
+    count = torch.cuda.device_count()
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        return [str(index) for index in range(count)]
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    # A process sees one MIG slice however many are named; its children may have one each.
+    slices = [name for name in names if name.startswith("MIG-")]
+    return slices if count and slices else names[:count]  # what follows a bad name is not seen
+
+
+def gpus_apart(count: int) -> list[dict[str, str]]:
+    """Environment of `count` processes that get a GPU of this process's each; empty ones where it has none.
+
+    Raises `InputError` when it has fewer.
+    """
+    names = visible_gpus()
+    if not names:
+        return [{} for _ in range(count)]
+    if count > len(names):
+        raise InputError(
+            f"{count} processes with a GPU each, but this one may use {len(names)} "
+            f"(CUDA_VISIBLE_DEVICES={','.join(names)}). Ask for at most {len(names)}, or let it see more."
+        )
+    return [{"CUDA_VISIBLE_DEVICES": name} for name in names[:count]]
+
+
+def _groups(controller: str, root: Path) -> Iterator[Path]:
+    """Folders of the control groups that bound this process, its own first, then those above."""
+    own: dict[str, str] = {}  # path in its hierarchy by controller; version 2's has no name
+    for line in _read(root / "proc/self", "cgroup").splitlines():
+        _, names, path = line.split(":", 2)
+        own |= dict.fromkeys(names.split(","), path)
+    for line in _read(root / "proc/self", "mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ", 2)
+        name = "" if kind == "cgroup2" else controller
+        if not (kind == "cgroup2" or (kind == "cgroup" and controller in options.split(","))):
+            continue
+        top, point = before.split()[3:5]
+        group = PurePosixPath(own.get(name, "/"))
+        # A container sees its own group as the top, and a path from outside that does not exist here.
+        inside = group.relative_to(top) if group.is_relative_to(top) else PurePosixPath()
+        folder = root / point.lstrip("/")
+        levels = [inside, *inside.parents] if ".." not in inside.parts else [PurePosixPath()]
+        yield from (folder / level for level in dict.fromkeys(levels))
+
+
+def _read(folder: Path, name: str) -> str:
+    """The text of a file of the kernel's, empty where it does not exist (another system, another version)."""
+    path = folder / name
+    return path.read_text().strip() if path.is_file() else ""

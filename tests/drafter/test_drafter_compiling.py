@@ -1,0 +1,185 @@
+"""A part that the compiler cannot make on this machine: the run goes on without it and says so, or is told
+what to give instead.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from support.tiny_drafters import ItemList, tiny_config, tiny_head, tiny_items
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.exc import InductorError
+
+from dflash_lab.drafter import model as model_module
+from dflash_lab.drafter.compiling import NotCompiled, compiling, why_not_compiled
+from dflash_lab.drafter.loss import fused
+from dflash_lab.drafter.loss.backends import load_backend
+from dflash_lab.drafter.loss.config import LossConfig
+from dflash_lab.drafter.loss.plan import ChunkPlan
+from dflash_lab.drafter.loss.rows_compiled import CompiledRows
+from dflash_lab.drafter.model import Drafter
+from dflash_lab.drafter.parallel import Single
+from dflash_lab.drafter.settings import TrainSettings
+from dflash_lab.drafter.trainer import Trainer
+from dflash_lab.drafter.warm import with_fallbacks
+from dflash_lab.errors import LabError
+
+SHARED = "No valid triton configs. OutOfMemoryError: out of resource: Required: 147456 Hardware limit:101376"
+
+
+def refuse(*arguments, **options):
+    """What flex attention of 256 wide heads says on a card with 99 KiB of shared memory."""
+    raise InductorError(RuntimeError(SHARED), None)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Make a training run that is yet to begin."""
+
+    def made(attention="auto", compiler=None) -> Trainer:
+        torch.compiler.reset()
+        drafter = Drafter(tiny_config()).initialize(torch.Generator().manual_seed(0))
+        if compiler is not None:
+            drafter.compile_layers(backend=compiler)
+        settings = TrainSettings(
+            max_steps=1, context_tokens=64, anchors=12, loss=LossConfig(soft_weight=0.2), attention=attention
+        )
+        items = ItemList(tiny_items())
+        return Trainer(items, tiny_head(), drafter, settings, tmp_path, None, None, Single(), {})
+
+    yield made
+    torch.compiler.reset()
+
+
+def test_a_compilers_error_is_told_from_others():
+    assert why_not_compiled(InductorError(RuntimeError(SHARED), None)).endswith(SHARED)
+    assert "cc1plus" in why_not_compiled(BackendCompilerFailed("x", RuntimeError("cc1plus: not found"), None))
+    wrapped = RuntimeError("in a layer")
+    wrapped.__cause__ = InductorError(RuntimeError(SHARED), None)
+    assert SHARED in why_not_compiled(wrapped)
+    assert why_not_compiled(InductorError(torch.OutOfMemoryError("CUDA out of memory"), None)) == ""
+    assert why_not_compiled(ValueError("torch._inductor is a word here")) == ""
+    with pytest.raises(ValueError, match="as it is"), compiling("x", "y"):
+        raise ValueError("as it is")
+    told = pytest.raises(NotCompiled, match=r"x does not compile .*Hardware limit:101376\)\. Give y\.")
+    with told, compiling("x", "Give y."):
+        refuse()
+    assert issubclass(NotCompiled, LabError)
+
+
+def test_where_attention_does_not_compile_the_run_goes_on_dense(run, monkeypatch, caplog):
+    real = model_module.make_attends
+    monkeypatch.setattr(
+        model_module, "make_attends", lambda layout, path: refuse() if path == "auto" else real(layout, path)
+    )
+    trainer = run()
+    before = [parameter.detach().clone() for parameter in trainer.drafter.parameters()]
+    with caplog.at_level(logging.WARNING):
+        with_fallbacks(trainer)
+    assert trainer.objective.attention == "dense" and trainer.settings.attention == "auto"
+    (line,) = caplog.messages
+    assert SHARED in line and "attention runs dense" in line and "slower" in line and "memory" in line
+    assert all(parameter.grad is None for parameter in trainer.drafter.parameters())
+    assert all(map(torch.equal, before, trainer.drafter.parameters()))
+    assert trainer.run().steps == 1
+
+
+def forward_only(graph, inputs):
+    """A compiler that fails for the backward pass alone, at its first call."""
+    return aot_autograd(fw_compiler=lambda made, _: made.forward, bw_compiler=refuse)(graph, inputs)
+
+
+@pytest.mark.parametrize("compiler", [refuse, forward_only], ids=["forward", "backward"])
+def test_where_layers_do_not_compile_they_run_as_they_are(run, caplog, compiler):
+    trainer = run(compiler=compiler)
+    with caplog.at_level(logging.WARNING):
+        with_fallbacks(trainer)
+    assert ["dense" in line for line in caplog.messages] == [True, False]
+    assert "layers run uncompiled" in caplog.messages[1] and not trainer.drafter.compiled
+    assert all(parameter.grad is None for parameter in trainer.drafter.parameters())
+    assert trainer.run().steps == 1
+
+
+def test_what_was_asked_for_by_name_is_refused_with_what_to_give(run, monkeypatch):
+    monkeypatch.setattr(model_module, "make_attends", lambda layout, path: refuse())
+    with pytest.raises(NotCompiled, match=r"the training step .*Hardware limit.*attention='dense'"):
+        with_fallbacks(run(attention="flex"))
+
+
+def test_processes_that_share_a_step_are_told_not_changed_one_by_one(run, monkeypatch):
+    trainer = run(compiler=refuse)
+    monkeypatch.setattr(trainer.group, "world", 2, raising=False)
+    monkeypatch.setattr(type(trainer.group), "world", 2, raising=False)
+    with pytest.raises(NotCompiled, match="compile=False"):
+        with_fallbacks(trainer)
+    assert trainer.objective.attention == "auto" and trainer.drafter.compiled
+
+
+def test_another_error_of_the_first_step_stays_what_it_is(run, monkeypatch):
+    monkeypatch.setattr(model_module, "make_attends", lambda layout, path: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        with_fallbacks(run())
+
+
+# -- the loss
+# --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def loss_call(monkeypatch):
+    """Call the loss on a small case; the row pass `broken` cannot be compiled."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 4, 8, generator=generator, requires_grad=True)
+    head, labels = torch.randn(11, 8, generator=generator), torch.arange(12).view(3, 4) % 11
+    broken = CompiledRows()
+    for name in ("_drafter", "_gradient"):
+        monkeypatch.setattr(broken, name, refuse)
+    monkeypatch.setattr(fused, "_not_compiled", set())
+
+    def call(backend, fails="compile"):
+        monkeypatch.setattr(
+            fused, "load_backend", lambda name: broken if name == fails else load_backend(name)
+        )
+        hidden.grad = None
+        loss = fused.fused_draft_loss(
+            hidden, head, labels, torch.ones(3, 4), config=LossConfig(), plan=ChunkPlan(8), backend=backend
+        )
+        loss.total.backward()
+        return loss.total.detach(), hidden.grad
+
+    return call
+
+
+def test_a_row_pass_asked_for_by_name_is_refused_with_what_to_give(loss_call):
+    with pytest.raises(NotCompiled, match=r"backend 'compile' does not compile .*backend='torch'"):
+        loss_call("compile")
+
+
+def test_a_row_pass_that_auto_chose_gives_way_to_plain_torch_once(loss_call, monkeypatch, caplog):
+    wanted = loss_call("torch")
+    monkeypatch.setattr(fused, "choose_backend", lambda name, *_: "triton" if name == "auto" else name)
+    with caplog.at_level(logging.WARNING):
+        found = [loss_call("auto", fails="triton") for _ in range(2)]
+    assert all(torch.equal(a, b) for one in found for a, b in zip(one, wanted, strict=True))
+    (line,) = caplog.messages  # the second call does not try again
+    assert "backend 'triton' does not compile" in line and "backend='torch'" in line and "slower" in line
+
+
+# -- a live target
+# --------------------------------------------------------------------------------------
+
+
+def test_layers_of_a_live_target_that_do_not_compile_stay_as_they_are(tiny_target, monkeypatch):
+    from dflash_lab.drafter.live_forward import RowForward
+    from dflash_lab.target.loading import load_target
+
+    target = load_target(str(tiny_target("llama")), device="cpu", dtype="float32")
+    forward = RowForward(target, tap_ids=(1, 3), row_tokens=64, longest=32)
+    before = [layer.forward for layer in target.layers]
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: refuse)
+    with torch.no_grad():
+        assert "do not compile on this machine" in forward._compile()
+    assert [layer.forward for layer in target.layers] == before
