@@ -19,6 +19,7 @@ from dflash_lab.extraction.layout import Layout
 from dflash_lab.extraction.lock import refuse_other_counts, shard_lock, store_lock
 from dflash_lab.extraction.report import ExtractionReport, Quarantined
 from dflash_lab.extraction.run import Run
+from dflash_lab.extraction.selftest import AROUND_A_CHUNK, CANDIDATES
 from dflash_lab.extraction.shard import SampleIndex, Tokens, not_stored, read_index, shard_rows
 from dflash_lab.extraction.verify import drop_part, stored_keys
 from dflash_lab.extraction.writer import Written
@@ -98,9 +99,21 @@ def extract(
         plan = fitted.plan
         if fitted.lowered:
             logger.info("%s", fitted.lowered)
-        tokens = _tokens(index, todo, target)
+        candidates = _candidates(index, mine) if len(todo) else todo
+        tokens = _tokens(index, np.union1d(todo, candidates), target)
         run = Run(
-            target, layout, index, todo, plan, tokens, folder, part_gib, BUFFERS, seal_seconds, on_progress
+            target,
+            layout,
+            index,
+            todo,
+            plan,
+            tokens,
+            folder,
+            part_gib,
+            BUFFERS,
+            seal_seconds,
+            on_progress,
+            examples=tokens.of(candidates)[0],
         )
         manifests.append(
             folder,
@@ -155,6 +168,17 @@ def _trusted(store: Path, folder: Path, recheck: bool) -> np.ndarray:
             with shard_lock(part.parent):
                 drop_part(part, fault.what)
     return keys
+
+
+def _candidates(index: SampleIndex, mine: np.ndarray) -> np.ndarray:
+    """Sample numbers for the self-test: spread over those of a shard that are long enough for every prefix,
+    stored already or not, as it asks about the target.
+    """
+    long = mine[index.lengths[mine] >= max(AROUND_A_CHUNK)]
+    if len(long) < CANDIDATES:
+        long = mine[np.argsort(-index.lengths[mine], kind="stable")]
+    spread = long[np.unique(np.linspace(0, len(long) - 1, CANDIDATES).astype(int))]
+    return np.concatenate((spread[::2], spread[1::2]))
 
 
 def _tokens(index: SampleIndex, rows: np.ndarray, target: Target) -> Tokens:

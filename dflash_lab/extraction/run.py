@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from dflash_lab.data.batching import Plan
 from dflash_lab.extraction import manifest as manifests
@@ -24,7 +25,7 @@ from dflash_lab.extraction.capture import Capture, busy
 from dflash_lab.extraction.layout import Layout
 from dflash_lab.extraction.oom import DeviceLost, Failure, alive, classify
 from dflash_lab.extraction.report import BatchRecord
-from dflash_lab.extraction.selftest import AROUND_A_CHUNK, self_test
+from dflash_lab.extraction.selftest import Comparison, SelfTestError, SpotChecks, self_test
 from dflash_lab.extraction.shard import SampleIndex, Tokens
 from dflash_lab.extraction.writer import BackgroundWriter, HostBuffers, PartWriter, Records, Written
 from dflash_lab.release import release
@@ -50,9 +51,11 @@ class Run:
         buffers: int,
         seal_seconds: float,
         on_progress: Callable[..., None] | None,
+        examples: list[np.ndarray],
     ) -> None:
+        self.examples = examples  # token ids of samples for the self-test
         self.target, self.layout, self.index, self.tokens, self.folder = target, layout, index, tokens, folder
-        self.batches = deque(todo[batch] for batch in plan.batches)
+        self.batches = deque(todo[batch] for batch in _largest_early(plan))
         self.planned, self.total = len(todo), plan.real_tokens
         self.budgets = BucketBudgets()
         self.last_chance: deque[int] = deque()
@@ -63,6 +66,7 @@ class Run:
         self._buffers, self._part_bytes, self._seal_seconds = buffers, int(part_gib * GIB), seal_seconds
         self._progress = on_progress or (lambda *_args, **_fields: None)
         self._done, self._began = 0, 0.0
+        self._checks, self._doubted = SpotChecks(), manifests.next_part_index(folder)
 
     def all(self, layers: list[int]) -> Written:
         """Self-test, then run every batch; whatever happens, what is finished gets sealed."""
@@ -79,10 +83,10 @@ class Run:
             seal_seconds=self._seal_seconds,
         )
         with Capture(self.target, self.layout, buffers) as capture:
-            test = self_test(self.target, capture, self._examples(), layers)
+            test = self_test(self.target, capture, self.examples, layers)
             self.selftest = test.as_dict()
             manifests.append(self.folder, "selftest", **self.selftest)
-            self._began = time.perf_counter()
+            self._began, self._compare = time.perf_counter(), Comparison(self.target, capture, layers)
             with BackgroundWriter(parts, buffers) as writer:
                 self._work(capture, writer)
             self.seconds = time.perf_counter() - self._began
@@ -93,13 +97,6 @@ class Run:
                     replace(one, seconds=begin.elapsed_time(end) / 1e3) for one, (begin, end) in timed
                 ]
         return parts.written
-
-    def _examples(self) -> list[np.ndarray]:
-        """Up to six samples for the self-test, spread over those long enough for every prefix."""
-        rows = np.concatenate(self.batches)
-        long = rows[self.index.lengths[rows] >= max(AROUND_A_CHUNK)]
-        rows = long if len(long) >= 6 else rows[np.argsort(-self.index.lengths[rows], kind="stable")][:6]
-        return self.tokens.of(rows[:: max(1, len(rows) // 6)][:6])[0]
 
     def _work(self, capture: Capture, writer: BackgroundWriter) -> None:
         while self.batches:
@@ -138,22 +135,58 @@ class Run:
         `except`.
         """
         ids, masks = self.tokens.of(rows)
+        lengths = self.index.lengths[rows]
+        chosen = self._checks.choose(lengths)
         began = time.perf_counter()
         try:
-            batch = capture.run(rows, ids, masks, writer.check)
+            batch = capture.run(
+                rows, ids, masks, writer.check, lambda states: self._examine(writer, rows, chosen, states)
+            )
         except Exception as error:
             failure = classify(error)
             if failure.kind == "other":
                 raise
             return failure
         writer.submit(batch)
-        longest, tokens = int(self.index.lengths[rows].max()), int(self.index.lengths[rows].sum())
+        self._checks.ran(lengths, chosen)
+        longest, tokens = int(lengths.max()), int(lengths.sum())
         self.budgets.fitted(longest, len(rows))
         self.records.append(BatchRecord(len(rows), longest, tokens, time.perf_counter() - began))
         self._done += tokens
         rate = round(self._done / (time.perf_counter() - self._began))
         self._progress("extract", self._done, self.total, tokens_per_s=rate, ooms=len(self.failures))
         return None
+
+    def _examine(
+        self, writer: BackgroundWriter, rows: np.ndarray, chosen: list[int], states: list[Tensor]
+    ) -> None:
+        """Hold samples `chosen` of a batch against the same alone; `SelfTestError` when they differ."""
+        if not chosen:
+            return
+        ids = self.tokens.of(rows[chosen])[0]
+        found = [
+            self._compare.of(row, [state[number, : len(row)] for state in states])
+            for number, row in zip(chosen, ids, strict=True)
+        ]
+        samples = [self.index.ids[row] for row in rows[chosen]]
+        batch = f"{len(rows)} x {int(self.index.lengths[rows].max())} tokens"
+        if any(one.problems for one in found):
+            writer.give_up()
+            told = [f"{name}: {text}" for name, one in zip(samples, found) for text in one.problems]
+            raise SelfTestError(
+                f"{self.target.name}: batch {len(self.records) + 1} of this run ({batch}) does not give its "
+                "samples the states that they have alone.\n  "
+                + "\n  ".join(told[:12])
+                + "\nIt was not stored, nor was what lay unsealed. What was sealed before stays; of this "
+                f"shard, parts from {manifests.part_name(self._doubted)} on, if any, were made since the "
+                "last batch that passed: remove those, and their samples are redone. Run again with a "
+                "smaller max_batch or token_budget, or with fast=off; dtype=float32 tells kernels from "
+                "rounding."
+            )
+        worst = [max(one.error[index] for one in found) for index in range(len(states))]
+        limit = [max(one.limit[index] for one in found) for index in range(len(states))]
+        writer.record("check", batch=batch, samples=samples, batched_error=worst, tolerance=limit)
+        self._doubted = manifests.next_part_index(self.folder)
 
     def _recover(self, failure: Failure) -> None:
         """After a failure: free what it left, or stop when the device no longer answers."""
@@ -167,3 +200,11 @@ class Run:
                 f"{self.target.device} is lost ({lost.message}). What was finished is sealed; start "
                 "this shard again in a new process and it goes on from there."
             )
+
+
+def _largest_early(plan: Plan) -> list[np.ndarray]:
+    """The plan's batches, those of the most rows and of the most tokens right after the first: what shows
+    only in a large batch shows in the first minute.
+    """
+    first = dict.fromkeys((0, int(plan.sizes.argmax()), int(plan.costs.argmax()))) if len(plan) else {}
+    return [plan.batches[number] for number in first | dict.fromkeys(range(len(plan)))]

@@ -198,7 +198,7 @@ class ExtractResult:
             with files.atomic_path(folder / name) as temporary:
                 frame.write_parquet(temporary)
         files.write_json(folder / SELFTEST, self.selftest)
-        files.write_json(folder / FIGURES, self.figures)
+        files.write_json(folder / FIGURES, files.plain(self.figures))
 
     @classmethod
     def load(cls, folder: Path) -> ExtractResult:
