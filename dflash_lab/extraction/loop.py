@@ -27,6 +27,7 @@ from dflash_lab.target.model import Target
 from dflash_lab.target.taps import check_tap_ids
 
 logger = logging.getLogger(__name__)
+GRID = 65_535  # blocks of a CUDA grid in its second and third dimension
 BUFFERS = 3  # on the host, of one batch each; the device runs as many batches ahead of their copies
 
 
@@ -71,8 +72,9 @@ def extract(
     """Store the tapped states of one shard of `samples`; return the account.
 
     token_budget: padded tokens of a batch; lowered where few samples would make it mostly padding, which the
-    report says. part_gib: the most unsealed bytes a crash can lose. recheck: read
-    the checksum of every sealed part before trusting it. notes: goes into the manifest's run line.
+    report says. max_batch: rows of one; lowered to what kernels can launch (`most_rows`). part_gib: the most
+    unsealed bytes a crash can lose. recheck: read the checksum of every sealed part before trusting it.
+    notes: goes into the manifest's run line.
 
     Raises `InputError` for parameters that fit neither target nor data and for a shard in use, `StoreError`
     naming the differences when the store was made by another setup, `SelfTestError`, and `DeviceLost` after
@@ -93,6 +95,7 @@ def extract(
         chunk = 64 if target.is_hybrid else 1
         mine = shard_rows(index, shard, num_shards, chunk=chunk, hidden=target.hidden_size)
         todo = not_stored(index, mine, _trusted(store, folder, recheck))
+        max_batch = min(max_batch, most_rows(target))
         fitted = fit_batches(
             index.lengths[todo], token_budget=token_budget, max_batch=max_batch, window=window, chunk=chunk
         )
@@ -137,6 +140,14 @@ def extract(
         )
         written = run.all(layers) if len(todo) else Written()
         return _account(run, written, index, mine, folder, fitted)
+
+
+def most_rows(target: Target) -> int:
+    """The most rows of a batch that every attention kernel's grid holds. Those of softmax attention count
+    rows in one dimension and heads in another, those of the gated delta rule rows x heads in one.
+    """
+    names = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")
+    return max(1, GRID // max(getattr(target.config, name, None) or 1 for name in names))
 
 
 def clean(folder: Path) -> None:

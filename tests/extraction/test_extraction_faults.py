@@ -22,6 +22,7 @@ from support.sample_files import TAP_IDS, make_samples
 from dflash_lab import files
 from dflash_lab.data.batching import plan_batches
 from dflash_lab.extraction import capture as capture_module
+from dflash_lab.extraction import loop as loop_module
 from dflash_lab.extraction import run as run_module
 from dflash_lab.extraction import selftest as selftest_module
 from dflash_lab.extraction import writer as writer_module
@@ -443,6 +444,21 @@ def test_what_comparisons_forward_is_what_the_rule_counts(tiny, tmp_path: Path, 
     table = dict(pl.read_parquet(samples).select("id", "length").iter_rows())
     assert tokens["alone"] == sum(table[name] for line in lines for name in line["samples"])
     assert tokens["alone"] <= 0.3 * tokens["batched"]
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("llama", 5), ("qwen3_5_moe", 4)])  # of 4 heads, of 5 linear ones
+def test_no_batch_is_planned_beyond_the_grid_of_a_kernel(kind: str, rows: int, tiny, tmp_path, monkeypatch):
+    target, samples = tiny(kind), make_samples(tmp_path / "s.parquet", LENGTHS[:30])
+    monkeypatch.setattr(loop_module, "GRID", 20)
+    if target.is_hybrid:
+        monkeypatch.setattr(target.config, "linear_num_value_heads", 5)
+    store, plan = tmp_path / "store", {**PLAN, "token_budget": 9999, "max_batch": 99}
+    beyond = after_selftest(lambda ids: memory_error("cuda grid") if len(ids) > rows else None, shard(store))
+    with Saboteur(target, beyond) as saboteur:
+        report = extract(target, samples, store, **plan)
+    assert saboteur.raised == 0 and max(batch.samples for batch in report.batches) == rows
+    (run,) = [line for line in read_lines(shard(store)) if line["kind"] == "run"]
+    assert run["plan"]["max_batch"] == rows
 
 
 def test_no_hook_of_ours_is_left_behind(tiny, tmp_path: Path) -> None:
