@@ -1,8 +1,8 @@
 """The manifest of a shard: one JSON object a line, appended and synced; what it does not name does not exist.
 
-Lines: `run` (who wrote, with what), `selftest`, `check` (samples of a batch, compared), `part` (a sealed
-file), `discard` (a part found damaged and given up), `quarantine` (a sample that could not be stored, and
-why), `end` (the account of a finished run).
+Lines: `run` (who wrote, with what), `selftest`, `check` (samples of a batch, compared), `retry` (an
+attempt that did not fit), `part` (a sealed file), `discard` (a part found damaged and given up), `quarantine`
+(a sample that could not be stored, and why), `end` (the account of a finished run).
 A crash can tear the last line only; the reader ignores it and the next writer cuts it off.
 """
 

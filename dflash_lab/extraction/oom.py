@@ -31,9 +31,9 @@ _MEMORY = re.compile(
     r"|cuDNN (?:Frontend )?error: .{0,80}CUDNN_STATUS_"
     r"(?:ALLOC_FAILED|INTERNAL_ERROR_(?:DEVICE|HOST)_ALLOCATION_FAILED)"
     r"|Triton Error \[(?:CUDA|HIP)\]: out of memory"
-    # A grid above 65,535, in a Triton kernel and in one of CUDA's own.
+    # A grid above 65,535: of a Triton kernel, of flash attention, of other kernels.
     r"|Triton Error \[(?:CUDA|HIP)\]: invalid argument"
-    r"|(?:CUDA|HIP)(?: driver)? error: invalid configuration argument"
+    r"|(?:CUDA|HIP)(?: driver)? error: invalid (?:configuration )?argument"
     r"|(?:\[enforce fail at [^\]]*\] )?.{0,40}DefaultCPUAllocator: (?:can't allocate|not enough) memory"
     r"|.{0,200}Cuda failure (?:\d+ )?'out of memory'"  # NCCL
     r")",
@@ -62,6 +62,10 @@ class DeviceLost(LabError, RuntimeError):
     """The device context is dead: nothing in this process can use it again. What was sealed stays; run again
     to go on.
     """
+
+
+class MemoryShort(LabError, RuntimeError):
+    """What fitted before does not fit any more. What was sealed stays; run again when the memory is free."""
 
 
 def classify(error: BaseException) -> Failure:

@@ -2,18 +2,20 @@
 
 Batches wait in a deque, longest first. One that does not fit is split in place and its length bucket's budget
 lowered; one sample that does not fit alone is tried again at the very end, with the memory as empty as it
-gets, then quarantined. Nothing is handed to the writer before a batch's states are complete, so a failed
-attempt leaves no half.
+gets, then quarantined. A few of those in a row raise the question whether what fitted before still fits: if
+not, someone else took the memory, and the run waits for it a while, then stops. Nothing is handed to the
+writer before a batch's states are complete, so a failed attempt leaves no half.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -21,17 +23,23 @@ from torch import Tensor
 from dflash_lab.data.batching import Plan
 from dflash_lab.extraction import manifest as manifests
 from dflash_lab.extraction.budget import BucketBudgets
-from dflash_lab.extraction.capture import Capture, busy
+from dflash_lab.extraction.capture import Capture, busy, pad
 from dflash_lab.extraction.layout import Layout
-from dflash_lab.extraction.oom import DeviceLost, Failure, alive, classify
+from dflash_lab.extraction.oom import DeviceLost, Failure, MemoryShort, alive, classify
 from dflash_lab.extraction.report import BatchRecord
 from dflash_lab.extraction.selftest import Comparison, SelfTestError, SpotChecks, self_test
 from dflash_lab.extraction.shard import SampleIndex, Tokens
 from dflash_lab.extraction.writer import BackgroundWriter, HostBuffers, PartWriter, Records, Written
+from dflash_lab.memory.planner import device_budget_gib
+from dflash_lab.memory.tenants import others_on
 from dflash_lab.release import release
 from dflash_lab.target.model import Target
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 GIB = 1 << 30
+FEW = 3  # samples in a row that do not fit alone, before what fitted before is asked for again
+WAITS_S = (1, 2, 4, 8, 16, 32)  # for memory to come back, each ended by one more try
 LAST_CHANCES = 2  # more attempts, at the end, for a sample that did not fit alone
 
 
@@ -86,6 +94,8 @@ class Run:
             test = self_test(self.target, capture, self.examples, layers)
             self.selftest = test.as_dict()
             manifests.append(self.folder, "selftest", **self.selftest)
+            self._fits = self.examples[0][: max(test.lengths)]
+            self._free_gib = device_budget_gib(self.target.device)
             self._began, self._compare = time.perf_counter(), Comparison(self.target, capture, layers)
             with BackgroundWriter(parts, buffers) as writer:
                 self._work(capture, writer)
@@ -99,29 +109,69 @@ class Run:
         return parts.written
 
     def _work(self, capture: Capture, writer: BackgroundWriter) -> None:
+        in_a_row = 0  # samples that did not fit alone
         while self.batches:
             rows = self._fit(self.batches.popleft())
             failure = self._attempt(capture, writer, rows)
             if failure is None:
-                continue
-            self._recover(failure)
-            if len(rows) == 1:
+                in_a_row = 0
+            elif len(rows) == 1:
+                self._recover(writer, failure, rows, "again at the end")
                 self.last_chance.append(int(rows[0]))
-                continue
-            self.budgets.failed(int(self.index.lengths[rows].max()), len(rows))
-            half = (len(rows) + 1) // 2
-            self.batches.extendleft((rows[half:], rows[:half]))
+                in_a_row += 1
+                if in_a_row == FEW:
+                    self._await_memory(capture, writer)
+                    in_a_row = 0
+            else:
+                half = (len(rows) + 1) // 2
+                self._recover(writer, failure, rows, f"{half} and {len(rows) - half} samples")
+                self.budgets.failed(int(self.index.lengths[rows].max()), len(rows))
+                self.batches.extendleft((rows[half:], rows[:half]))
         for row in self.last_chance:
             self._try_alone(capture, writer, row)
 
     def _try_alone(self, capture: Capture, writer: BackgroundWriter, row: int) -> None:
-        for _ in range(LAST_CHANCES):
+        rows = np.asarray([row])
+        for left in reversed(range(LAST_CHANCES)):
             release()
-            failure = self._attempt(capture, writer, np.asarray([row]))
+            failure = self._attempt(capture, writer, rows)
             if failure is None:
                 return
-            self._recover(failure)
+            self._recover(writer, failure, rows, "the same again" if left else "nothing: quarantined")
         writer.quarantine(row, f"does not fit alone: {failure.message if failure else ''}")
+
+    def _await_memory(self, capture: Capture, writer: BackgroundWriter) -> None:
+        """Return if the longest sample that ever fitted still does and at least half of the memory that the
+        run began with is there; else wait for it, then give up with `MemoryShort`.
+        """
+        device, told, began = self.target.device, "", time.monotonic()
+
+        def known() -> None:
+            capture.states(pad([self._fits], device))
+
+        for wait, following in zip((0, *WAITS_S), (*WAITS_S, None), strict=True):
+            until = time.monotonic() + wait
+            while time.monotonic() < until:
+                self._tell()  # obeys a stop
+                time.sleep(1.0)
+                if device_budget_gib(device) >= 0.9 * self._free_gib:
+                    break
+            failure, told = attempt(known), ""
+            if failure is not None:
+                told = f", nor does one of {len(self._fits)} tokens that fitted before ({failure.message})"
+                then = "nothing: the run stops" if following is None else f"the same within {following} s"
+                self._recover(writer, failure, None, then)
+            free_gib = device_budget_gib(device)
+            if failure is None and free_gib >= self._free_gib / 2:
+                return
+        others = others_on(device)
+        raise MemoryShort(
+            f"{FEW} samples in a row did not fit {device} alone{told}. {free_gib:.2f} GiB can be had there, "
+            f"{self._free_gib:.2f} GiB when this run began. "
+            + (f"Others hold: {others}. " if others else "Another program took it (nvidia-smi, top). ")
+            + f"Waited {time.monotonic() - began:.0f} s for it. What was finished is sealed: free the "
+            "memory, and the same command goes on from there."
+        )
 
     def _fit(self, rows: np.ndarray) -> np.ndarray:
         """Cut a batch to its bucket's budget; the rest goes back to the front of the queue."""
@@ -131,31 +181,32 @@ class Run:
         return rows[:allowed]
 
     def _attempt(self, capture: Capture, writer: BackgroundWriter, rows: np.ndarray) -> Failure | None:
-        """Run one batch. A failure comes back as strings: the exception and its frames end with the
-        `except`.
-        """
+        """Run one batch and hand it to the writer, or say why it does not fit."""
         ids, masks = self.tokens.of(rows)
         lengths = self.index.lengths[rows]
         chosen = self._checks.choose(lengths)
         began = time.perf_counter()
-        try:
-            batch = capture.run(
+        batch = attempt(
+            lambda: capture.run(
                 rows, ids, masks, writer.check, lambda states: self._examine(writer, rows, chosen, states)
             )
-        except Exception as error:
-            failure = classify(error)
-            if failure.kind == "other":
-                raise
-            return failure
+        )
+        if isinstance(batch, Failure):
+            return batch
         writer.submit(batch)
         self._checks.ran(lengths, chosen)
         longest, tokens = int(lengths.max()), int(lengths.sum())
         self.budgets.fitted(longest, len(rows))
+        if longest > len(self._fits):
+            self._fits = ids[int(lengths.argmax())]
         self.records.append(BatchRecord(len(rows), longest, tokens, time.perf_counter() - began))
         self._done += tokens
+        self._tell()
+        return None
+
+    def _tell(self) -> None:
         rate = round(self._done / (time.perf_counter() - self._began))
         self._progress("extract", self._done, self.total, tokens_per_s=rate, ooms=len(self.failures))
-        return None
 
     def _examine(
         self, writer: BackgroundWriter, rows: np.ndarray, chosen: list[int], states: list[Tensor]
@@ -188,8 +239,12 @@ class Run:
         writer.record("check", batch=batch, samples=samples, batched_error=worst, tolerance=limit)
         self._doubted = manifests.next_part_index(self.folder)
 
-    def _recover(self, failure: Failure) -> None:
-        """After a failure: free what it left, or stop when the device no longer answers."""
+    def _recover(
+        self, writer: BackgroundWriter, failure: Failure, rows: np.ndarray | None, then: str
+    ) -> None:
+        """After a failure of a batch (None: of what fitted before): free what it left, and leave a trace of
+        what is tried `then`; or stop when the device no longer answers.
+        """
         self.failures.append(failure.message)
         lost = failure if failure.kind == "dead" else None
         if lost is None:
@@ -200,6 +255,33 @@ class Run:
                 f"{self.target.device} is lost ({lost.message}). What was finished is sealed; start "
                 "this shard again in a new process and it goes on from there."
             )
+        count = 1 if rows is None else len(rows)
+        longest = len(self._fits) if rows is None else int(self.index.lengths[rows].max())
+        free_gib = round(device_budget_gib(self.target.device), 3)
+        logger.warning(
+            "%d x %d tokens did not fit (%s); next: %s; %.2f GiB can be had",
+            count,
+            longest,
+            failure.message,
+            then,
+            free_gib,
+        )
+        writer.record(
+            "retry", samples=count, longest=longest, error=failure.message, next=then, free_gib=free_gib
+        )
+
+
+def attempt(action: Callable[[], T]) -> T | Failure:
+    """Run; a lack of memory or a dead device comes back as strings: the exception and its frames, which hold
+    tensors, end with the `except`. Other errors are raised.
+    """
+    try:
+        return action()
+    except Exception as error:
+        failure = classify(error)
+        if failure.kind == "other":
+            raise
+        return failure
 
 
 def _largest_early(plan: Plan) -> list[np.ndarray]:

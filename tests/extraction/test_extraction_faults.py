@@ -28,7 +28,7 @@ from dflash_lab.extraction import selftest as selftest_module
 from dflash_lab.extraction import writer as writer_module
 from dflash_lab.extraction.loop import extract
 from dflash_lab.extraction.manifest import read_lines, shard_folders
-from dflash_lab.extraction.oom import DeviceLost
+from dflash_lab.extraction.oom import DeviceLost, MemoryShort
 from dflash_lab.extraction.report import QuarantineError
 from dflash_lab.extraction.selftest import SelfTest, SelfTestError, rel_l2
 from dflash_lab.extraction.store import open_store
@@ -37,6 +37,11 @@ from dflash_lab.target.model import Target
 
 LENGTHS = [int(length) for length in np.random.default_rng(3).integers(2, 90, 70)]
 PLAN = {"tap_ids": TAP_IDS, "token_budget": 400, "max_batch": 8, "part_gib": 0.0003, "seal_seconds": 0.05}
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    monkeypatch.setattr(run_module, "WAITS_S", (0,) * 6)
 
 
 @pytest.fixture(autouse=True)
@@ -159,6 +164,77 @@ def test_a_sample_that_never_fits_is_quarantined_and_the_rest_stored(tiny, tmp_p
     again = extract(target, samples, store, **PLAN)  # on a larger device, say
     assert again.samples_stored == 1 and not again.quarantined
     stored_once(samples, store)
+
+
+def test_memory_that_stays_short_ends_the_run_after_a_few_tries(tiny, tmp_path: Path, monkeypatch) -> None:
+    """Sixty samples took 185 failed attempts; what was stored before another process came stays."""
+    target, samples, store = tiny("llama"), make_samples(tmp_path / "s.parquet", LENGTHS), tmp_path / "store"
+    monkeypatch.setattr(run_module, "others_on", lambda device: "process 4242 (python3) 71.30 GiB")
+    forwards = [0]
+
+    def taken(ids: torch.Tensor) -> BaseException | None:
+        forwards[0] += 1
+        return memory_error("cuda") if forwards[0] > 8 else None
+
+    with (
+        Saboteur(target, after_selftest(taken, shard(store))) as saboteur,
+        pytest.raises(MemoryShort, match=r"fitted before .*process 4242 .*goes on from there") as stopped,
+    ):
+        extract(target, samples, store, **PLAN)
+    assert "3 samples in a row" in str(stopped.value) and "out of memory" in str(stopped.value)
+    assert saboteur.raised < 20
+    assert 0 < len(open_store(store)) < len(LENGTHS)
+    assert not [line for line in read_lines(shard(store)) if line["kind"] == "quarantine"]
+    report = extract(target, samples, store, **PLAN)
+    assert report.stored_before > 0
+    stored_once(samples, store)
+
+
+def test_memory_that_comes_back_is_waited_for(tiny, tmp_path: Path, monkeypatch) -> None:
+    target, samples, store = tiny("llama"), make_samples(tmp_path / "s.parquet", LENGTHS), tmp_path / "store"
+    monkeypatch.setattr(run_module, "WAITS_S", (1, 2, 4))
+    slept: list[float] = []
+    monkeypatch.setattr(run_module.time, "sleep", slept.append)
+    free = iter([10.0, *[1.0] * 9, *[9.5] * 99])
+    monkeypatch.setattr(run_module, "device_budget_gib", lambda device: next(free))
+    came_back = lambda: len(slept) > 0  # noqa: E731
+    with Saboteur(
+        target, after_selftest(lambda ids: None if came_back() else memory_error("driver"), shard(store))
+    ):
+        report = extract(target, samples, store, **PLAN)
+    assert report.samples_stored == len(LENGTHS) and not report.quarantined and slept
+    stored_once(samples, store)
+
+
+def test_samples_too_long_for_the_device_do_not_end_a_run(tiny, tmp_path: Path) -> None:
+    """Seven in a row do not fit, and shorter ones do: nobody took the memory."""
+    lengths = [*LENGTHS, *range(101, 108)]
+    target, samples, store = tiny("llama"), make_samples(tmp_path / "s.parquet", lengths), tmp_path / "store"
+    beyond = after_selftest(lambda ids: memory_error("cuda") if ids.shape[1] > 100 else None, shard(store))
+    with Saboteur(target, beyond):
+        report = extract(target, samples, store, **PLAN)
+    assert sorted(one.length for one in report.quarantined) == [*range(101, 108)]
+    assert report.samples_stored == len(LENGTHS)
+
+
+def test_each_retry_leaves_a_line_in_the_log_and_in_the_manifest(tiny, tmp_path: Path, caplog) -> None:
+    target, store = tiny("llama"), tmp_path / "store"
+    samples = make_samples(tmp_path / "s.parquet", [*LENGTHS, 97])
+    beyond = after_selftest(
+        lambda ids: memory_error("cuda") if ids.shape[1] == 97 or len(ids) > 6 else None, shard(store)
+    )
+    with Saboteur(target, beyond) as saboteur:
+        extract(target, samples, store, **PLAN)
+    lines = [line for line in read_lines(shard(store)) if line["kind"] == "retry"]
+    told = [record.getMessage() for record in caplog.records if "did not fit" in record.getMessage()]
+    assert len(lines) == len(told) == saboteur.raised > 4
+    for line, text in zip(lines, told, strict=True):
+        assert text.startswith(f"{line['samples']} x {line['longest']} tokens did not fit (")
+        assert f"next: {line['next']}; {line['free_gib']:.2f} GiB" in text and line["free_gib"] > 0
+        assert "out of memory" in line["error"] and line["error"] in text
+    alone = [line["next"] for line in lines if line["samples"] == 1]
+    assert alone == ["again at the end", "the same again", "nothing: quarantined"]
+    assert {line["next"] for line in lines if line["samples"] == 8} == {"4 and 4 samples"}
 
 
 def test_tensors_of_a_failed_attempt_are_gone_before_the_next(tiny, tmp_path: Path) -> None:
@@ -306,7 +382,7 @@ def test_verify_names_stored_states_that_are_not_numbers_and_their_samples_are_r
     plan = dict(tap_ids=[1, 3], token_budget=400, max_batch=8, storage=storage)
     with spoiling(target, samples, 2, float("inf"), channel=5), monkeypatch.context() as patch:
         patch.setattr(capture_module, "check_rows", lambda rows, owner, count: torch.zeros(count).byte())
-        patch.setattr(run_module, "self_test", lambda *_: SelfTest([], [], [], [], []))
+        patch.setattr(run_module, "self_test", lambda *_: SelfTest([1], [], [], [], []))
         patch.setattr(selftest_module.SpotChecks, "choose", lambda self, lengths: [])
         extract(target, samples, store, **plan)
     (fault,) = verify(store)

@@ -17,6 +17,7 @@ MEMORY_ERRORS = {
     "driver": "CUDA driver error: out of memory",
     "cudnn": "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
     "cudnn 9": "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "flash grid": "CUDA error: invalid argument\nSearch for `cudaErrorInvalidValue' in https://docs.nvidia.com",
     "cuda grid": "CUDA error: invalid configuration argument\nSearch for `cudaErrorInvalidConfiguration' in",
     "triton": "Triton Error [CUDA]: out of memory",
     "triton grid": "Triton Error [CUDA]: invalid argument",
