@@ -151,10 +151,11 @@ def most_rows(target: Target) -> int:
 
 
 def clean(folder: Path) -> None:
-    """Make a shard folder ready for appending after a crash: torn line, temporary files and unnamed
-    parts go.
+    """Make a shard folder ready for appending after a crash: torn and broken lines, temporary files and
+    unnamed parts go.
     """
-    manifests.cut_torn_line(folder)
+    for line in manifests.mend(folder):
+        logger.warning("%s", line.told(folder))
     named = {part.file for part in manifests.sealed_parts(folder)}
     for path in folder.iterdir():
         unnamed = path.name.startswith("part-") and path.name not in named
@@ -172,12 +173,18 @@ def _trusted(store: Path, folder: Path, recheck: bool) -> np.ndarray:
     keys, faults = stored_keys(store, check_bytes=recheck)
     count = folder.name.rsplit("-", 1)[1]
     for fault in faults:
-        part = store / fault.file
-        if part.parent == folder:
-            drop_part(part, fault.what)
-        elif part.parent.name.rsplit("-", 1)[1] != count:
-            with shard_lock(part.parent):
-                drop_part(part, fault.what)
+        path = store / fault.file
+        theirs = path.parent.name.rsplit("-", 1)[1] == count and path.parent != folder
+        if theirs and not fault.part:
+            logger.warning("%s", fault.what)  # that shard's next run mends it
+        elif path.parent == folder:
+            drop_part(path, fault.what)
+        elif not theirs:
+            with shard_lock(path.parent):
+                if fault.part:
+                    drop_part(path, fault.what)
+                else:
+                    clean(path.parent)
     return keys
 
 

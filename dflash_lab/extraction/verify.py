@@ -39,7 +39,7 @@ def verify(store: Path | str, on_progress: Callable[[str, int, int], None] | Non
 
     Found and named: a missing, truncated, altered or unreadable part, a tensor of another shape or type than
     store.json says, offsets that do not add up, states that are not numbers, a sample stored twice, a part
-    that no manifest names.
+    that no manifest names, a line of a manifest that is none.
     """
     store = Path(store)
     identity = manifests.read_identity(store)
@@ -47,7 +47,7 @@ def verify(store: Path | str, on_progress: Callable[[str, int, int], None] | Non
     layout = Layout(tuple(identity["tap_ids"]), identity["hidden"], identity["has_final"], codec)
     faults: list[Fault] = []
     seen: dict[bytes, str] = {}
-    folders = [(folder, manifests.sealed_parts(folder)) for folder in manifests.shard_folders(store)]
+    folders = [(folder, _parts(folder, faults)) for folder in manifests.shard_folders(store)]
     total, done = sum(part.bytes for _, parts in folders for part in parts), 0
     for folder, parts in folders:
         named = {part.file for part in parts}
@@ -83,6 +83,15 @@ def verify(store: Path | str, on_progress: Callable[[str, int, int], None] | Non
             if on_progress:
                 on_progress("verify", done, total)
     return faults
+
+
+def _parts(folder: Path, faults: list[Fault]) -> list[manifests.Part]:
+    """The sealed parts of a shard; lines of its manifest that are broken are added to `faults`."""
+    broken: list[manifests.Broken] = []
+    parts = manifests.sealed_parts(folder, broken)
+    file = f"{folder.name}/{manifests.MANIFEST_FILE}"
+    faults += [Fault(file, line.told(folder), part=False) for line in broken]
+    return parts
 
 
 def size_fault(folder: Path, part: manifests.Part) -> str | None:
@@ -161,13 +170,15 @@ def _state_fault(path: Path, part: manifests.Part, layout: Layout) -> str | None
 
 
 def stored_keys(store: Path, *, check_bytes: bool = False) -> tuple[np.ndarray, list[Fault]]:
-    """Sorted 16-byte keys of every sample a store soundly holds, and the parts that do not count.
+    """Sorted 16-byte keys of every sample a store soundly holds, and what does not count: parts, and broken
+    lines of manifests.
 
     Trusts manifest and size; with `check_bytes` the checksum of every part too.
     """
-    keys, faults = [], []
+    keys: list[np.ndarray] = []
+    faults: list[Fault] = []
     for folder in manifests.shard_folders(store):
-        for part in manifests.sealed_parts(folder):
+        for part in _parts(folder, faults):
             what = size_fault(folder, part) or (checksum_fault(folder, part) if check_bytes else None)
             if what is None:
                 with open_part(folder / part.file) as opened:

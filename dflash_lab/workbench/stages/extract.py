@@ -161,13 +161,14 @@ class ExtractParams(StageParams):
         return [self.store_path / manifests.STORE_FILE, self._shard_folder / manifests.MANIFEST_FILE]
 
     def stands(self) -> bool:
-        """A part that is gone, cut short or given up means that the stage runs again and redoes its samples;
-        so does `recheck`, which looks for what a size does not tell.
+        """A part that is gone, cut short or given up, or a broken line of the manifest, means that the stage
+        runs again and redoes its samples; so does `recheck`, which looks for what a size does not tell.
         """
         folder = self._shard_folder
         if self.recheck or not super().stands():
             return False
-        if [line["kind"] for line in manifests.read_lines(folder)][-1:] != ["end"]:
+        broken: list[manifests.Broken] = []
+        if [line["kind"] for line in manifests.read_lines(folder, broken)][-1:] != ["end"] or broken:
             return False
         parts = ((folder / part.file, part.bytes) for part in manifests.sealed_parts(folder))
         return all(path.is_file() and path.stat().st_size == size for path, size in parts)
