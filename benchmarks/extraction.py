@@ -225,7 +225,7 @@ def forward_rate(
         for _ in range(2):
             capture.spans.clear()
             for rows in chosen:
-                host = capture.run(rows, *tokens.of(rows), lambda: None)
+                host = capture.run(rows, *tokens.of(rows), lambda: None, lambda states: None)
                 buffers.give_back(host.buffer)
         torch.cuda.synchronize()
         ids = tokens.of(chosen[1])[0][:4]

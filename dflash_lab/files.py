@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -84,6 +85,23 @@ def write_json(path: Path | str, value: Any) -> None:
 def as_json(value: Any) -> bytes:
     """The bytes that `write_json` writes."""
     return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()
+
+
+def plain(value: Any) -> Any:
+    """Return what a person is told as a JSON value: a number that JSON has no word for (NaN, infinity) is
+    None, a scalar of numpy or torch its number, anything else its text.
+    """
+    if isinstance(value, dict):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, bool | str | None):
+        return value
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, int) else str(value)
 
 
 def read_json(path: Path | str) -> Any:

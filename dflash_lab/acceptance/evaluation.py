@@ -51,8 +51,8 @@ class Evaluation:
             with files.atomic_path(folder / f"{name}.parquet") as temporary:
                 getattr(self, name).write_parquet(temporary)
         self.offline.save(folder / "offline")
-        files.write_json(folder / "facts.json", self.facts)
-        files.write_json(folder / "figures.json", self.figures)
+        files.write_json(folder / "facts.json", files.plain(self.facts))
+        files.write_json(folder / "figures.json", files.plain(self.figures))
 
     @classmethod
     def load(cls, folder: Path) -> Evaluation:

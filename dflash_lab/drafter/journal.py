@@ -35,7 +35,7 @@ class Journal:
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append one record; numbers that JSON cannot hold (NaN, infinity) become None."""
-        record = {"kind": kind, "step": step, **{name: _plain(value) for name, value in values.items()}}
+        record = {"kind": kind, "step": step, **files.plain(values)}
         with naming(self.path):
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
 
@@ -104,9 +104,3 @@ class Reader:
 def read_journal(folder: Path) -> list[dict[str, Any]]:
     """All whole records of a run so far; a last line still being written is left out."""
     return Reader(folder).read()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and value - value != 0:
-        return None
-    return value

@@ -42,14 +42,24 @@ def log(run: Trainer) -> None:
         run.journal.flush()
 
 
+def note(run: Trainer, text: str) -> None:
+    """Warn, and let the run's diary remember it."""
+    if run.journal:
+        run.journal.write("note", run.step, text=text)
+        logger.warning("step %d: %s", run.step, text)
+
+
 def evaluate(run: Trainer) -> None:
-    """Measure the fixed held-out rows; keep the best drafter."""
+    """Measure the fixed held-out rows; keep the best drafter. One whose loss there is not a number is never
+    the best; the rows are named.
+    """
     if not run.heldout:
         return
     catch_up(run)
     run.drafter.eval()
     tally = Tally(run.drafter.config.block_size, run.head.weight.device)
     world = run.group.world
+    bad = torch.zeros(len(run.heldout), dtype=torch.float64, device=run.head.weight.device)
     with torch.no_grad():
         for first in range(0, len(run.heldout), world):  # all processes take part in every forward
             number = first + run.group.rank
@@ -58,6 +68,7 @@ def evaluate(run: Trainer) -> None:
             loss = run.objective(run.model, run.drafter, row, taps, teacher=True)
             if number < len(run.heldout):
                 tally.add(loss)
+                bad[number] = ~loss.total.isfinite()
     report = tally.reduced(run.group.total).report()
     if run.probe:
         whole = run.group.replica(run.drafter)
@@ -72,7 +83,10 @@ def evaluate(run: Trainer) -> None:
         run.journal.write("heldout", run.step, **report)
         run.journal.flush()
         logger.info("held-out rows at step %d: %s", run.step, _told(report))
-    if report["streak"] is None:
+    if lost := [number for number, found in enumerate(run.group.total(bad).tolist()) if found]:
+        rows = "; ".join(f"row {n} (samples {', '.join(run.heldout[n].hashes)})" for n in lost)
+        note(run, f"the held-out loss is not a number, so this drafter cannot be the best: {rows}")
+    if report["streak"] is None or report["loss"] is None:
         return
     # By streak, and where all streaks are 1.000, as they are in a short run, by loss.
     rank = (report["streak"], -report["loss"])

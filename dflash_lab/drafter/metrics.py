@@ -124,7 +124,9 @@ class Tally:
             value.copy_(sums[name])
 
     def report(self) -> dict[str, Any]:
-        """Headline numbers and per-position lists (slots 1 .. B-1). A ratio without data is None."""
+        """Headline numbers and per-position lists (slots 1 .. B-1). A ratio without data, or of sums that are
+        not numbers, is None.
+        """
         sums = self._on_host()
         slots = float(sums["slots"].sum())
         bins = sums["bin_count"]
@@ -162,7 +164,8 @@ class Tally:
 
 
 def _ratio(above: Tensor | float, below: Tensor | float) -> float | None:
-    return float(above) / float(below) if float(below) > 0 else None
+    ratio = float(above) / float(below) if float(below) > 0 else math.nan
+    return ratio if math.isfinite(ratio) else None
 
 
 def _ratios(above: Tensor, below: Tensor) -> list[float | None]:

@@ -246,6 +246,30 @@ def pack(
     )
 
 
+def without_bad_states(row: Row) -> tuple[Row, list[str]]:
+    """`row`, and the hashes of its documents with a state that is not a finite number. Those count nowhere:
+    their states become zeros, for attention would carry a NaN into other documents, and no slot of theirs
+    counts.
+    """
+    bad = ~row.taps.isfinite().all(1)
+    if row.final is not None:
+        bad |= ~row.final.isfinite().all(1)
+    if not bad.any():
+        return row, []
+    taps, slot_mask = row.taps.clone(), row.slot_mask.clone()
+    final = None if row.final is None else row.final.clone()
+    hashes = []
+    documents = row.layout.segments[: len(row.hashes)]  # padding has a segment of its own
+    for digest, part in zip(row.hashes, documents, strict=True):
+        context = slice(part.context_start, part.context_stop)
+        if bad[context].any():
+            hashes.append(digest)
+            slot_mask[part.block_start : part.block_stop] = False
+            for states in (taps, *(() if final is None else (final,))):
+                states[context] = 0
+    return dataclasses.replace(row, taps=taps, final=final, slot_mask=slot_mask), hashes
+
+
 def _side_by_side(parts: list[Tensor], room: int) -> Tensor:
     if not room or not parts[0].shape[1]:
         return torch.cat(parts)

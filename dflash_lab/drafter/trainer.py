@@ -28,7 +28,7 @@ from dflash_lab.drafter.anchors import stream_seed
 from dflash_lab.drafter.feed import Fed, feed, prefetch
 from dflash_lab.drafter.guard import FINE, Guard
 from dflash_lab.drafter.journal import Journal
-from dflash_lab.drafter.measure import evaluate, log
+from dflash_lab.drafter.measure import evaluate, log, note
 from dflash_lab.drafter.metrics import Tally
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.objective import Objective, add_noise
@@ -36,7 +36,7 @@ from dflash_lab.drafter.optimizer import Optimizer
 from dflash_lab.drafter.outcomes import Outcomes, catch_up, settle
 from dflash_lab.drafter.parallel import Single
 from dflash_lab.drafter.resume import resume, save
-from dflash_lab.drafter.rows import Items, PackedRows, Row, Unfilled
+from dflash_lab.drafter.rows import Items, PackedRows, Row, Unfilled, without_bad_states
 from dflash_lab.drafter.schedule import learning_rate_factor
 from dflash_lab.drafter.settings import TrainSettings
 from dflash_lab.drafter.warm import warm_up
@@ -107,6 +107,10 @@ class Trainer:
         if self.live is not None:
             filled = (self.live.fill_heldout(r.to(self.device), i) for i, r in enumerate(self.heldout))
             self.heldout = [row.to("cpu") for row in filled]
+        self.left_out: list[str] = []  # held-out samples whose states are not numbers, in words
+        for number, row in enumerate(self.heldout):
+            self.heldout[number], hashes = without_bad_states(row)
+            self.left_out += [f"sample {digest} in held-out row {number}" for digest in hashes]
         self.model = group.wrap(drafter)
         self.optimizer = Optimizer(drafter.named_parameters(), settings.optimizer)
         self.guard = Guard(settings.explode_factor, settings.max_bad_steps, folder / "bad", self.device)
@@ -143,6 +147,8 @@ class Trainer:
         told = self.step or -1  # begun anew, the measure before the first step is told again
         self.journal = Journal(self.folder, told) if self.group.rank == 0 else None
         try:
+            if self.left_out:
+                note(self, f"left out of the measure, as not numbers: {', '.join(self.left_out)}")
             if self.live is not None:
                 self.live.begin(self.place["epoch"], self.place["index"])
             self.compile_seconds = warm_up(self)

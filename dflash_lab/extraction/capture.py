@@ -108,11 +108,15 @@ class Capture:
         ids: list[np.ndarray],
         masks: list[np.ndarray],
         still_working: Callable[[], None],
+        examine: Callable[[list[Tensor]], None],
     ) -> HostBatch:
-        """Forward one batch and start its copy. Any error leaves no hook's catch and no buffer behind."""
+        """Forward one batch, let `examine` look at its states [B, L, H], and start its copy. Any error leaves
+        no hook's catch and no buffer behind.
+        """
         began = self._mark()
         padded = pad(ids, self._target.device)
         states = self.states(padded)
+        examine(states)
         tokens, samples = len(padded.valid), len(ids)
         size = self._layout.buffer_bytes(tokens, samples)
         packed = torch.empty(size, dtype=torch.uint8, device=self._target.device) if self._cuda else None
@@ -138,8 +142,10 @@ class Capture:
         views = self._layout.views(buffer, tokens, samples)
         for index, state in enumerate(states):
             valid = state.flatten(0, 1).index_select(0, padded.valid)  # [T, H]
-            views[FLAGS][:, index] = check_rows(valid, padded.owner, samples)
             self._layout.write_state(views, index, valid)
+            # As stored: a sum that float32 holds may be infinite in bf16.
+            stored = self._layout.read_state(views, index)
+            views[FLAGS][:, index] = check_rows(stored, padded.owner, samples)
 
     def _copy(self, packed: Tensor, host: Tensor) -> torch.cuda.Event:
         assert self._stream is not None

@@ -90,6 +90,13 @@ class Layout:
         codes = views["taps"][:, index * self.hidden : (index + 1) * self.hidden]
         self.codec.encode(states, codes, views["taps_scale"][:, index] if self.codec.scaled else None)
 
+    def read_state(self, views: dict[str, Tensor], index: int) -> Tensor:
+        """State number `index` as a reader will get it, bf16 [T, H]."""
+        if index == self.taps:
+            return EXACT.decode(views["final"], None)
+        codes = views["taps"][:, index * self.hidden : (index + 1) * self.hidden]
+        return self.codec.decode(codes, views["taps_scale"][:, index, None] if self.codec.scaled else None)
+
 
 def _up(size: int) -> int:
     return math.ceil(size / _ALIGN) * _ALIGN

@@ -19,6 +19,7 @@ from dflash_lab.extraction.layout import Layout
 from dflash_lab.extraction.lock import refuse_other_counts, shard_lock, store_lock
 from dflash_lab.extraction.report import ExtractionReport, Quarantined
 from dflash_lab.extraction.run import Run
+from dflash_lab.extraction.selftest import AROUND_A_CHUNK, CANDIDATES
 from dflash_lab.extraction.shard import SampleIndex, Tokens, drawn, not_stored, read_index, shard_rows
 from dflash_lab.extraction.verify import drop_part, stored_keys
 from dflash_lab.extraction.writer import Written
@@ -26,6 +27,7 @@ from dflash_lab.target.model import Target
 from dflash_lab.target.taps import check_tap_ids
 
 logger = logging.getLogger(__name__)
+GRID = 65_535  # blocks of a CUDA grid in its second and third dimension
 BUFFERS = 3  # on the host, of one batch each; the device runs as many batches ahead of their copies
 
 
@@ -73,8 +75,9 @@ def extract(
 
     max_samples: how many of all shards' samples are drawn by `seed` (0: all); what more is stored stays.
     token_budget: padded tokens of a batch; lowered where few samples would make it mostly padding, which the
-    report says. part_gib: the most unsealed bytes a crash can lose. recheck: read
-    the checksum of every sealed part before trusting it. notes: goes into the manifest's run line.
+    report says. max_batch: rows of one; lowered to what kernels can launch (`most_rows`). part_gib: the most
+    unsealed bytes a crash can lose. recheck: read the checksum of every sealed part before trusting it.
+    notes: goes into the manifest's run line.
 
     Raises `InputError` for parameters that fit neither target nor data and for a shard in use, `StoreError`
     naming the differences when the store was made by another setup, `SelfTestError`, and `DeviceLost` after
@@ -97,15 +100,28 @@ def extract(
         some = drawn(index, max_samples, seed)
         mine = mine[some[mine]]
         todo = not_stored(index, mine, _trusted(store, folder, recheck))
+        max_batch = min(max_batch, most_rows(target))
         fitted = fit_batches(
             index.lengths[todo], token_budget=token_budget, max_batch=max_batch, window=window, chunk=chunk
         )
         plan = fitted.plan
         if fitted.lowered:
             logger.info("%s", fitted.lowered)
-        tokens = _tokens(index, todo, target)
+        candidates = _candidates(index, mine) if len(todo) else todo
+        tokens = _tokens(index, np.union1d(todo, candidates), target)
         run = Run(
-            target, layout, index, todo, plan, tokens, folder, part_gib, BUFFERS, seal_seconds, on_progress
+            target,
+            layout,
+            index,
+            todo,
+            plan,
+            tokens,
+            folder,
+            part_gib,
+            BUFFERS,
+            seal_seconds,
+            on_progress,
+            examples=tokens.of(candidates)[0],
         )
         manifests.append(
             folder,
@@ -132,11 +148,20 @@ def extract(
         return _account(run, written, index, mine, folder, fitted)
 
 
-def clean(folder: Path) -> None:
-    """Make a shard folder ready for appending after a crash: torn line, temporary files and unnamed
-    parts go.
+def most_rows(target: Target) -> int:
+    """The most rows of a batch that every attention kernel's grid holds. Those of softmax attention count
+    rows in one dimension and heads in another, those of the gated delta rule rows x heads in one.
     """
-    manifests.cut_torn_line(folder)
+    names = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")
+    return max(1, GRID // max(getattr(target.config, name, None) or 1 for name in names))
+
+
+def clean(folder: Path) -> None:
+    """Make a shard folder ready for appending after a crash: torn and broken lines, temporary files and
+    unnamed parts go.
+    """
+    for line in manifests.mend(folder):
+        logger.warning("%s", line.told(folder))
     named = {part.file for part in manifests.sealed_parts(folder)}
     for path in folder.iterdir():
         unnamed = path.name.startswith("part-") and path.name not in named
@@ -154,13 +179,30 @@ def _trusted(store: Path, folder: Path, recheck: bool) -> np.ndarray:
     keys, faults = stored_keys(store, check_bytes=recheck)
     count = folder.name.rsplit("-", 1)[1]
     for fault in faults:
-        part = store / fault.file
-        if part.parent == folder:
-            drop_part(part, fault.what)
-        elif part.parent.name.rsplit("-", 1)[1] != count:
-            with shard_lock(part.parent):
-                drop_part(part, fault.what)
+        path = store / fault.file
+        theirs = path.parent.name.rsplit("-", 1)[1] == count and path.parent != folder
+        if theirs and not fault.part:
+            logger.warning("%s", fault.what)  # that shard's next run mends it
+        elif path.parent == folder:
+            drop_part(path, fault.what)
+        elif not theirs:
+            with shard_lock(path.parent):
+                if fault.part:
+                    drop_part(path, fault.what)
+                else:
+                    clean(path.parent)
     return keys
+
+
+def _candidates(index: SampleIndex, mine: np.ndarray) -> np.ndarray:
+    """Sample numbers for the self-test: spread over those of a shard that are long enough for every prefix,
+    stored already or not, as it asks about the target.
+    """
+    long = mine[index.lengths[mine] >= max(AROUND_A_CHUNK)]
+    if len(long) < CANDIDATES:
+        long = mine[np.argsort(-index.lengths[mine], kind="stable")]
+    spread = long[np.unique(np.linspace(0, len(long) - 1, CANDIDATES).astype(int))]
+    return np.concatenate((spread[::2], spread[1::2]))
 
 
 def _tokens(index: SampleIndex, rows: np.ndarray, target: Target) -> Tokens:

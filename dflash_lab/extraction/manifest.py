@@ -1,8 +1,13 @@
 """The manifest of a shard: one JSON object a line, appended and synced; what it does not name does not exist.
 
-Lines: `run` (who wrote, with what), `selftest`, `part` (a sealed file), `discard` (a part found damaged and
-given up), `quarantine` (a sample that could not be stored, and why), `end` (the account of a finished run).
-A crash can tear the last line only; the reader ignores it and the next writer cuts it off.
+Lines: `run` (who wrote, with what), `selftest`, `check` (samples of a batch, compared), `retry` (an
+attempt that did not fit), `part` (a sealed file), `discard` (a part found damaged and given up), `quarantine`
+(a sample that could not be stored, and why), `mend` (a line that was broken and taken out), `end` (the
+account of a finished run).
+
+A crash can tear the last line only; the reader ignores it and the next writer cuts it off. A line broken
+otherwise (by a disk, by a hand) costs what it named: readers refuse the shard until the next writer has taken
+the line out.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ _FIELDS: dict[str, dict[str, type]] = {
     "discard": {"file": str},
 }
 _SHARD = re.compile(r"shard-(\d{5})-of-(\d{5})$")
-_PART = re.compile(r"part-(\d{6})\.safetensors$")
+_PART = re.compile(r"part-(\d{6})\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -65,42 +70,77 @@ def shard_folders(store: Path) -> list[Path]:
     )
 
 
-def read_lines(folder: Path) -> list[dict[str, Any]]:
-    """Read a shard's manifest; a torn last line is ignored, a broken line elsewhere is a `StoreError`."""
-    path = folder / MANIFEST_FILE
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    whole, values = lines[:-1], []  # what follows the last newline was never finished
-    for number, line in enumerate(whole, 1):
-        try:
-            value = json.loads(line)
-            if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
-                raise ValueError("no object with a kind")
-            for field, kind in _FIELDS.get(value["kind"], {}).items():
-                if not isinstance(value.get(field), kind):
-                    raise ValueError(f"{field} of a {value['kind']} is {value.get(field)!r}")
-        except ValueError as error:
-            raise StoreError(
-                f"{path}:{number}: not a manifest line ({error}). The parts beside it cannot be "
-                f"trusted; move the folder "
-                f"{folder.name} away and extract again: only its samples are redone."
-            ) from error
-        values.append(value)
-    return values
+@dataclass(frozen=True)
+class Broken:
+    """A line of a manifest that is none, and why, in words."""
+
+    number: int  # from 1
+    raw: bytes
+    why: str
+
+    def told(self, folder: Path) -> str:
+        """Say what was found and what it costs."""
+        return (
+            f"{folder / MANIFEST_FILE}:{self.number}: not a manifest line ({self.why}). Extract again: what "
+            "it named is redone, and the other parts stay, which have checksums of their own."
+        )
 
 
-def cut_torn_line(folder: Path) -> None:
-    """Drop an unfinished last line, so that the next append starts on a line of its own. Needs the shard's
-    lock.
+def read_lines(folder: Path, broken: list[Broken] | None = None) -> list[dict[str, Any]]:
+    """Read a shard's manifest; a torn last line is ignored. A broken line elsewhere is a `StoreError`, unless
+    `broken` is given, which then gets it.
     """
     path = folder / MANIFEST_FILE
     if not path.exists():
-        return
-    with open(path, "rb+") as file:
-        data = file.read()
-        if data and not data.endswith(b"\n"):
-            file.truncate(data.rfind(b"\n") + 1)
+        return []
+    values = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):  # the rest was never finished
+        try:
+            values.append(_read_line(line))
+        except (ValueError, RecursionError) as error:
+            found = Broken(number, line, str(error))
+            if broken is None:
+                raise StoreError(found.told(folder)) from error
+            broken.append(found)
+    return values
+
+
+def _read_line(line: bytes) -> dict[str, Any]:
+    value = json.loads(line)
+    if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
+        raise ValueError("no object with a kind")
+    for field, kind in _FIELDS.get(value["kind"], {}).items():
+        if not isinstance(value.get(field), kind):
+            raise ValueError(f"{field} of a {value['kind']} is {value.get(field)!r}")
+    if value["kind"] == "part" and not _PART.fullmatch(value["file"]):
+        raise ValueError(f"{value['file']!r} is no part's name")
+    return value
+
+
+def mend(folder: Path) -> list[Broken]:
+    """Take a torn last line and broken lines out, so that the next append starts on a line of its own; return
+    the broken ones, which a `mend` line remembers. Needs the shard's lock.
+    """
+    path = folder / MANIFEST_FILE
+    if not path.exists():
+        return []
+    broken: list[Broken] = []
+    read_lines(folder, broken)
+    data = path.read_bytes()
+    *lines, torn = data.split(b"\n")
+    if broken:
+        gone = {line.number for line in broken}
+        kept = [line for number, line in enumerate(lines, 1) if number not in gone]
+        kept += [json.dumps({"kind": "mend", **_told(line)}).encode() for line in broken]
+        files.write_bytes(path, b"".join(line + b"\n" for line in kept))
+    elif torn:
+        with open(path, "rb+") as file:
+            file.truncate(len(data) - len(torn))
+    return broken
+
+
+def _told(line: Broken) -> dict[str, Any]:
+    return {"line": line.number, "why": line.why, "text": line.raw[:400].decode("utf-8", "replace")}
 
 
 def append(folder: Path, kind: str, **fields: Any) -> None:
@@ -108,18 +148,14 @@ def append(folder: Path, kind: str, **fields: Any) -> None:
     files.append_line(folder / MANIFEST_FILE, {"kind": kind, **fields})
 
 
-def sealed_parts(folder: Path) -> list[Part]:
+def sealed_parts(folder: Path, broken: list[Broken] | None = None) -> list[Part]:
     """The parts that a shard's manifest vouches for: named by a `part` line and by no later
-    `discard` line.
+    `discard` line. `broken` as in `read_lines`.
     """
     parts: dict[str, Part] = {}
-    for line in read_lines(folder):
+    for line in read_lines(folder, broken):
         if line["kind"] == "part":
             name = line["file"]
-            if not _PART.match(name):
-                raise StoreError(
-                    f"{folder / MANIFEST_FILE}: {name!r} is no part's name: the manifest cannot be trusted."
-                )
             parts[name] = Part(
                 folder.name,
                 name,
@@ -159,9 +195,12 @@ def trial_of(store: Path) -> int:
 
 
 def next_part_index(folder: Path) -> int:
-    """One above every part index ever named in the manifest: a name is never used twice."""
-    named = (_PART.match(line["file"]) for line in read_lines(folder) if line["kind"] == "part")
-    return max((int(match.group(1)) for match in named if match), default=-1) + 1
+    """One above every part index ever named in the manifest, also in a line that was broken: a name is never
+    used twice.
+    """
+    path = folder / MANIFEST_FILE
+    named = _PART.findall(path.read_bytes().decode("utf-8", "replace")) if path.exists() else []
+    return max(map(int, named), default=-1) + 1
 
 
 def part_name(index: int) -> str:
@@ -212,7 +251,7 @@ def _begun_with(store: Path) -> list[dict[str, Any]]:
     """What the shards of a store without `store.json` say that they hold, none if there is no shard yet."""
     found = []
     for folder in shard_folders(store):
-        runs = [line for line in read_lines(folder) if line["kind"] == "run"]
+        runs = [line for line in read_lines(folder, []) if line["kind"] == "run"]
         if runs and not isinstance(runs[-1].get("store"), dict):
             raise StoreError(
                 f"{store / STORE_FILE} is missing beside existing shards, and {folder.name} does not say "

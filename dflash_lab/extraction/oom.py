@@ -1,7 +1,8 @@
-"""Is an error a lack of memory? One classifier for every form it takes, and what to do before trying again.
+"""Is an error a lack of memory? One classifier for every form it takes, asked wherever that matters.
 
-Three answers, three actions. `memory`: try again with fewer rows. `dead`: the device context is lost, every
-later call fails while the process looks alive, so seal what is on the host and leave with an error. `other`:
+Three answers, three actions. `memory`: fewer rows mend it, so try again with fewer; a launch beyond a
+kernel's grid counts as well. `dead`: the device context is lost, every later call fails while the process
+looks alive, so seal what is on the host and leave with an error. `other`:
 not ours to retry. An exception keeps its frames, and the frames keep their tensors: classify inside `except`,
 keep only the strings, and retry *after* the block.
 """
@@ -24,17 +25,23 @@ _MEMORY = re.compile(
     r"CUDA out of memory\."
     r"|HIP out of memory\."
     r"|MPS backend out of memory"
-    r"|(?:CUDA|HIP) error: out of memory"  # outside the caching allocator: pinned host memory, the context
+    # Outside the caching allocator: pinned host memory, the context, the driver's own calls.
+    r"|(?:CUDA|HIP)(?: driver)? error: out of memory"
     r"|(?:CUDA|HIP) error: (?:CUBLAS|HIPBLAS)_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)"
-    r"|cuDNN error: CUDNN_STATUS_ALLOC_FAILED"
-    r"|Triton Error \[(?:CUDA|HIP)\]: (?:out of memory|invalid argument)"  # the latter: a grid above 65,535
+    r"|cuDNN (?:Frontend )?error: .{0,80}CUDNN_STATUS_"
+    r"(?:ALLOC_FAILED|INTERNAL_ERROR_(?:DEVICE|HOST)_ALLOCATION_FAILED)"
+    r"|Triton Error \[(?:CUDA|HIP)\]: out of memory"
+    # A grid above 65,535: of a Triton kernel, of flash attention, of other kernels.
+    r"|Triton Error \[(?:CUDA|HIP)\]: invalid argument"
+    r"|(?:CUDA|HIP)(?: driver)? error: invalid (?:configuration )?argument"
     r"|(?:\[enforce fail at [^\]]*\] )?.{0,40}DefaultCPUAllocator: (?:can't allocate|not enough) memory"
     r"|.{0,200}Cuda failure (?:\d+ )?'out of memory'"  # NCCL
     r")",
     re.MULTILINE,
 )
 _DEAD = re.compile(
-    r"^(?:.{0,80}(?:CUDA|HIP) error: |Triton Error \[(?:CUDA|HIP)\]: |.{0,200}Cuda failure (?:\d+ )?')"
+    r"^(?:.{0,80}(?:CUDA|HIP)(?: driver)? error: |Triton Error \[(?:CUDA|HIP)\]: "
+    r"|.{0,200}Cuda failure (?:\d+ )?')"
     r"(?:an illegal memory access|device-side assert|unspecified launch failure|misaligned address"
     r"|an illegal instruction|uncorrectable ECC|hardware stack error|the launch timed out"
     r"|invalid program counter|operation not supported on global/shared address space)",
@@ -55,6 +62,10 @@ class DeviceLost(LabError, RuntimeError):
     """The device context is dead: nothing in this process can use it again. What was sealed stays; run again
     to go on.
     """
+
+
+class MemoryShort(LabError, RuntimeError):
+    """What fitted before does not fit any more. What was sealed stays; run again when the memory is free."""
 
 
 def classify(error: BaseException) -> Failure:

@@ -72,7 +72,7 @@ def preflight(
     layout = Layout(tuple(tap_ids), config.hidden_size, store_final, find_codec(storage))
     needed = int(lengths.sum()) * (layout.token_bytes + ROW_BYTES) + len(lengths) * SAMPLE_BYTES
     stored = sum(
-        part.bytes for folder in manifests.shard_folders(store) for part in manifests.sealed_parts(folder)
+        part.bytes for folder in manifests.shard_folders(store) for part in manifests.sealed_parts(folder, [])
     )
     free = shutil.disk_usage(_existing(store)).free
     missing = max(0.0, needed * MARGIN - stored)

@@ -20,6 +20,8 @@ from dflash_lab.extraction.codecs import find_codec
 from dflash_lab.extraction.layout import Layout
 from dflash_lab.extraction.parts import as_keys, open_part
 
+_ROWS = 1 << 14  # tokens looked at together
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -36,7 +38,8 @@ def verify(store: Path | str, on_progress: Callable[[str, int, int], None] | Non
     """Read every byte of a store; return its faults, none for a sound store.
 
     Found and named: a missing, truncated, altered or unreadable part, a tensor of another shape or type than
-    store.json says, offsets that do not add up, a sample stored twice, a part that no manifest names.
+    store.json says, offsets that do not add up, states that are not numbers, a sample stored twice, a part
+    that no manifest names, a line of a manifest that is none.
     """
     store = Path(store)
     identity = manifests.read_identity(store)
@@ -44,7 +47,7 @@ def verify(store: Path | str, on_progress: Callable[[str, int, int], None] | Non
     layout = Layout(tuple(identity["tap_ids"]), identity["hidden"], identity["has_final"], codec)
     faults: list[Fault] = []
     seen: dict[bytes, str] = {}
-    folders = [(folder, manifests.sealed_parts(folder)) for folder in manifests.shard_folders(store)]
+    folders = [(folder, _parts(folder, faults)) for folder in manifests.shard_folders(store)]
     total, done = sum(part.bytes for _, parts in folders for part in parts), 0
     for folder, parts in folders:
         named = {part.file for part in parts}
@@ -61,6 +64,7 @@ def verify(store: Path | str, on_progress: Callable[[str, int, int], None] | Non
         for part in parts:
             found = size_fault(folder, part) or checksum_fault(folder, part)
             what = found or _content_fault(folder / part.file, part, layout)
+            what = what or _state_fault(folder / part.file, part, layout)
             if what:
                 faults.append(Fault(part.name, what))
             else:
@@ -79,6 +83,15 @@ def verify(store: Path | str, on_progress: Callable[[str, int, int], None] | Non
             if on_progress:
                 on_progress("verify", done, total)
     return faults
+
+
+def _parts(folder: Path, faults: list[Fault]) -> list[manifests.Part]:
+    """The sealed parts of a shard; lines of its manifest that are broken are added to `faults`."""
+    broken: list[manifests.Broken] = []
+    parts = manifests.sealed_parts(folder, broken)
+    file = f"{folder.name}/{manifests.MANIFEST_FILE}"
+    faults += [Fault(file, line.told(folder), part=False) for line in broken]
+    return parts
 
 
 def size_fault(folder: Path, part: manifests.Part) -> str | None:
@@ -137,14 +150,35 @@ def _content_fault(path: Path, part: manifests.Part, layout: Layout) -> str | No
     return None
 
 
+def _state_fault(path: Path, part: manifests.Part, layout: Layout) -> str | None:
+    """Samples whose states are not numbers, as versions stored them that looked before the cast."""
+    bad: set[int] = set()
+    with open_part(path) as opened:
+        owner = np.repeat(np.arange(part.samples), np.diff(opened.get_tensor("offsets").numpy()))
+        slices = {region.name: opened.get_slice(region.name) for region in layout.regions}
+        for start in range(0, part.tokens, _ROWS):
+            views = {name: rows[start : start + _ROWS] for name, rows in slices.items()}
+            for index in range(layout.states):
+                finite = layout.read_state(views, index).isfinite().all(dim=-1).numpy()
+                bad.update(owner[start : start + _ROWS][~finite].tolist())
+        hashes = opened.get_tensor("hashes").numpy()
+    if not bad:
+        return None
+    named = ", ".join(hashes[number].tobytes().hex() for number in sorted(bad)[:8])
+    more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
+    return f"states of sample {named}{more} are not numbers"
+
+
 def stored_keys(store: Path, *, check_bytes: bool = False) -> tuple[np.ndarray, list[Fault]]:
-    """Sorted 16-byte keys of every sample a store soundly holds, and the parts that do not count.
+    """Sorted 16-byte keys of every sample a store soundly holds, and what does not count: parts, and broken
+    lines of manifests.
 
     Trusts manifest and size; with `check_bytes` the checksum of every part too.
     """
-    keys, faults = [], []
+    keys: list[np.ndarray] = []
+    faults: list[Fault] = []
     for folder in manifests.shard_folders(store):
-        for part in manifests.sealed_parts(folder):
+        for part in _parts(folder, faults):
             what = size_fault(folder, part) or (checksum_fault(folder, part) if check_bytes else None)
             if what is None:
                 with open_part(folder / part.file) as opened:

@@ -205,7 +205,7 @@ class PartWriter:
         began = time.perf_counter()
         size, digest = write_part(self._folder / name, tensors)
         samples, tokens = len(tensors["heldout"]), len(tensors["input_ids"])
-        self._line("part", file=name, bytes=size, checksum=digest, samples=samples, tokens=tokens)
+        self.record("part", file=name, bytes=size, checksum=digest, samples=samples, tokens=tokens)
         done = self.written
         done.samples += samples
         done.tokens += tokens
@@ -217,10 +217,11 @@ class PartWriter:
         """Record that a sample is not stored, and why; it is tried again by the next run."""
         records = self._records
         digest, length = records.content_hashes[row], int(records.lengths[row])
-        self._line("quarantine", id=records.ids[row], hash=digest, length=length, reason=reason)
+        self.record("quarantine", id=records.ids[row], hash=digest, length=length, reason=reason)
         self.written.quarantined[row] = reason
 
-    def _line(self, kind: str, **fields: object) -> None:
+    def record(self, kind: str, **fields: object) -> None:
+        """Append a line to the shard's manifest."""
         with self._manifest:
             manifests.append(self._folder, kind, **fields)
 
@@ -230,7 +231,8 @@ class BackgroundWriter:
 
     def __init__(self, writer: PartWriter, buffers: HostBuffers) -> None:
         self._writer, self._buffers = writer, buffers
-        self._queue: queue.SimpleQueue[HostBatch | tuple[int, str] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[HostBatch | Callable[[], None] | None] = queue.SimpleQueue()
+        self._given_up = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="extraction-writer", daemon=True)
         self._thread.start()
@@ -250,7 +252,15 @@ class BackgroundWriter:
 
     def quarantine(self, row: int, reason: str) -> None:
         """Hand a quarantined sample over, so that the manifest has one writer."""
-        self._queue.put((row, reason))
+        self._queue.put(lambda: self._writer.quarantine(row, reason))
+
+    def record(self, kind: str, **fields: object) -> None:
+        """Hand a line of the manifest over."""
+        self._queue.put(lambda: self._writer.record(kind, **fields))
+
+    def give_up(self) -> None:
+        """Seal nothing more: what has been handed over is in doubt."""
+        self._given_up = True
 
     def __enter__(self) -> BackgroundWriter:
         return self
@@ -276,8 +286,9 @@ class BackgroundWriter:
                 except queue.Empty:
                     self._writer.seal_if_old()
                     continue
-                if message is None:
+                if message is None and not self._given_up:
                     self._writer.finish()
+                if message is None or self._given_up:
                     return
                 self._take(message)
         except BaseException as error:
@@ -287,9 +298,9 @@ class BackgroundWriter:
         finally:
             self._writer.close()
 
-    def _take(self, message: HostBatch | tuple[int, str]) -> None:
-        if isinstance(message, tuple):
-            self._writer.quarantine(*message)
+    def _take(self, message: HostBatch | Callable[[], None]) -> None:
+        if not isinstance(message, HostBatch):
+            message()
             return
         try:
             if message.event is not None:

@@ -30,6 +30,7 @@ _PARTS = {
     "unallocated": re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated"),
     "limit": re.compile(rf"{_SIZE} allowed"),
 }
+_OTHER = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
 _ELEMENT_BYTES = {2: "bfloat16 or float16", 4: "float32"}
 
 
@@ -61,6 +62,7 @@ class Crash:
     holders: tuple[Holder, ...]
     shapes: tuple[str, ...]
     advice: tuple[str, ...]
+    others: tuple[tuple[str, int], ...] = ()  # other processes on the device, and what they hold
 
     @property
     def fragmented(self) -> bool:
@@ -75,6 +77,10 @@ class Crash:
         if "process" in self.parts and "capacity" in self.parts:
             used, capacity = self.parts["process"] / GIB, self.parts["capacity"] / GIB
             lines.append(f"the process held {used:.2f} of the device's {capacity:.2f} GiB")
+        # Unless this process is told apart, one of them may be it, under the number that it has elsewhere.
+        if self.others and "process" in self.parts:
+            held = ", ".join(f"process {pid} {size / GIB:.2f}" for pid, size in self.others)
+            lines.append(f"others held of it: {held} GiB")
         if self.fragmented:
             gap = self.parts["unallocated"] / GIB
             lines.append(
@@ -125,6 +131,7 @@ def explain_crash(
         holders=tuple(_holders(data, dimensions or {})),
         shapes=tuple(read_shapes(requested, dimensions or {})),
         advice=tuple(advice),
+        others=tuple((pid, round(float(size) * _UNITS[unit])) for pid, size, unit in _OTHER.findall(text)),
     )
 
 

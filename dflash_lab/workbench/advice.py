@@ -19,18 +19,18 @@ def advice_for(error: BaseException, params: StageParams) -> str:
     """Return what to do: the error's own `advice`, else what helps against a lack of memory, else nothing."""
     if own := carried(error, "advice"):
         return str(own)
-    for link in chain(error):
-        if type(link).__name__ == "OutOfMemoryError" or isinstance(link, MemoryError):
-            return _memory(link, params)
-    return ""
+    from dflash_lab.extraction.oom import classify
+
+    return _memory(error, params) if classify(error).kind == "memory" else ""
 
 
 def _memory(error: BaseException, params: StageParams) -> str:
     from dflash_lab.memory.crash import explain_crash, requested_bytes
 
     general = "Run memory_sweep with these parameters for the largest sizes that fit."
-    if not requested_bytes(str(error)):
+    asking = next((str(link) for link in chain(error) if requested_bytes(str(link))), "")
+    if not asking:
         return general
     values = {name: value for name, value in params.as_dict().items() if any(word in name for word in _SIZES)}
     sizes = {name: value for name, value in values.items() if isinstance(value, int) and value > 1}
-    return f"{explain_crash(error, dimensions=sizes).explain()} {general}"
+    return f"{explain_crash(asking, dimensions=sizes).explain()} {general}"

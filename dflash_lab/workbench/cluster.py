@@ -133,19 +133,11 @@ def tokens_done(params: StageParams) -> tuple[int, int]:
         return 0, 0
     import polars as pl
 
+    from dflash_lab.extraction.manifest import sealed_parts, shard_folders
+
     total = int(pl.scan_parquet(samples, glob=False).select(pl.col("length").sum()).collect().item() or 0)
-    return sum(_sealed(path) for path in store.glob("shard-*/manifest.jsonl")), total
-
-
-def _sealed(manifest: Path) -> int:
-    tokens: dict[str, int] = {}
-    for line in manifest.read_bytes().split(b"\n")[:-1]:
-        entry = json.loads(line)
-        if entry["kind"] == "part":
-            tokens[entry["file"]] = entry["tokens"]
-        elif entry["kind"] == "discard":
-            tokens.pop(entry["file"], None)
-    return sum(tokens.values())
+    parts = (part for folder in shard_folders(store) for part in sealed_parts(folder, []))
+    return sum(part.tokens for part in parts), total
 
 
 def _collect(stage: str, futures: list[Any]) -> list[ShardOutcome]:

@@ -24,7 +24,7 @@ from typing import Any
 
 from dflash_lab.errors import StoreError, chain
 from dflash_lab.file_errors import FileError, file_error
-from dflash_lab.files import make_folder, sweep, write_json
+from dflash_lab.files import make_folder, plain, sweep, write_json
 from dflash_lab.provenance import provenance
 from dflash_lab.release import collect, forget_locals, release
 from dflash_lab.workbench import peak
@@ -159,7 +159,7 @@ def _result_record(params: StageParams, inputs: dict, figures: dict, seconds: fl
         "parameters": params.as_dict(),
         "overridden": dict(params.overridden),
         "inputs": inputs,
-        "figures": {name: _plain(value) for name, value in figures.items()},
+        "figures": plain(figures),
         "seconds": round(seconds, 3),
         "peak_memory": peak.peak_memory(),
         "files": dict(sorted(files.items())),
@@ -185,7 +185,7 @@ def failure_record(params: StageParams, error: BaseException, seconds: float) ->
         "error": type(error).__name__,
         "message": str(error)[:4000],
         "where": frames[-12:],
-        "details": _plain(details_of(error)),
+        "details": plain(details_of(error)),
         "advice": advice_for(error, params),
         "parameters": params.as_dict(),
         "seconds": round(seconds, 3),
@@ -193,21 +193,6 @@ def failure_record(params: StageParams, error: BaseException, seconds: float) ->
         **provenance(),
     }
     return redact_tree(record)
-
-
-def _plain(value: Any) -> Any:
-    """Return a JSON value; numbers JSON has no word for (NaN, infinity) become None."""
-    if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, bool | str | None):
-        return value
-    if hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, float):
-        return value if value - value == 0 else None
-    return value if isinstance(value, int) else str(value)
 
 
 def _stoppable(progress: ProgressCallback, stop: StopFlag) -> ProgressCallback:

@@ -212,7 +212,7 @@ def test_stores_have_the_lines_and_tensors_of_the_page(walked, checkout):
     kinds = set()
     for manifest in store.glob("shard-*/manifest.jsonl"):
         kinds |= {json.loads(line)["kind"] for line in manifest.read_text().splitlines()}
-    assert kinds == {"run", "selftest", "part", "end"} < set(table("`kind`"))
+    assert kinds == {"run", "selftest", "check", "part", "end"} < set(table("`kind`"))
     part = next(store.glob("shard-*/part-*.safetensors"))
     with safe_open(part, framework="numpy") as tensors:
         assert set(tensors.keys()) == set(table("tensor")) - {"taps_scale"}  # bf16 has no scales

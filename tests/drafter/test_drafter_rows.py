@@ -19,7 +19,7 @@ from dflash_lab.drafter.attention import row_layout
 from dflash_lab.drafter.feed import prefetch
 from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.objective import Objective, add_noise
-from dflash_lab.drafter.rows import PackedRows, pack, plan_rows
+from dflash_lab.drafter.rows import PackedRows, pack, plan_rows, without_bad_states
 from dflash_lab.drafter.settings import TrainSettings
 from dflash_lab.errors import InputError
 
@@ -169,6 +169,26 @@ def test_padding_changes_no_loss_and_no_gradient():
     assert results[1][0].total.item() == pytest.approx(results[0][0].total.item(), rel=1e-6)
     assert int(results[1][0].below) == int(results[0][0].below)
     assert relative_error(results[1][1], results[0][1]) < 1e-5
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_a_document_that_is_not_a_number_costs_nothing_and_its_neighbours_what_they_cost(pad):
+    _, rows = source(pad=pad)
+    row = next(row for row in (rows.row(0, i) for i in range(9)) if len(row.hashes) > 2)
+    _, part, *_ = row.layout.segments
+    assert part.block_stop > part.block_start
+    taps, final = row.taps.clone(), row.final.clone()
+    taps[part.context_start + 1, 5], final[part.context_stop - 1] = float("nan"), float("-inf")
+    same, none = without_bad_states(row)
+    assert same is row and none == []
+    for spoilt in ({"taps": taps}, {"final": final}):
+        sound, hashes = without_bad_states(dataclasses.replace(row, **spoilt))
+        assert hashes == [row.hashes[1]]
+        left = row.slot_mask.clone()
+        left[part.block_start : part.block_stop] = False
+        wanted = cost(tiny_drafter(), dataclasses.replace(row, slot_mask=left), LossConfig(soft_weight=0.3))
+        found = cost(tiny_drafter(), sound, LossConfig(soft_weight=0.3))
+        assert found.total.item() == pytest.approx(wanted.total.item()) and wanted.total.item() > 0
 
 
 def test_padding_where_blocks_are_missing():

@@ -15,12 +15,15 @@ from safetensors import safe_open
 from support.tiny_drafters import HIDDEN, SECOND, ItemList, tiny_config, tiny_drafter, tiny_head, tiny_items
 
 from dflash_lab.drafter import state as states
+from dflash_lab.drafter import trainer
 from dflash_lab.drafter.attention import row_layout
 from dflash_lab.drafter.checkpoint import load_checkpoint
 from dflash_lab.drafter.guard import Diverged
 from dflash_lab.drafter.journal import Journal, Reader, read_journal
 from dflash_lab.drafter.loss.config import LossConfig
+from dflash_lab.drafter.metrics import Tally
 from dflash_lab.drafter.model import Drafter
+from dflash_lab.drafter.objective import Objective
 from dflash_lab.drafter.optimizer import OptimizerConfig
 from dflash_lab.drafter.selector_loss import selector_loss
 from dflash_lab.drafter.settings import TrainSettings
@@ -197,6 +200,51 @@ def test_rows_that_are_not_numbers_are_skipped_counted_and_saved(tmp_path):
     with safe_open(saved[0], framework="pt") as file:
         assert bad.hash in file.metadata()["hashes"].split(",")
         assert any(torch.isnan(file.get_tensor(n)).any() for n in file.keys() if n.endswith("taps"))  # noqa: SIM118
+
+
+def with_states(item, name, value):
+    states = getattr(item, name).clone()
+    states[3] = value
+    return dataclasses.replace(item, **{name: states})
+
+
+@pytest.mark.parametrize("name", ["taps", "final"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_held_out_sample_that_is_not_a_number_is_named_and_the_others_are_measured(
+    tmp_path, name, value, caplog
+):
+    items = tiny_items(12, heldout=3)
+    items[1] = with_states(items[1], name, value)
+    chosen = settings(max_steps=2, eval_every=1, context_tokens=96)
+    report = train(items, tiny_head(), fresh(), chosen, folder=tmp_path)
+    left = records(tmp_path, "note")
+    assert len(left) == 1 and f"sample {items[1].hash} in held-out row 0" in left[0]["text"]
+    assert left[0]["text"] in caplog.text and items[0].hash not in caplog.text
+    blocks = [record["blocks"] for record in records(tmp_path, "heldout")]
+    assert len(blocks) == 3 and 0 < blocks[0] < 12  # the third sample had a share of the anchors
+    assert report.last["loss"] is not None and (report.best / "metrics.json").exists()
+
+
+def test_a_drafter_whose_held_out_loss_is_not_a_number_is_never_the_best(tmp_path, monkeypatch, caplog):
+    plain, step = Objective.__call__, []
+
+    def broken(self, model, drafter, row, taps, *, teacher):
+        loss = plain(self, model, drafter, row, taps, teacher=teacher)
+        if not teacher:
+            return loss
+        step.append(row.hashes)
+        return dataclasses.replace(loss, total=loss.total * float("nan")) if len(step) == 2 else loss
+
+    monkeypatch.setattr(Objective, "__call__", broken)
+    told, report_of = iter([1.0, 9.0, 2.0]), Tally.report
+    monkeypatch.setattr(trainer, "log", lambda run: None)
+    monkeypatch.setattr(Tally, "report", lambda tally: report_of(tally) | {"streak": next(told)})
+    chosen = settings(max_steps=2, eval_every=1)
+    report = train(tiny_items(), tiny_head(), fresh(), chosen, folder=tmp_path)
+    losses = [record["loss"] for record in records(tmp_path, "heldout")]
+    assert [loss is None for loss in losses] == [False, True, False]
+    assert report.best_step == 2 and "cannot be the best: row 0" in caplog.text
+    assert all(digest in caplog.text for digest in step[1])
 
 
 def test_too_many_bad_steps_in_a_row_end_the_run(tmp_path):

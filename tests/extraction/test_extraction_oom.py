@@ -23,6 +23,7 @@ DEAD = [
     "Triton Error [CUDA]: an illegal memory access was encountered",
     "CUDA error: uncorrectable ECC error encountered",
     "CUDA error: misaligned address",
+    "CUDA driver error: an illegal memory access was encountered",
     "NCCL error: unhandled cuda error\nLast error:\nCuda failure 700 'an illegal memory access was "
     "encountered'",
 ]
@@ -33,6 +34,9 @@ OTHER: list[BaseException] = [
     OSError(errno.ENOSPC, "No space left on device"),
     RuntimeError("out of resource: shared memory, Required: 300000, Hardware limit: 232448"),
     RuntimeError("CUDA error: invalid device ordinal"),
+    RuntimeError("CUDA driver error: invalid device context"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_BAD_PARAM"),
+    RuntimeError("sample 3 says CUDA error: invalid configuration argument"),
     KeyError("out of memory"),
 ]
 

@@ -185,6 +185,50 @@ def test_a_manifest_that_cannot_be_trusted_is_refused_by_line(line: str, made) -
         open_store(store)
 
 
+@pytest.mark.parametrize(
+    "broken", [b'{"kind": "par', b"", b"\xff\xfe\x00", b"[" * 100_000, b'{"kind": "part", "file": "part-1"}']
+)
+@pytest.mark.parametrize("kind", ["run", "selftest", "part", "end"])
+def test_one_broken_line_costs_what_it_named_and_is_told_in_a_line(kind: str, broken: bytes, made, caplog):
+    store, run = made
+    path = manifests.shard_folders(store)[0] / manifests.MANIFEST_FILE
+    lines = path.read_bytes().splitlines()
+    number = next(n for n, line in enumerate(lines) if json.loads(line)["kind"] == kind)
+    lost = json.loads(lines[number])
+    others = {name: time for name, time in ((one, one.stat().st_mtime_ns) for one in parts(store))}
+    path.write_bytes(b"\n".join([*lines[:number], broken, *lines[number + 1 :], b'{"torn']))
+    with pytest.raises(StoreError, match=rf"manifest\.jsonl:{number + 1}: .*what it named is redone"):
+        open_store(store)
+    told = [fault for fault in verify(store) if not fault.file.endswith("safetensors")]
+    assert len(told) == 1 and f":{number + 1}: not a manifest line" in told[0].what and not told[0].part
+    report = run()
+    assert report.samples_stored == (lost["samples"] if kind == "part" else 0)
+    found = [text for text in caplog.messages if "not a manifest line" in text]
+    assert len(found) == 1 and f"manifest.jsonl:{number + 1}:" in found[0]
+    kept = [one for one, time in others.items() if one.exists() and one.stat().st_mtime_ns == time]
+    assert len(kept) == len(others) - (kind == "part")
+    assert verify(store) == [] and len(open_store(store)) == len(LENGTHS)
+    (mended,) = [line for line in manifests.read_lines(path.parent) if line["kind"] == "mend"]
+    assert mended["line"] == number + 1 and mended["text"] == broken[:400].decode("utf-8", "replace")
+    names = [line["file"] for line in manifests.read_lines(path.parent) if line["kind"] == "part"]
+    assert len(set(names)) == len(names)
+
+
+def test_a_broken_line_of_another_shard_or_count_stops_nobody(tiny, tmp_path: Path, caplog) -> None:
+    samples, store = make_samples(tmp_path / "s.parquet", LENGTHS), tmp_path / "store"
+    for shard in (0, 1):
+        extract(tiny("llama"), samples, store, shard=shard, num_shards=2, **PLAN)
+    path = store / "shard-00000-of-00002" / manifests.MANIFEST_FILE
+    lines = path.read_bytes().splitlines(keepends=True)
+    number = next(n for n, line in enumerate(lines) if b'"part"' in line)
+    lost = json.loads(lines[number])["samples"]
+    path.write_bytes(b"".join([*lines[:number], b"nonsense\n", *lines[number + 1 :]]))
+    assert extract(tiny("llama"), samples, store, shard=1, num_shards=2, **PLAN).samples_stored == 0
+    assert f"manifest.jsonl:{number + 1}: not a manifest line" in caplog.text
+    assert extract(tiny("llama"), samples, store, **PLAN).samples_stored == lost  # another count
+    assert verify(store) == [] and len(open_store(store)) == len(LENGTHS)
+
+
 def test_a_lost_store_file_is_written_again_for_the_same_setup_only(tiny, tmp_path):
     samples, store = make_samples(tmp_path / "s.parquet", [9, 12, 30]), tmp_path / "store"
     given = dict(token_budget=64, max_batch=4)

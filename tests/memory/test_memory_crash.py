@@ -10,6 +10,7 @@ from dflash_lab.memory import snapshot
 from dflash_lab.memory.crash import explain_crash, read_shapes, requested_bytes
 from dflash_lab.memory.shapes import GIB, MIB
 from dflash_lab.memory.snapshot import condensed
+from dflash_lab.memory.tenants import read_processes
 
 MESSAGE = (
     "CUDA out of memory. Tried to allocate 11.37 GiB. GPU 0 has a total capacity of 94.97 GiB of which 3.21 "
@@ -30,6 +31,20 @@ def test_the_request_is_read_from_every_form():
         == 4096
     )
     assert requested_bytes("CUDA error: out of memory") == 0
+
+
+def test_other_processes_on_the_device_are_named():
+    message = (
+        "CUDA out of memory. Tried to allocate 80.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which "
+        "38.69 GiB is free. Process 463 has 100.51 GiB memory in use. Including non-PyTorch memory, this "
+        "process has 610.00 MiB memory in use. Of the allocated memory 0 bytes is allocated by PyTorch"
+    )
+    assert "Others held of it: process 463 100.51 GiB." in explain_crash(message).explain()
+    assert "4711" not in explain_crash(MESSAGE).explain()  # the process itself, seen from a container
+    table = "463, /usr/bin/python3, 102918\n443, python3, 612\n17, [Not Found], [N/A]\n\n"
+    named = "process 463 (python3) 100.51 GiB, process 17 ([Not Found])"
+    assert read_processes(table, own=443) == named
+    assert read_processes("", own=443) == read_processes("No devices were found\n", own=1) == ""
 
 
 def test_the_tensor_is_named_and_fragments_are_seen():

@@ -14,7 +14,11 @@ MEMORY_ERRORS = {
     "outside the allocator": "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
     "cublas alloc": "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     "cublas not initialized": "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "driver": "CUDA driver error: out of memory",
     "cudnn": "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cudnn 9": "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "flash grid": "CUDA error: invalid argument\nSearch for `cudaErrorInvalidValue' in https://docs.nvidia.com",
+    "cuda grid": "CUDA error: invalid configuration argument\nSearch for `cudaErrorInvalidConfiguration' in",
     "triton": "Triton Error [CUDA]: out of memory",
     "triton grid": "Triton Error [CUDA]: invalid argument",
     "cpu allocator": "[enforce fail at alloc_cpu.cpp:115] err == 0. DefaultCPUAllocator: can't "

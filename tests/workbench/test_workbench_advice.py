@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
+from support.extraction_faults import MEMORY_ERRORS, memory_error
 
 from dflash_lab.errors import chain
 from dflash_lab.file_errors import file_error
@@ -51,6 +52,11 @@ def test_an_out_of_memory_is_explained_with_the_runs_sizes():
 
 def test_an_out_of_memory_without_numbers_still_says_what_to_do():
     assert "memory_sweep" in advice_for(MemoryError(), ToyParams())
+
+
+@pytest.mark.parametrize("name", MEMORY_ERRORS)
+def test_every_form_of_a_lack_of_memory_is_advised_on(name):
+    assert "memory_sweep" in advice_for(memory_error(name), ToyParams())
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

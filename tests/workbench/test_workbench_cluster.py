@@ -4,6 +4,7 @@ failing one is named.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -128,11 +129,12 @@ def test_progress_reads_sealed_parts_only(run: Path) -> None:
     params = read_params(run)
     folder = params.store_path / "shard-00000-of-00002"
     folder.mkdir(parents=True)
-    (folder / "manifest.jsonl").write_text(
-        '{"kind": "run"}\n{"kind": "part", "file": "a", "tokens": 5}\n'
-        '{"kind": "part", "file": "b", "tokens": 7}\n'
-        '{"kind": "discard", "file": "a"}\n{"kind": "part", "fi'
-    )
+    first, second = (f"part-{number:06d}.safetensors" for number in (0, 1))
+    sealed = {"kind": "part", "bytes": 1, "checksum": "", "samples": 1}
+    lines = [{"kind": "run"}, {**sealed, "file": first, "tokens": 5}, {**sealed, "file": second, "tokens": 7}]
+    lines.append({"kind": "discard", "file": first})
+    told = [*map(json.dumps, lines), '{"kind": "par', '{"kind": "part", "fi']  # broken, and torn
+    (folder / "manifest.jsonl").write_text("\n".join(told))
     assert tokens_done(params) == (7, sum(LENGTHS))
 
 

@@ -167,17 +167,20 @@ class ExtractParams(StageParams):
         return [self.store_path / manifests.STORE_FILE, self._shard_folder / manifests.MANIFEST_FILE]
 
     def lacks(self) -> str:
-        """A part that is gone, cut short or given up means that the stage runs again and redoes its samples;
-        so does `recheck`, which looks for what a size does not tell. A larger `max_samples` goes on.
+        """A part that is gone, cut short or given up, or a broken line of the manifest, means that the stage
+        runs again and redoes its samples; so does `recheck`, which looks for what a size does not tell. A
+        larger `max_samples` goes on.
         """
         folder = self._shard_folder
         if self.recheck:
             return "every stored byte is to be read again (recheck)"
         if gone := super().lacks():
             return gone
+        broken: list[manifests.Broken] = []
+        lines = manifests.read_lines(folder, broken)
         parts = ((folder / part.file, part.bytes) for part in manifests.sealed_parts(folder))
         whole = all(path.is_file() and path.stat().st_size == size for path, size in parts)
-        if not whole or [line["kind"] for line in manifests.read_lines(folder)][-1:] != ["end"]:
+        if not whole or broken or [line["kind"] for line in lines][-1:] != ["end"]:
             return BROKEN
         draws = manifests.finished_draws(folder)
         if any(not one["max_samples"] or self._within(one) for one in draws):
@@ -216,7 +219,7 @@ class ExtractResult:
             with files.atomic_path(folder / name) as temporary:
                 frame.write_parquet(temporary)
         files.write_json(folder / SELFTEST, self.selftest)
-        files.write_json(folder / FIGURES, self.figures)
+        files.write_json(folder / FIGURES, files.plain(self.figures))
 
     @classmethod
     def load(cls, folder: Path) -> ExtractResult:

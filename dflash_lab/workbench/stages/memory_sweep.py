@@ -174,7 +174,7 @@ class MemorySweepResult:
         for name in FRAMES:
             with files.atomic_path(folder / f"{name}.parquet") as temporary:
                 getattr(self, name).write_parquet(temporary)
-        files.write_json(folder / "summary.json", {"figures": self.figures, "texts": self.texts})
+        files.write_json(folder / "summary.json", files.plain({"figures": self.figures, "texts": self.texts}))
 
     @classmethod
     def load(cls, folder: Path) -> MemorySweepResult:

@@ -264,7 +264,7 @@ class TrainDrafterResult:
             with files.atomic_path(folder / f"{name}.parquet") as temporary:
                 getattr(self, name).write_parquet(temporary)
         files.write_json(folder / "row.json", self.row)
-        files.write_json(folder / "figures.json", self.figures)
+        files.write_json(folder / "figures.json", files.plain(self.figures))
 
     @classmethod
     def load(cls, folder: Path) -> TrainDrafterResult:
