@@ -238,7 +238,7 @@ def resolve_mask_token_id(
 ) -> tuple[int, str]:
     """Return the token id of a masked slot and why it was chosen; the embedding is never resized.
 
-    Order: `explicit` (>= 0), the tokenizer's mask token, the first embedding row without a token, tokens
+    Order: `explicit` (>= 0), the tokenizer's mask token, an embedding row without a token, tokens
     that the vocabulary keeps in reserve, any other special token that the chat template does not spell. None
     of these ends a turn, and none for which `occurs(token)` (in the data) is taken: a slot that says "masked"
     must mean nothing else. Without a tokenizer the last embedding row is taken. Raises `InputError` when no
@@ -264,9 +264,7 @@ def _free_tokens(vocab_size: int, tokenizer: Any) -> Iterator[tuple[int, str]]:
     if tokenizer.mask_token_id is not None:
         yield tokenizer.mask_token_id, "the tokenizer's mask token"
     taken = set(tokenizer.get_vocab().values())
-    rows = (row for row in range(vocab_size) if row not in taken)
-    if (row := next(rows, None)) is not None:
-        yield row, "first embedding row without a token"
+    yield from ((row, "an embedding row without a token") for row in range(vocab_size) if row not in taken)
     template = str(tokenizer.chat_template or "")
     used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
     special = {

@@ -255,7 +255,7 @@ def test_the_mask_token_means_nothing_else_and_the_embedding_is_not_resized():
     words = tiny_tokenizer()  # 256 bytes, <|pad|>, <|im_start|>, <|im_end|>
     size = len(words)
     assert resolve_mask_token_id(100, explicit=5, tokenizer=words)[0] == 5
-    assert resolve_mask_token_id(size + 9, tokenizer=words) == (size, "first embedding row without a token")
+    assert resolve_mask_token_id(size + 9, tokenizer=words) == (size, "an embedding row without a token")
     with pytest.raises(InputError, match="every embedding row is a token that turns or data use"):
         resolve_mask_token_id(size, tokenizer=words)  # not the pad token, and not the one that ends turns
     extra = ["<|file_sep|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>"]
