@@ -93,17 +93,25 @@ def check_ready(params: StageParams, inputs: dict[str, str] | None = None) -> No
         )
 
 
-def _check_rules(params: StageParams) -> None:
-    """Refuse samples masked by older rules: a drafter would learn what the target never says."""
+def older_rules(params: StageParams) -> str:
+    """Say which samples of a stage were masked by older rules, of which a drafter would learn what the target
+    never says; empty if there are none.
+    """
     from dflash_lab.data.samples import MASK_RULES, old_rules
 
-    for path in params.rendered():
-        if (rules := old_rules(path)) is not None:
-            raise InputError(
-                f"{params.stage}: {path} was rendered by mask rules {rules}; these are {MASK_RULES}, which "
-                "mask what the target generates under more templates. Make it again: dflash-lab prepare "
-                f"{_named(params)} -p force True. To use it as it is, set force here (-p force True)"
-            )
+    found = ((path, old_rules(path)) for path in params.rendered())
+    told = (f"{path} was rendered by mask rules {old}, these are {MASK_RULES}" for path, old in found if old)
+    return next(told, "")
+
+
+def _check_rules(params: StageParams) -> None:
+    makes = [move.place for move in params.products()]
+    if (told := older_rules(params)) and not set(makes) & {*params.rendered()}:
+        raise InputError(
+            f"{params.stage}: {told}, which mask what the target generates under more templates. Make it "
+            f"again: dflash-lab prepare {_named(params)} -p force True. To use it as it is, set force here "
+            "(-p force True)"
+        )
 
 
 def _named(params: StageParams) -> str:

@@ -184,7 +184,7 @@ class StageParams(Params):
         return []
 
     def rendered(self) -> list[Path]:
-        """Samples files that the stage learns from, or stores the states of."""
+        """Samples files that the stage makes, learns from, or stores the states of."""
         return []
 
     def outputs(self) -> list[Path]:

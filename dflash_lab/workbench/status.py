@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_lab.errors import LabError
-from dflash_lab.workbench.finished import RESULT, differences, stale_after
+from dflash_lab.workbench.finished import RESULT, differences, older_rules, stale_after
 from dflash_lab.workbench.params import StageParams
 from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.replace import settle
@@ -82,6 +82,8 @@ def _state(params: StageParams) -> tuple[str, str]:
         changes = differences(params)
         if not changes and (lacking := params.lacks()):
             changes = [lacking]
+        if older := older_rules(params):
+            changes.append(older)
         if getattr(params, "num_shards", 1) > 1 and (params.fresh / RESULT).exists():
             told = "; ".join(filter(None, [told, "a new result waits for those of the other shards"]))
     except LabError as error:

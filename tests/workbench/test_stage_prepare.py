@@ -31,6 +31,7 @@ from dflash_lab.workbench.stage import execute
 from dflash_lab.workbench.stages.extract import ExtractParams
 from dflash_lab.workbench.stages.prepare import PrepareParams, PrepareResult
 from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+from dflash_lab.workbench.status import run_status
 from dflash_lab.workbench.strict_yaml import parse_parameters
 
 
@@ -550,10 +551,12 @@ def test_samples_of_older_mask_rules_are_refused_by_name(made):
     record = json.loads(beside.read_text())
     del record["mask_rules"]  # as the versions before wrote it
     beside.write_text(json.dumps(record))
+    (shown,) = [one for one in run_status(params.run, params.run_dir) if one.stage == "prepare"]
+    assert shown.state == "stale" and "mask rules 1" in shown.why
+    assert execute(params).figures["samples_stored"], "it is shown all the same"
+    told = r"mask rules 1, these are \d.*dflash-lab prepare .*-p force True"
     for stage in (extract, train):
-        with pytest.raises(
-            InputError, match=r"mask rules 1; these are \d.*dflash-lab prepare .*-p force True"
-        ):
+        with pytest.raises(InputError, match=told):
             check_ready(stage)
         check_ready(dataclasses.replace(stage, force=True))
 

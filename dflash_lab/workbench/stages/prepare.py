@@ -102,6 +102,10 @@ class PrepareParams(StageParams):
     def outputs(self) -> list[Path]:
         return [self.samples_path, self.samples_path.with_suffix(".json")]
 
+    def rendered(self) -> list[Path]:
+        """The samples."""
+        return [self.samples_path]
+
     def products(self) -> list[Move]:
         """The samples and what made them."""
         return [Move(self.fresh / path.name, path) for path in reversed(self.outputs())]
