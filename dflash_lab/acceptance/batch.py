@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from dflash_lab.acceptance.decode import (
     Decoded,
@@ -34,16 +34,31 @@ from dflash_lab.acceptance.proposals import Draft, Proposer, check_pair
 from dflash_lab.acceptance.rejection import verify_sampled
 from dflash_lab.acceptance.rollback import (
     attention_layers,
-    cache_keyword,
+    check_goes_on,
     restore_states,
     save_states,
     select_rows,
 )
-from dflash_lab.acceptance.target_run import TargetRun
+from dflash_lab.acceptance.target_run import TargetRun, unmaskable
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError, UnsupportedTarget
+from dflash_lab.target.cache import cache_keyword
 from dflash_lab.target.model import Target
+from dflash_lab.target.spans import FULL, LINEAR
 from dflash_lab.target.taps import Taps
+
+
+def check_batch_target(target: Target) -> None:
+    """Raise `UnsupportedTarget`, with the reason, unless rows of different lengths can share a cache."""
+    why = unmaskable(target, FULL, LINEAR)
+    if not why and not any(span.kind == FULL for span in target.spans):
+        why = f"no layer of this {target.config.model_type} has keys to tell rows of different lengths by"
+    if why:
+        raise UnsupportedTarget(
+            f"{target.name}: rows of a batch accept different counts, which it cannot follow: {why}. Decode "
+            "one prompt at a time (batch 1, acceptance.decode)."
+        )
+    check_goes_on(target)
 
 
 @torch.no_grad()
@@ -67,6 +82,7 @@ def decode_batch(
     finished. on_round(tokens of all answers so far) is called after each round.
     """
     check_pair(target, drafter)
+    check_batch_target(target)
     size = drafter.config.block_size if block_size is None else block_size
     check_block_size(size)
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
@@ -223,8 +239,10 @@ class _Batch:
         moved = stored + cells - self.lengths[:, None]
         source = torch.where(cells < self.lengths[:, None], cells, moved.clamp_max(stored + appended - 1))
         for layer in layers:
-            index = source[:, None, :, None].expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3])
-            layer.keys, layer.values = layer.keys.gather(2, index), layer.values.gather(2, index)
+            for name in ("keys", "values"):
+                tensor = getattr(layer, name)
+                index = source[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3])
+                setattr(layer, name, tensor.gather(2, index))
         self.lengths = after
 
 
@@ -241,7 +259,7 @@ def _stack(caches: list[Any]) -> Any:
                     k: None if v is None else torch.cat([s[k] for s in states]) for k, v in states[0].items()
                 }
                 setattr(layer, name, joined)
-        elif type(layer) is DynamicLayer:
+        else:
             longest = max(part.keys.shape[2] for part in parts)
             for name in ("keys", "values"):
                 padded = [
@@ -249,9 +267,4 @@ def _stack(caches: list[Any]) -> Any:
                     for t in (getattr(part, name) for part in parts)
                 ]
                 setattr(layer, name, torch.cat(padded))
-        else:
-            raise UnsupportedTarget(
-                "rows of a batch accept different counts, which cache layers of type "
-                f"{type(layer).__name__} cannot follow. Decode one prompt at a time (acceptance.decode)."
-            )
     return whole

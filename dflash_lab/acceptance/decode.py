@@ -24,6 +24,7 @@ import torch
 from dflash_lab.acceptance.clock import PHASES, Clock
 from dflash_lab.acceptance.proposals import Draft, Proposer, check_pair
 from dflash_lab.acceptance.rejection import probabilities, verify_sampled
+from dflash_lab.acceptance.rollback import check_goes_on
 from dflash_lab.acceptance.target_run import TargetRun, check_tree_target
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError
@@ -145,6 +146,7 @@ def decode(
         raise InputError(f"last_block {last_block!r}: choose 'full' or 'shrink'.")
     if tree_mode not in ("mask", "paths"):
         raise InputError(f"tree_mode {tree_mode!r}: choose 'mask' or 'paths'.")
+    check_goes_on(target)
     if tree_budget and tree_mode == "mask":
         check_tree_target(target)
     sampling = Sampling(temperature, top_p, top_k, generator)

@@ -16,6 +16,7 @@ import torch
 from dflash_lab.acceptance import causes, diagnosis
 from dflash_lab.acceptance.agreement import compare_taus
 from dflash_lab.acceptance.answers import Answers
+from dflash_lab.acceptance.batch import check_batch_target
 from dflash_lab.acceptance.decode import Decoded
 from dflash_lab.acceptance.evaluation import Evaluation
 from dflash_lab.acceptance.methods import Method, Methods
@@ -275,6 +276,11 @@ class Evaluator:
         """Decode the prompts in batches: the same tokens, and how many a second come out of it."""
         params = self.params
         if params.batch == 1:
+            return
+        try:
+            check_batch_target(self.target)
+        except UnsupportedTarget as error:
+            self.facts["decoding"] += f" Prompts were not decoded {params.batch} at a time: {error}"
             return
         study, tokens_per_s = run_together(
             self.target,

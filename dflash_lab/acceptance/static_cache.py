@@ -6,8 +6,9 @@ at cells named by a device tensor, and attention reads all cells under a mask th
 masked cell has weight exactly 0, so what it holds does not matter as long as it is finite.
 
 Full attention only. A recurrent state cannot be cut back to the accepted tokens on the device without
-running them again, a sliding window forgets cells that a rejection would need, and experts have shapes that
-follow the data; `why_not` says which of these keeps a target on the growing cache.
+running them again, a sliding window forgets cells that a rejection would need, attention that counts places
+in the cache would count the unused ones, and experts have shapes that follow the data; `why_not` says which
+of these keeps a target on the growing cache.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from dflash_lab.acceptance.rollback import cache_keyword
-from dflash_lab.acceptance.target_run import Step, check_tree_target
-from dflash_lab.errors import UnsupportedTarget
+from dflash_lab.acceptance.rollback import new_cache
+from dflash_lab.acceptance.target_run import Step, unmaskable
+from dflash_lab.target.cache import cache_keyword
 from dflash_lab.target.model import Target
+from dflash_lab.target.spans import FULL
 from dflash_lab.target.taps import Taps
 
 _LOOKS_AT_POSITIONS = ("dynamic", "longrope")  # rotary angles chosen on the host by the longest position
@@ -30,11 +32,8 @@ _LOOKS_AT_POSITIONS = ("dynamic", "longrope")  # rotary angles chosen on the hos
 def why_not(target: Target) -> str:
     """Return why `target` cannot be decoded at fixed shapes; empty if it can."""
     config = target.config
-    try:
-        check_tree_target(target)
-    except UnsupportedTarget:
-        kind = "a recurrent state" if target.is_hybrid else "a sliding window or an attention without masks"
-        return f"its layers have {kind}, which has no fixed-size form that can be rolled back"
+    if why := unmaskable(target, FULL):
+        return f"{why}, and only what does can be rolled back at a fixed size"
     if target.has_experts:
         return "its experts are called on as many tokens as are routed to them, which no fixed shape holds"
     if hasattr(config, "kv_lora_rank"):
@@ -84,14 +83,16 @@ class StaticKeys(Cache):
     """
 
     def __init__(self, target: Target, capacity: int) -> None:
-        config = target.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.target, self.capacity = target, capacity
-        shape = (2 * target.num_layers, 1, heads, capacity, size)
-        self.store = torch.zeros(shape, dtype=target.dtype, device=target.device)
         self.cells = torch.zeros(1, dtype=torch.long, device=target.device)
         self._keyword = cache_keyword(target.body)
+        cache = new_cache(target)
+        with torch.no_grad():  # one token: a config does not say how many heads have keys in every family
+            target.body(input_ids=self.cells[None], use_cache=True, **{self._keyword: cache})
+        keys: Any = cache.layers[0]
+        _, heads, _, size = keys.keys.shape
+        shape = (2 * target.num_layers, 1, heads, capacity, size)
+        self.store = torch.zeros(shape, dtype=target.dtype, device=target.device)
         super().__init__(layers=[_Layer(self, *pair) for pair in self.store.split(2)])
 
     def load(self, cache: Cache, length: int) -> None:

@@ -43,7 +43,10 @@ class Workspace:
 
     def __init__(self, target: Target) -> None:
         if why := why_not(target):
-            raise UnsupportedTarget(f"{target.name} cannot be decoded at fixed shapes: {why}.")
+            raise UnsupportedTarget(
+                f"{target.name} ({target.config.model_type}) cannot be decoded at fixed shapes: {why}. Use "
+                "the growing cache (acceptance.decode)."
+            )
         self.target = target
         self._keys: dict[int, StaticKeys] = {}
         self._contexts: dict[tuple[Drafter, int], StaticContext] = {}

@@ -8,18 +8,19 @@ verification; after a partial acceptance the copies are put back and the accepte
 states and logits of that second run equal the first's.
 
 A tree of drafts is verified in one forward with a mask in which a node sees the committed tokens and its own
-ancestors. No mask can separate siblings inside a recurrence, so hybrid targets refuse it.
+ancestors. No mask can separate siblings inside a recurrence, and a window forgets cells that a rejection
+would need, so both refuse it.
 """
 
 from __future__ import annotations
 
+import inspect
 from types import TracebackType
 from typing import NamedTuple, Self
 
 import torch
 
 from dflash_lab.acceptance.rollback import (
-    cache_keyword,
     crop_keys,
     new_cache,
     restore_states,
@@ -28,7 +29,9 @@ from dflash_lab.acceptance.rollback import (
 )
 from dflash_lab.acceptance.tree import DraftTree
 from dflash_lab.errors import UnsupportedTarget
+from dflash_lab.target.cache import cache_keyword
 from dflash_lab.target.model import Target
+from dflash_lab.target.spans import FULL, besides
 from dflash_lab.target.taps import Taps
 
 
@@ -40,28 +43,30 @@ class Step(NamedTuple):
     taps: torch.Tensor | None
 
 
+def unmaskable(target: Target, *kinds: str) -> str:
+    """Return why a mask and positions cannot tell a forward of `target` who attends to whom; empty if they
+    can. kinds: of layers that are fine.
+    """
+    family = target.config.model_type
+    if odd := besides(target.spans, kinds):
+        return f"{odd} of this {family} do not attend to everything before them by keys of their own"
+    if "position_ids" not in inspect.signature(target.body.forward).parameters or getattr(
+        target.config, "alibi", False
+    ):
+        return f"this {family} takes the positions of tokens from their places in the cache"
+    backend = getattr(target.config, "_attn_implementation", "sdpa")
+    return "" if backend in ("sdpa", "eager") else f"attention {backend!r} takes no mask (attn='sdpa' does)"
+
+
 def check_tree_target(target: Target) -> None:
     """Raise `UnsupportedTarget`, with the reason and what to use instead, unless one forward can verify a
     tree."""
-    instead = (
-        "Measure trees offline (offline(..., budgets=...) needs no tree forward) or verify their leaf "
-        "paths as a batch (tree_mode='paths')."
-    )
-    if target.is_hybrid:
+    if why := unmaskable(target, FULL):
+        leak = "siblings would leak into each other through the recurrent state: " if target.is_hybrid else ""
         raise UnsupportedTarget(
-            f"{target.name}: a tree cannot be verified in one forward on a hybrid target: siblings would "
-            f"leak into each other through the recurrent state, which no attention mask can stop. {instead}"
-        )
-    kinds = sorted(set(getattr(target.config, "layer_types", None) or []) - {"full_attention"})
-    if kinds:
-        raise UnsupportedTarget(
-            f"{target.name}: layers of kind {', '.join(kinds)} keep a window of their cache that a tree "
-            f"cannot be compacted in. {instead}"
-        )
-    backend = getattr(target.config, "_attn_implementation", "sdpa")
-    if backend not in ("sdpa", "eager"):
-        raise UnsupportedTarget(
-            f"{target.name}: attention {backend!r} takes no tree mask. Load the target with attn='sdpa'."
+            f"{target.name}: a tree cannot be verified in one forward: {leak}{why}. Measure trees offline "
+            "(offline(..., budgets=...) needs no tree forward) or verify their leaf paths as a batch "
+            "(tree_mode='paths')."
         )
 
 

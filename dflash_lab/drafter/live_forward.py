@@ -27,6 +27,7 @@ from dflash_lab.drafter.anchors import seeded
 from dflash_lab.drafter.compiling import why_not_compiled
 from dflash_lab.drafter.live_attention import ATTENTION, Unpackable
 from dflash_lab.target.model import Target
+from dflash_lab.target.spans import FULL, SLIDING, Span, besides
 from dflash_lab.target.taps import Taps
 
 logger = logging.getLogger(__name__)
@@ -37,10 +38,10 @@ WARM_UPS = 3  # forwards before a graph is recorded: kernels choose their tiles 
 Bounds = Sequence[tuple[int, int]]  # first row and the one behind the last of each document
 
 
-def unpackable(hybrid: bool, dtype: torch.dtype, cuda: bool) -> str:
-    """Why the packed path is not even tried with a target of `dtype`, or nothing."""
-    if hybrid:
-        return "recurrent layers run across documents"
+def unpackable(spans: Sequence[Span], dtype: torch.dtype, cuda: bool) -> str:
+    """Why the packed path is not even tried with a target of `dtype`, or nothing. spans: of its layers."""
+    if odd := besides(spans, [FULL, SLIDING]):
+        return f"{odd} cannot be kept inside documents"
     if cuda and dtype not in (torch.bfloat16, torch.float16):
         return f"FlashAttention takes no {dtype}"
     return ""
@@ -67,7 +68,7 @@ class RowForward:
         self._records = False
         self.path, self.compiled = "padded", False
         with torch.no_grad():
-            if why := unpackable(target.is_hybrid, target.dtype, self._cuda) or self._adopt_packed():
+            if why := unpackable(target.spans, target.dtype, self._cuda) or self._adopt_packed():
                 logger.warning("live target: documents run padded, side by side, which is slower: %s", why)
             elif compile and self._cuda:
                 if why := self._compile():

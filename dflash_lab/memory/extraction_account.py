@@ -15,7 +15,6 @@ from dflash_lab.memory.fused_account import Live, fusable, fused_mixer
 from dflash_lab.memory.setups import ExtractionSetup
 from dflash_lab.memory.shapes import (
     CHUNK,
-    FULL,
     LINEAR,
     MIB,
     TargetShape,
@@ -99,8 +98,10 @@ def _always(shape: TargetShape, setup: ExtractionSetup, last: int, size: int, cu
             "cos, sin: L rotary_dim 2 s; ids int64",
         ),
     }
-    if setup.mask and FULL in shape.layer_types:
-        live["mask"] = (setup.batch * setup.length**2, "B L^2 bool")
+    kinds = {shape.layer_types[index] for index in range(last + 1) if _masked(shape, setup, index)}
+    if kinds:
+        rows = setup.batch if setup.mask else 1  # a window is the same for all rows
+        live["mask"] = (len(kinds) * rows * setup.length**2, "B L^2 bool a kind of attention; a window L^2")
     if setup.use_cache:
         cached = sum(cache_bytes(shape, setup, index) for index in range(last + 1))
         live["cache"] = (cached, "attention layer: T 2 n_kv d s; linear layer: B (n_v k v 4 + conv tail)")
@@ -140,6 +141,12 @@ def _captured(shape: TargetShape, setup: ExtractionSetup, index: int, captured: 
     return {"captured states": (fresh * state, "taps so far x T H s")}
 
 
+def _masked(shape: TargetShape, setup: ExtractionSetup, index: int) -> bool:
+    """Whether layer `index` attends under a mask: a window longer than the batch needs none."""
+    window = shape.windows[index]
+    return shape.layer_types[index] != LINEAR and (setup.mask or bool(window and setup.length >= window))
+
+
 def _mixer(shape: TargetShape, setup: ExtractionSetup, index: int, size: int) -> list[tuple[str, Live]]:
     if fusable(shape, setup, index):
         return fused_mixer(shape, setup, index, size)
@@ -155,7 +162,7 @@ def _mixer(shape: TargetShape, setup: ExtractionSetup, index: int, size: int) ->
     if shape.qk_norm:
         norm = q * ((2 if size < 4 else 1) * 4 + size) + gate_projection * size
         found.append(("query norm", {"attention": (tokens * norm, "T n_q d (2 x 4 + s): norm in fp32")}))
-    if setup.mask:
+    if _masked(shape, setup, index):
         # Keys and values are repeated to every query head, and the bool mask becomes a bias in the queries'
         # dtype.
         whole = tokens * (4 * q + 2 * kv + gate_projection) * size + setup.batch * setup.length**2 * size

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_lab.errors import InputError, UnsupportedTarget
+from dflash_lab.target.spans import FULL, LINEAR, SLIDING, layer_spans
 
 GIB = 2**30
 MIB = 2**20
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 CHUNK = 64  # tokens: the gated delta rule pads every row to a multiple of this
 
 _DENSE = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
@@ -73,7 +73,9 @@ class Experts:
 
 @dataclass(frozen=True)
 class TargetShape:
-    """A decoder-only target: widths in elements, one entry of `layer_types` and of `sparse` a layer."""
+    """A decoder-only target: widths in elements, one entry of `layer_types`, of `windows` (tokens, None
+    without one) and of `sparse` a layer.
+    """
 
     model_type: str
     hidden: int
@@ -83,6 +85,7 @@ class TargetShape:
     head_dim: int
     vocab: int
     layer_types: tuple[str, ...]
+    windows: tuple[int | None, ...]
     sparse: tuple[bool, ...]
     tied: bool
     bias: bool  # q, k and v projections
@@ -164,7 +167,8 @@ def target_shape(config: Any) -> TargetShape:
         )
     _refuse_options(config, kind)
     count = int(config.num_hidden_layers)
-    types = tuple(getattr(config, "layer_types", None) or (FULL,) * count)
+    spans = layer_spans(config)
+    types = tuple(span.kind for span in spans)
     for index, layer_type in enumerate(types):
         if layer_type not in (FULL, SLIDING, LINEAR) or (layer_type == LINEAR and kind not in _HYBRID):
             raise UnsupportedTarget(
@@ -181,6 +185,7 @@ def target_shape(config: Any) -> TargetShape:
         head_dim=head_dim,
         vocab=int(config.vocab_size),
         layer_types=types,
+        windows=tuple(span.tokens for span in spans),
         sparse=sparse,
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         bias=kind == "qwen2" or bool(getattr(config, "attention_bias", False)),

@@ -11,15 +11,14 @@ its own.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
-from transformers import DynamicCache
 
 from dflash_lab.errors import InputError
+from dflash_lab.target.cache import cache_keyword, growing_cache
 from dflash_lab.target.choice import check_temperature, choose
 from dflash_lab.target.model import Target
 from dflash_lab.target.slots import MOST_SLOTS, generate_in_slots, slot_bytes, takes_slots
@@ -147,11 +146,12 @@ def _generate_batch(
         text[row, : len(prompt)] = torch.tensor(prompt, device=device)
     ends = lengths + max_new  # [n] one past the last token of each row; pulled in by a stop token
     alive = torch.arange(len(prompts), device=device)  # [R] rows in the cache
-    cache = DynamicCache(config=target.config)
-    keyword = "cache" if "cache" in inspect.signature(target.body.forward).parameters else "past_key_values"
+    cache, keyword = growing_cache(target), cache_keyword(target.body)
     tokens = text[:, :shortest]
     for position in range(shortest, width):
-        out = target.body(input_ids=tokens, use_cache=True, **{keyword: cache})
+        # Given, for some hybrids count places wrongly by themselves.
+        places = torch.arange(position - tokens.shape[1], position, device=device).expand_as(tokens)
+        out = target.body(input_ids=tokens, position_ids=places, use_cache=True, **{keyword: cache})
         chosen = choose(target.head.logits(out.last_hidden_state[:, -1]), temperature, generator)  # [R]
         in_prompt = position < lengths[alive]
         chosen = torch.where(in_prompt, text[alive, position], chosen)

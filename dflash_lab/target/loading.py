@@ -22,6 +22,7 @@ from dflash_lab.target.checkpoint import Checkpoint
 from dflash_lab.target.head import TargetHead
 from dflash_lab.target.model import Target
 from dflash_lab.target.sources import Source, resolve, whole_config
+from dflash_lab.target.spans import LINEAR, layer_spans
 
 log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -215,7 +216,7 @@ def _head_weight(order: _Order, embedding: torch.Tensor) -> torch.Tensor:
 
 
 def _require_fast_kernels(name: str, config: PretrainedConfig) -> None:
-    linear = "linear_attention" in (getattr(config, "layer_types", None) or ())
+    linear = any(span.kind == LINEAR for span in layer_spans(config))
     if linear and importlib.util.find_spec("fla") is None:
         raise InputError(
             f"{name} has gated-delta-net layers and flash-linear-attention is not installed: on CUDA the "

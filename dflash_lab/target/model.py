@@ -20,6 +20,7 @@ from dflash_lab.target import structure
 from dflash_lab.target.head import TargetHead
 from dflash_lab.target.identity import identify
 from dflash_lab.target.sources import Source, source_stop_ids, source_tokenizer
+from dflash_lab.target.spans import Span, layer_spans
 
 
 class Target:
@@ -74,10 +75,15 @@ class Target:
     def vocab_size(self) -> int:
         return self.embedding.weight.shape[0]
 
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """What each layer attends to."""
+        return layer_spans(self.config, self.body)
+
     @property
     def is_hybrid(self) -> bool:
         """Whether some layers keep a recurrent state instead of keys and values."""
-        return structure.is_hybrid(self.config, self.body)
+        return any(span.recurrent for span in self.spans)
 
     @property
     def has_experts(self) -> bool:

@@ -11,17 +11,18 @@ step runs unrecorded, which is how it is tested.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dflash_lab.target.cache import cache_keyword
 from dflash_lab.target.choice import choose
 from dflash_lab.target.model import Target
 from dflash_lab.target.slot_attention import NAME, SlotCache
 from dflash_lab.target.slot_norms import few_kernels
+from dflash_lab.target.spans import FULL, besides
 
 STEPS_A_LOOK = 32  # steps between two looks of the host at the counter
 MOST_SLOTS = 4096
@@ -31,12 +32,9 @@ def takes_slots(target: Target) -> bool:
     """Whether a target's layers can be run this way: attention over everything, and nothing whose shapes
     depend on data (experts).
     """
-    config = target.config
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    capped = getattr(config, "attn_logit_softcapping", None)
-    plain = kinds == {"full_attention"} and not windowed and not target.has_experts and not capped
-    return plain and not target.is_hybrid and bool(target.body._supports_attention_backend)
+    capped = getattr(target.config, "attn_logit_softcapping", None)
+    plain = not besides(target.spans, [FULL]) and not target.has_experts and not capped
+    return plain and bool(target.body._supports_attention_backend)
 
 
 def slot_bytes(target: Target, width: int) -> int:
@@ -122,7 +120,7 @@ def generate_in_slots(
     rows = min(slots, len(prompts))
     state = _Slots.fill(prompts, max_new_tokens, rows, target.device)
     cache = SlotCache(rows, state.text.shape[1], state.position)
-    keyword = "cache" if "cache" in inspect.signature(target.body.forward).parameters else "past_key_values"
+    keyword = cache_keyword(target.body)
 
     def step() -> None:
         tokens = state.text[state.job, state.position].long()[:, None]

@@ -77,9 +77,11 @@ def cut_config(config: PretrainedConfig, last_layer: int | None) -> PretrainedCo
         return config
     if not 0 <= last_layer < config.num_hidden_layers:
         raise InputError(f"last_layer={last_layer}: the target has layers 0..{config.num_hidden_layers - 1}.")
-    config.num_hidden_layers = last_layer + 1
+    whole, config.num_hidden_layers = config.num_hidden_layers, last_layer + 1
     if len(getattr(config, "layer_types", None) or ()) > last_layer + 1:
         config.layer_types = config.layer_types[: last_layer + 1]
+    if shared := getattr(config, "num_kv_shared_layers", 0):  # the last ones; they are counted from the end
+        config.num_kv_shared_layers = max(0, shared - (whole - config.num_hidden_layers))
     return config
 
 
@@ -161,14 +163,3 @@ def head_of(config: PretrainedConfig, *, name: str, trust_remote_code: bool = Fa
 def has_experts(config: PretrainedConfig) -> bool:
     """Tell whether layers route tokens to experts, so that shapes inside them follow the data."""
     return any(getattr(config, name, 0) for name in _EXPERT_COUNTS)
-
-
-def is_hybrid(config: PretrainedConfig, body: PreTrainedModel | None = None) -> bool:
-    """Tell whether some layers keep a recurrent state (gated delta net, state space) instead of keys and
-    values.
-
-    A config says so by its kinds of layer; some older state-space models say so only in their class.
-    """
-    kinds = getattr(config, "layer_types", None) or []
-    named = any("attention" not in kind or kind == "linear_attention" for kind in kinds)
-    return named or bool(getattr(body, "_is_stateful", False))

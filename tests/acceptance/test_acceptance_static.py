@@ -159,7 +159,7 @@ def test_a_conditional_tree_built_by_levels_equals_the_heaps(loaded):
 
 def test_targets_without_a_fixed_form_say_why(loaded, tmp_path):
     assert why_not(loaded("llama")) == why_not(loaded("qwen3")) == ""
-    assert "recurrent" in why_not(loaded("qwen3_5"))
+    assert "a recurrent state" in why_not(loaded("qwen3_5"))
     assert "experts" in why_not(loaded("qwen3_moe"))
     kinds = ["sliding_attention", "full_attention"] * 4
     folder = build_tiny("qwen3", tmp_path, use_sliding_window=True, sliding_window=8, layer_types=kinds)

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from support.families import tiny_family
 from support.tiny_drafters import relative_error
 from support.tiny_targets import VOCAB_SIZE
 
@@ -26,6 +27,7 @@ from dflash_lab.errors import InputError
 from dflash_lab.extraction.loop import extract
 from dflash_lab.extraction.store import open_store
 from dflash_lab.target.loading import load_target
+from dflash_lab.target.taps import Taps
 
 TAPS = [1, 3, 5]
 LENGTHS = [20, 31, 17, 44, 25, 38, 29, 33, 18, 40, 22, 27, 35, 90]
@@ -126,6 +128,18 @@ def test_documents_do_not_see_each_other(samples, tiny_target):
     other, other_final = items.forward(ids, positions, bounds)
     assert torch.equal(taps[30:], other[30:]) and torch.equal(final[30:], other_final[30:])
     assert not torch.equal(taps[:30], other[:30])
+
+
+def test_chunks_longer_than_the_proof_run_padded(tmp_path, caplog):
+    """The proof's documents are shorter than a chunk, where packed rows still look right."""
+    target = tiny_family("llama4_text", tmp_path, attention_chunk_size=100)
+    forward = RowForward(target, TAPS[:2], row_tokens=200, longest=200)
+    assert forward.path == "padded" and "layers 0-2 (chunked_attention over 100 tokens)" in caplog.text
+    ids = torch.randint(3, 60, (150,), generator=torch.Generator().manual_seed(1))
+    taps, _ = forward(ids, torch.arange(150), [(0, 150)])
+    with Taps(target.layers, TAPS[:2]) as plain:
+        target.body(input_ids=ids[None], use_cache=False)
+        assert relative_error(taps, torch.cat(plain.take(), dim=-1)[0]) < 5e-3
 
 
 def test_a_target_whose_packed_forward_differs_runs_padded(samples, tiny_target, caplog, monkeypatch):

@@ -18,6 +18,7 @@ from dflash_lab.extraction.fast.ops import reference_ops
 from dflash_lab.extraction.selftest import rel_l2
 from dflash_lab.target.loading import load_target
 from dflash_lab.target.model import Target
+from dflash_lab.target.spans import SLIDING, Span
 from dflash_lab.target.taps import Taps
 
 KINDS = ("llama", "qwen3", "qwen3_5", "qwen3_moe", "qwen3_5_moe", "qwen3_5_wrapped")
@@ -92,11 +93,15 @@ def test_a_layer_that_is_not_equal_stays_plain(tiny_folder, monkeypatch) -> None
 def test_a_layer_with_an_unknown_part_stays_plain_and_says_why(tiny_folder) -> None:
     target = load_target(str(tiny_folder("qwen3")), with_head=False)
     target.layers[2].extra = nn.Identity()
-    target.layers[3].self_attn.sliding_window = 64
+    target.spans = (*target.spans[:3], Span(SLIDING, 64), *target.spans[4:])
     target.layers[4].input_layernorm = nn.LayerNorm(48)
     path = speed_up(target, "auto", reference_ops())
     assert set(path.plain) == {2, 3, 4}
-    assert "extra" in path.plain[2] and "sliding window" in path.plain[3] and "LayerNorm" in path.plain[4]
+    assert (
+        "extra" in path.plain[2]
+        and "sliding_attention over 64" in path.plain[3]
+        and "LayerNorm" in path.plain[4]
+    )
 
 
 def test_a_norm_is_read_by_what_it_computes(tiny) -> None:

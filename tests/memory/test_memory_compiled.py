@@ -40,7 +40,7 @@ def shape_of(drafter):
     """A target whose ends are as wide as the drafter, as the benchmark makes them."""
     return TargetShape(
         "qwen3", drafter.hidden_size, drafter.intermediate_size, drafter.num_heads, drafter.num_kv_heads,
-        drafter.head_dim, drafter.vocab_size, (FULL,), (False,), False, False, False, True, False,
+        drafter.head_dim, drafter.vocab_size, (FULL,), (None,), (False,), False, False, False, True, False,
         drafter.head_dim, None, None,
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from support.tiny_targets import tiny_config
+from transformers import AutoConfig
 
 from dflash_lab.errors import InputError
 from dflash_lab.memory.extraction_account import extraction_account, predict_extraction
@@ -52,6 +53,21 @@ def test_formulas_agree_with_the_counted_fake_run(name, options, batch, length):
     account = predict_extraction(config, batch=batch, length=length, tap_ids=taps, cuda=False, **options)
     assert live(account) == pytest.approx(live(counted), rel=0.04)
     assert account.terms["target weights"] == counted.terms["target weights"]
+
+
+@pytest.mark.parametrize("kind, own", [("mistral", {}), ("qwen3", {"use_sliding_window": True})])
+@pytest.mark.parametrize("length, mask", [(299, False), (300, False), (2000, False), (2000, True)])
+def test_formulas_of_windows_agree_with_the_counted_fake_run(kind, own, length, mask):
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}
+    own = own | {"max_window_layers": 3} if own else own
+    config = AutoConfig.for_model(
+        kind, num_hidden_layers=8, num_key_value_heads=2, vocab_size=500, sliding_window=300, **sizes, **own
+    )
+    setup = {"batch": 2, "length": length, "tap_ids": (1, 6), "mask": mask}
+    counted, _ = count_extraction(config, ExtractionSetup(**setup))
+    account = predict_extraction(config, cuda=False, **setup)
+    assert live(account) == pytest.approx(live(counted), rel=0.02)
+    assert account.terms.get("mask", 0) == pytest.approx(counted.terms.get("mask", 0), rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["qwen3.6-27b", "qwen3-8b", "smollm2-135m"])

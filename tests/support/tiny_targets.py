@@ -55,6 +55,7 @@ _HYBRID: dict[str, Any] = {
 _MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _KIND: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
+    "mistral": ("mistral", {"sliding_window": 16}),
     "qwen3": ("qwen3", {}),
     "qwen3_5": ("qwen3_5_text", _HYBRID),
     "qwen3_moe": ("qwen3_moe", {**_MOE, "mlp_only_layers": [], "decoder_sparse_step": 1}),

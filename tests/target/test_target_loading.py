@@ -16,6 +16,8 @@ from dflash_lab.target import loading
 from dflash_lab.target.checkpoint import Checkpoint
 from dflash_lab.target.loading import choose_device, load_head, load_target
 from dflash_lab.target.sources import load_config, load_tokenizer
+from dflash_lab.target.spans import layer_spans
+from dflash_lab.target.structure import cut_config
 
 TOKENS = torch.randint(0, 256, (2, 70), generator=torch.Generator().manual_seed(3))
 
@@ -299,3 +301,14 @@ def test_a_tensor_of_another_shape_is_refused_by_name(damaged):
 def test_a_name_too_long_for_a_file_is_no_folder():
     with pytest.raises(InputError, match="no folder"):
         load_config("a" * 5000)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_a_cut_target_shares_keys_where_the_whole_one_does(model_type):
+    kinds = ["sliding_attention", "full_attention"] * 3
+    options = {"num_hidden_layers": 6, "layer_types": kinds, "num_kv_shared_layers": 3}
+    whole = AutoConfig.for_model(model_type, **options)
+    spans = layer_spans(whole)
+    assert [span.shared for span in spans] == [False] * 3 + [True] * 3
+    for last in range(6):
+        assert layer_spans(cut_config(whole, last)) == spans[: last + 1]

@@ -5,6 +5,7 @@ refusals.
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 
@@ -148,6 +149,17 @@ def test_hybrid_target_is_decoded_and_its_trees_stay_offline(run_of):
     assert "recurrent state" in result.facts["tree_refused"]
     assert "tau_tree_decoded" not in result.figures and result.figures["tau_tree"] >= 1
     assert result.cost_model.replay
+
+
+def test_a_windowed_target_is_decoded_one_prompt_at_a_time_and_says_why(run_of):
+    target, run = run_of("mistral")
+    result = execute(AcceptanceParams(run_dir=str(run), target=str(target), batch=3, force=True, **FAST))
+    assert result.figures["greedy_different"] == 0 and result.figures["speedup_chain"] > 0
+    assert result.figures["tau_offline"] == pytest.approx(result.figures["tau_trained"], rel=0.03)
+    windows = r"layers 0-7 \(sliding_attention over 16 tokens\) of this mistral"
+    assert re.search(f"growing cache: .*not decoded 3 at a time: .*{windows}", result.facts["decoding"])
+    assert re.search(windows, result.facts["tree_refused"]) and "tau_tree_decoded" not in result.figures
+    assert "tau_together" not in result.figures and result.figures["tau_tree"] >= 1
 
 
 def test_a_fault_in_decoding_is_said_and_its_cause_named(run_of, monkeypatch):

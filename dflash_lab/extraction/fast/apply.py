@@ -24,6 +24,7 @@ from dflash_lab.errors import InputError
 from dflash_lab.extraction.fast.layers import FusedLayer, NotUnderstood
 from dflash_lab.extraction.fast.ops import Ops, ops_for
 from dflash_lab.target.model import Target
+from dflash_lab.target.spans import FULL, LINEAR, Span
 
 log = logging.getLogger(__name__)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -81,8 +82,10 @@ def speed_up(target: Target, mode: str = "auto", ops: Ops | None = None) -> Fast
         return path
     path.ops = ops.name
     fused: dict[int, FusedLayer] = {}
-    for index, layer in enumerate(target.layers):
+    for index, (layer, span) in enumerate(zip(target.layers, target.spans, strict=True)):
         try:
+            if span not in (Span(FULL), Span(LINEAR)):
+                raise NotUnderstood(str(span))
             fused[index] = FusedLayer(layer, ops)
         except (NotUnderstood, AttributeError) as error:
             path.plain[index] = str(error)

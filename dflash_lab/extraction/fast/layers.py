@@ -112,8 +112,6 @@ class FusedAttention:
     def __init__(self, module: Any) -> None:
         self._parts = linears(module, "q_proj", "k_proj", "v_proj")
         (self._out,) = linears(module, "o_proj")
-        if getattr(module, "sliding_window", None) is not None:
-            raise NotUnderstood("attention with a sliding window")
         self._width, self._scale = int(module.head_dim), float(module.scaling)
         self._heads = self._out.in_features // self._width
         self._kv_heads = self._parts[1].out_features // self._width

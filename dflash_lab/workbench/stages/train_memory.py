@@ -77,9 +77,10 @@ def target_options(
     from dflash_lab.memory.planner import expandable_segments
     from dflash_lab.memory.shapes import target_shape
     from dflash_lab.target.loading import choose_dtype
+    from dflash_lab.target.spans import Span
 
     cuda, dtype, shape = device.type == "cuda", choose_dtype(params.dtype, config), target_shape(config)
-    packed = rows == "packed" if rows else not unpackable(shape.delta is not None, dtype, cuda)
+    packed = rows == "packed" if rows else not unpackable([*map(Span, shape.layer_types)], dtype, cuda)
     return dict(
         placement="same device",
         target_dtype=_name(dtype),

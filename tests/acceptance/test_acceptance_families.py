@@ -1,0 +1,227 @@
+"""What `Target.spans` says of every family of transformers, against experiments on its layers; and every way
+of decoding, which equals forwards without a cache or is refused by name.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from drafters import close, random_drafter
+from support.families import WINDOW, families, tiny_family
+
+from dflash_lab.acceptance.batch import check_batch_target, decode_batch
+from dflash_lab.acceptance.decode import plain_decode
+from dflash_lab.acceptance.rollback import check_goes_on
+from dflash_lab.acceptance.static_cache import why_not
+from dflash_lab.acceptance.static_decode import StaticDecoder, Workspace
+from dflash_lab.acceptance.target_run import TargetRun, check_tree_target
+from dflash_lab.acceptance.tree import build_tree, marginal_edges
+from dflash_lab.errors import UnsupportedTarget
+from dflash_lab.target.cache import growing_cache
+from dflash_lab.target.generation import generate
+from dflash_lab.target.spans import CHUNKED, FULL, SLIDING, Span
+
+LENGTH, CHANGED = 48, 8  # tokens of the text, and the one that is changed in it
+COUNT = 42  # tokens decoded: a short prompt with its answer is longer than a window too
+FEW = 13  # the same again in a batch
+SHORT, LONG = 6, 30  # prompt tokens
+SPANS = {
+    "mistral": [Span(SLIDING, WINDOW)] * 4,
+    "starcoder2": [Span(SLIDING, WINDOW)] * 4,
+    "phi3": [Span(SLIDING, WINDOW)] * 4,
+    "qwen2": [Span()] * 2 + [Span(SLIDING, WINDOW)] * 2,
+    "qwen3": [Span()] * 2 + [Span(SLIDING, WINDOW)] * 2,
+    "qwen3_moe": [Span(SLIDING, WINDOW)] * 4,
+    "gemma2": [Span(SLIDING, WINDOW), Span()] * 2,
+    "gemma3_text": [Span(SLIDING, WINDOW), Span()] * 2,
+    "gemma3n_text": [
+        Span(SLIDING, WINDOW), Span(), Span(SLIDING, WINDOW, shared=True), Span(FULL, shared=True)
+    ],
+    "cohere2": [Span(SLIDING, WINDOW)] * 3 + [Span()],
+    "gpt_oss": [Span(SLIDING, WINDOW), Span()] * 2,
+    "gpt_neo": [Span(), Span(SLIDING, WINDOW)] * 2,
+    "llama4_text": [Span(CHUNKED, WINDOW)] * 3 + [Span()],
+    "qwen3_5_text": [Span("linear_attention")] * 3 + [Span()],
+    "lfm2": [Span("conv"), Span()] * 2,
+    "mamba": [Span("linear_attention")] * 4,
+    "rwkv": [Span("own_state")] * 4,
+    "moshi": [Span()] * 4,
+    "bloom": [Span()] * 4,
+    "mpt": [Span()] * 4,
+    "falcon": [Span()] * 4,
+    "deepseek_v3": [Span()] * 4,
+    "minicpm3": [Span()] * 4,
+    "llama": [Span()] * 4,
+}  # fmt: skip
+
+
+def _text(target):
+    return torch.randint(3, 60, (LENGTH,), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def _moved(target, ids):
+    """Change what one place brings into a layer; return for each layer the places whose output moves."""
+    outputs, changed = [], []
+
+    def change(module, args, kwargs):
+        hidden = (args[0] if args else kwargs["hidden_states"]).clone()
+        place = hidden[..., CHANGED, :]
+        place += torch.randn(place.shape, generator=torch.Generator().manual_seed(1))
+        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+    def keep(module, args, kwargs, output):
+        changed.append(output[0] if isinstance(output, tuple) else output)
+
+    hooks = [layer.register_forward_hook(keep, with_kwargs=True) for layer in target.layers]
+    target.body(input_ids=ids[None], use_cache=False)
+    outputs, changed[:] = list(changed), []
+    for hook in hooks:
+        hook.remove()
+    moved = []
+    for layer, output in zip(target.layers, outputs):
+        with (
+            layer.register_forward_pre_hook(change, with_kwargs=True),
+            layer.register_forward_hook(keep, with_kwargs=True),
+        ):
+            target.body(input_ids=ids[None], use_cache=False)
+        error = (changed.pop() - output).norm(dim=-1) / output.norm(dim=-1)
+        moved.append((error.reshape(-1, LENGTH).amax(0) > 3e-6).nonzero()[:, 0].tolist())
+    return moved
+
+
+def check_spans(target, ids):
+    for layer, (span, moved) in enumerate(zip(target.spans, _moved(target, ids), strict=True)):
+        said = f"{target.config.model_type} layer {layer}: {span}, but {moved} moved"
+        assert moved[0] == CHANGED, said
+        if span.shared or span.kind in ("moe", "mlp"):
+            assert len(moved) == 1, said
+        elif span.kind == SLIDING:
+            assert CHANGED + WINDOW - 4 < moved[-1] < CHANGED + WINDOW, said
+        elif span.kind == CHUNKED:
+            assert WINDOW - 3 < moved[-1] < WINDOW, said
+        elif span.kind == FULL:
+            assert moved[-1] > CHANGED + 1.5 * WINDOW, said
+        elif span.recurrent:
+            assert moved[-1] > CHANGED, said
+
+
+def check_refused(target, call):
+    """`call` says which family it does not do, and which layers or what about it."""
+    with pytest.raises(UnsupportedTarget, match=target.config.model_type) as error:
+        call()
+    assert target.name in str(error.value)
+
+
+@torch.no_grad()
+def _states(target, ids):
+    return target.body(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+
+
+@torch.no_grad()
+def check_rollback(target, ids):
+    """Drafts of which two are right and two are wrong, over and over, on the way through the text."""
+    truth, rows = _states(target, ids), []
+    with TargetRun(target) as run:
+        rows.append(run.step(ids[:SHORT], certain=True).normed)
+        run.commit(SHORT)
+        while run.length < LENGTH:
+            right = ids[run.length : run.length + 2]
+            rows.append(run.step(torch.cat([right, right + 1])).normed[:2])
+            run.commit(2)
+    assert close(torch.cat(rows), truth, 1e-4), target.config.model_type
+
+
+@torch.no_grad()
+def check_tree(target, ids):
+    """A tree's states, each as if its path alone had followed the prompt."""
+    scores = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    tree = build_tree(marginal_edges(scores, 8), root=0, depth=3, budget=8)
+    assert max(map(len, tree.leaf_paths())) < len(tree)
+    for length in (SHORT, LONG):
+        with TargetRun(target) as run:
+            run.step(ids[:length], certain=True)
+            run.commit(length)
+            states = run.step_tree(ids[length : length + 1], tree).normed
+        for path in tree.leaf_paths():
+            tokens = torch.from_numpy(tree.tokens)[torch.tensor(path) - 1]
+            truth = _states(target, torch.cat([ids[: length + 1], tokens]))[length:]
+            assert close(states[[0, *path]], truth, 1e-4), target.config.model_type
+
+
+def check_decoding(target, ids):
+    """Plain decoding, fixed shapes, batches, trees, generation: right, or refused by name."""
+    options = {"max_new_tokens": COUNT, "stop_ids": ()}
+    prompts = [ids[:SHORT].tolist(), ids[:LONG].tolist()]
+    try:
+        growing_cache(target)
+    except UnsupportedTarget:
+        check_refused(target, lambda: plain_decode(target, prompts[0], **options))
+        check_refused(target, lambda: generate(target, prompts, **options))
+        check_refused(target, lambda: check_tree_target(target))
+        check_refused(target, lambda: Workspace(target))
+        return
+    try:
+        check_goes_on(target)
+    except UnsupportedTarget:
+        check_refused(target, lambda: check_goes_on(target))
+    else:
+        check_rollback(target, ids)
+    answers = [plain_decode(target, prompt, **options).tokens for prompt in prompts]
+    for prompt, answer in zip(prompts, answers):
+        states = _states(target, torch.tensor(prompt + answer[:-1]))[len(prompt) - 1 :]
+        assert target.head.logits(states).argmax(-1).tolist() == answer, target.config.model_type
+    few = {**options, "max_new_tokens": FEW}
+    assert generate(target, prompts, **few) == [answer[:FEW] for answer in answers]
+    if why_not(target):
+        check_refused(target, lambda: Workspace(target))
+    else:
+        decoder = StaticDecoder(Workspace(target))
+        assert [decoder(prompt, **options).tokens for prompt in prompts] == answers
+    if target.is_hybrid or any(span != Span() for span in target.spans):
+        check_refused(target, lambda: check_tree_target(target))
+    try:
+        check_tree_target(target)
+    except UnsupportedTarget:
+        check_refused(target, lambda: check_tree_target(target))
+    else:
+        check_tree(target, ids)
+    try:
+        check_batch_target(target)
+    except UnsupportedTarget:
+        check_refused(target, lambda: check_batch_target(target))
+    else:
+        options_of = {"tap_ids": (1, 2), "mask_token_id": 63, "vocab_size": target.vocab_size}
+        drafter = random_drafter(target, **options_of)
+        batch = decode_batch(target, drafter, prompts, block_size=3, **few)
+        assert [answer.tokens for answer in batch] == [answer[:FEW] for answer in answers]
+
+
+@pytest.mark.parametrize("family", SPANS)
+def test_spans_are_what_the_layers_attend_to_and_decoding_follows_them(family, tmp_path):
+    target = tiny_family(family, tmp_path)
+    ids = _text(target)
+    assert list(target.spans) == SPANS[family]
+    check_spans(target, ids)
+    check_decoding(target, ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_every_family_that_can_be_built_is_decoded_right_or_refused_by_name(part, tmp_path):
+    wrong, decoded = [], 0
+    for family in families()[part::4]:
+        if family in SPANS:
+            continue
+        try:
+            target = tiny_family(family, tmp_path / family)
+            check_spans(target, _text(target))
+            check_decoding(target, _text(target))
+        except UnsupportedTarget as error:  # at loading, by name, before anything is decoded
+            assert str(tmp_path / family) in str(error)
+            continue
+        except Exception as error:
+            wrong.append(f"{family}: {type(error).__name__}: {error}")
+        decoded += 1
+    assert not wrong, "\n".join(wrong)
+    assert decoded > 5
