@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,14 +132,22 @@ def test_a_resumed_run_keeps_the_chunks_of_its_loss(tmp_path, monkeypatch):
 
 
 class Slow(ItemList):
-    """Samples that take a while to read."""
+    """Samples that take a while to read, on a clock that stands still else."""
+
+    now = 0.0  # seconds
 
     def __getitem__(self, index):
-        time.sleep(0.05)
+        Slow.now += 0.05
         return super().__getitem__(index)
 
 
-def test_time_spent_waiting_for_rows_is_told(tmp_path):
+def test_time_spent_waiting_for_rows_is_told(tmp_path, monkeypatch):
+    def look():
+        Slow.now += 0.01  # whatever is computed between two looks
+        return Slow.now
+
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=look))
+    monkeypatch.setattr(trainer, "prefetch", lambda stream: stream)  # rows are read when they are asked for
     shares = {}
     for kind in (ItemList, Slow):
         folder = tmp_path / kind.__name__

@@ -126,12 +126,10 @@ print(smollm2.cached_folder())
 """
 
 
-def start(tmp_path, how):
-    gguf = tmp_path / "x.gguf"
-    gguf.write_bytes(b"GGUF")
+def start(gguf, how):
     path = {
         "DFLASH_LAB_SMOLLM2_GGUF": str(gguf),
-        "DFLASH_LAB_CACHE": str(tmp_path / "cache"),
+        "DFLASH_LAB_CACHE": str(gguf.parent / "cache"),
         "PATH": "/usr/bin",
     }
     root = str(Path(__file__).parents[2])
@@ -144,9 +142,11 @@ def start(tmp_path, how):
 
 
 def test_processes_at_once_convert_once_and_a_killed_one_leaves_nothing(tmp_path):
-    assert start(tmp_path, "die").wait() == 9
+    gguf = tmp_path / "x.gguf"
+    gguf.write_bytes(b"GGUF")  # once, before anybody hashes it: its hash names the folder
+    assert start(gguf, "die").wait() == 9
     assert [p.name for p in (tmp_path / "cache").iterdir() if not p.name.startswith(".")] == ["smollm2.lock"]
-    running = [start(tmp_path, "live") for _ in range(3)]
+    running = [start(gguf, "live") for _ in range(3)]
     folders = {process.communicate()[0].strip() for process in running}
     assert len(folders) == 1 and (Path(folders.pop()) / "model").read_text() == "whole"
     assert (tmp_path / "log").read_text() == "converted\n"
