@@ -290,7 +290,7 @@ def test_a_part_given_up_of_the_whole_is_not_forgotten_for_a_trial(params) -> No
 
 
 def test_another_seed_draws_others_and_asks_first(params) -> None:
-    execute(params(max_samples=3))
+    execute(params(max_samples=5))
     before = hashes(params().store_path)
     with pytest.raises(WouldReplace, match="seed was 0, now 1"):
         execute(params(max_samples=3, seed=1))
