@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 import polars as pl
 
+from dflash_lab.data.parquet_footer import row_groups
 from dflash_lab.data.problems import BadRecord, Problem, storable
 from dflash_lab.data.strict_json import parse, split_values
 from dflash_lab.errors import InputError
@@ -32,9 +33,8 @@ FIELDS: dict[tuple[str, ...], frozenset[str]] = {}  # keys that tell a kind of r
 
 MAX_RECORD_BYTES = 64 << 20
 _CHUNK = 1 << 20
-_RANGE_ROWS, _RANGE_BYTES = 4096, 16 << 20  # of a Parquet file that are decoded together
-_UNDECODED = (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError)
-_PYTHON_BYTES = 1 << 20  # of them that are Python objects at a time, which are up to nine times as large
+_PYTHON_BYTES = 1 << 20  # of Parquet that are Python objects at a time, which are up to nine times as large
+_UNDECODED = (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError, ValueError)
 _DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:\w[\w.-]*)?(@\w[\w.\[\]:%-]*)?")
 
 
@@ -202,37 +202,61 @@ def _values(file: BinaryIO, limit: int) -> Iterator[Row]:
 
 @container(".parquet")
 def read_parquet(path: Path, limit: int) -> Iterator[Row]:
-    """Yield rows as dictionaries without their null fields, of the columns that are read of such records.
+    """Yield rows as dictionaries without their null fields, of the columns that are read of such records,
+    decoded in ranges of about `limit` bytes: for every range, polars goes through its whole row group.
 
     A row of more than `limit` bytes is a bad record of its own. From the first row that cannot be decoded on,
     the rest of the file is one bad record that counts them all.
     """
-    row, total, step, whole = 0, 0, 1, True
+    row = total = 0
     try:
         scan = pl.scan_parquet(path, glob=False)
-        scan = scan.select(columns_read(scan.collect_schema().names()))
+        columns = columns_read(scan.collect_schema().names())
+        scan = scan.select(columns)
         total = scan.select(pl.len()).collect().item()
-        while row < total:
-            try:
-                part = scan.slice(row, step).collect(engine="in-memory")
-                if not part.height:
-                    raise pl.exceptions.ComputeError(f"it says that it has {total:,} rows and has {row:,}")
-            except _UNDECODED:
-                if step == 1:
-                    raise
-                step, whole = step // 2, False  # down to the first row that cannot be read
-                continue
-            for record in _sized(part, limit):
-                row += 1
-                yield row, record
-            if whole:
-                fit = _RANGE_BYTES * part.height // max(1, int(part.estimated_size()))
-                step = max(1, min(4 * step, fit, _RANGE_ROWS))
+        groups = row_groups(path, columns)
+        if sum(rows for rows, _ in groups) != total:
+            raise ValueError(f"its row groups do not make {total:,} rows")
+        for count in _ranges(groups, limit):
+            end, step = row + count, count
+            while row < end:
+                try:
+                    part = scan.slice(row, min(step, end - row)).collect(engine="in-memory")
+                    if not part.height:
+                        raise pl.exceptions.ComputeError(f"it has {row:,} rows where it says {total:,}")
+                except _UNDECODED:
+                    if step == 1:
+                        raise
+                    step //= 2  # down to the first row that cannot be read
+                    continue
+                for record in _sized(part, limit):
+                    row += 1
+                    yield row, record
+                del part  # before the next one is decoded
     except _UNDECODED as error:
         if isinstance(error, OSError) and not total:
             raise
         reason = f"Parquet cannot be read from row {row + 1} on: {_first_line(error)}"
         yield row + 1 if total else 0, BadRecord("unreadable", reason, max(1, total - row))
+
+
+def _ranges(groups: list[tuple[int, int]], limit: int) -> Iterator[int]:
+    """Yield how many rows to decode together, so that they are about `limit` bytes: several small row groups,
+    or an even piece of a larger one.
+    """
+    rows = size = 0
+    for count, bytes_of in groups:
+        if rows and size + bytes_of > limit:
+            yield rows
+            rows = size = 0
+        if bytes_of <= limit:
+            rows, size = rows + count, size + bytes_of
+            continue
+        piece = max(1, count * limit // bytes_of)
+        for start in range(0, count, piece):
+            yield min(piece, count - start)
+    if rows:
+        yield rows
 
 
 def columns_read(names: Sequence[str]) -> Sequence[str]:

@@ -14,8 +14,9 @@ import polars as pl
 import pytest
 
 from dflash_lab.data.conversations import FORMS, read_conversations
+from dflash_lab.data.parquet_footer import row_groups
 from dflash_lab.data.problems import BadRecord
-from dflash_lab.data.records import FIELDS, columns_read
+from dflash_lab.data.records import FIELDS, _ranges, columns_read
 
 
 def chat(number, answer="Hello."):
@@ -46,7 +47,7 @@ def peak():  # ru_maxrss is that of the parent, too, whose memory a child shares
 
 pl.scan_parquet(sys.argv[1]).select(pl.len()).collect()
 before = peak()
-found, problems = read_conversations(sys.argv[1])
+found, problems = read_conversations(sys.argv[1], max_record_bytes=16 << 20)
 count = sum(1 for _ in found)
 print(count, len(problems), peak() - before)
 """
@@ -71,7 +72,7 @@ def test_parquet_of_300_mb_is_read_in_a_part_of_that(tmp_path, where):
     pl.DataFrame(rows).write_parquet(path)
     count, problems, mib = peak_mib(path)
     assert (count, problems) == (300, 0)
-    assert mib < 150  # ranges of 16 MiB; all of it together is 300 and more
+    assert mib < 150  # ranges of 16 MiB, as large as a record may be; all of it together is 300 and more
 
 
 @pytest.mark.parametrize("place", [0, 7, 19])
@@ -138,6 +139,54 @@ def test_files_of_other_schemas_lie_in_one_folder(tmp_path):
         ("j", 0, "unreadable", 1),
     ]
     assert "keys are mesages, source (did you mean 'messages'?)" in problems[0].reason
+
+
+def test_a_footer_tells_rows_and_decoded_bytes_of_every_row_group(tmp_path):
+    path = tmp_path / "d.parquet"
+    rows = [
+        {**chat(number, "x" * 5000 + str(number)), "n": number, "input_ids": [7] * 2000, "on": number > 3}
+        for number in range(25)
+    ]
+    frame = pl.DataFrame(rows)
+    frame.write_parquet(path, row_group_size=10)
+    found = row_groups(path, ["messages"])
+    assert [count for count, _ in found] == [10, 10, 5]
+    for number, (count, size) in enumerate(found):
+        part = frame.slice(10 * number, count)
+        assert 1 < size / part.select("messages").estimated_size() < 1.5
+        ids = row_groups(path, ["input_ids", "on"])[number][1]  # encoded in a few bytes, eight each when read
+        assert 1 <= ids / part.select("input_ids").estimated_size() < 1.1
+        assert row_groups(path, [])[number] == (count, 0)
+        assert row_groups(path, frame.columns)[number][1] > size + ids
+    pl.DataFrame(schema={"messages": pl.String}).write_parquet(path)
+    assert sum(count for count, _ in row_groups(path, ["messages"])) == 0
+
+
+def test_a_footer_that_is_damaged_is_a_value_error_and_nothing_else(tmp_path):
+    path = tmp_path / "d.parquet"
+    pl.DataFrame([chat(number) for number in range(30)]).write_parquet(path, row_group_size=10)
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[-8:-4], "little")
+    draw = random.Random(0)
+    refused = 0
+    for data in [b"", b"PAR1", whole[:-1], whole[:-8] + b"\xff\xff\xff\x7fPAR1", *[None] * 200]:
+        if data is None:
+            data = bytearray(whole)
+            for _ in range(20):
+                data[-8 - draw.randint(1, length)] = draw.randrange(256)
+        path.write_bytes(data)
+        try:
+            row_groups(path, ["messages"])
+        except ValueError:
+            refused += 1
+    assert refused > 50
+
+
+def test_ranges_make_the_rows_of_the_file_in_pieces_of_a_record_s_size():
+    assert list(_ranges([(10, 5), (10, 5), (10, 5), (7, 2)], 12)) == [20, 17]
+    assert list(_ranges([(10, 100), (4, 8), (3, 2)], 12)) == [*[1] * 10, 7]
+    assert list(_ranges([(10, 50), (5, 1)], 12)) == [2, 2, 2, 2, 2, 5]
+    assert list(_ranges([(1, 999), (0, 0)], 12)) == [1] and not list(_ranges([], 12))
 
 
 def test_of_parquet_only_columns_that_a_form_may_need_are_read():

@@ -47,6 +47,23 @@ def llama_result(run_of):
     return dataclasses.replace(params, force=False), execute(params)
 
 
+def test_states_come_from_the_target_where_the_store_is_that_of_a_trial(run_of, tmp_path, caplog):
+    from dflash_lab.acceptance.answers import Answers
+    from dflash_lab.extraction.loop import extract
+    from dflash_lab.target.loading import load_target
+
+    folder, run = run_of("llama")
+    target = load_target(str(folder))
+    sizes = {"tap_ids": [1, 4], "token_budget": 512, "max_batch": 8}
+    for count, source in ((3, "stored answers, states of the live target"), (8, "stored answers")):
+        extract(target, run / "samples.parquet", tmp_path / "store", max_samples=count, **sizes)
+        params = AcceptanceParams(run_dir=str(run), target=str(folder), store=str(tmp_path / "store"), **FAST)
+        with caplog.at_level("INFO"):
+            answers = Answers(params, target, (1, 4))
+        assert answers.source == source and answers.has_final is (count == 3)
+    assert caplog.text.count("holds 3 of 8 samples, a trial (max_samples of extract)") == 1
+
+
 def test_trained_beats_untrained_and_agrees_with_offline(llama_result):
     _, result = llama_result
     figures = result.figures

@@ -290,13 +290,13 @@ def test_a_part_given_up_of_the_whole_is_not_forgotten_for_a_trial(params) -> No
 
 
 def test_another_seed_draws_others_and_asks_first(params) -> None:
-    execute(params(max_samples=3))
+    execute(params(max_samples=5))
     before = hashes(params().store_path)
-    with pytest.raises(WouldReplace, match="seed was 0, now 1"):
-        execute(params(max_samples=3, seed=1))
-    execute(params(max_samples=3, seed=1, force=True))
+    with pytest.raises(WouldReplace, match="seed was 0, now 4"):
+        execute(params(max_samples=3, seed=4))
+    execute(params(max_samples=3, seed=4, force=True))
     assert hashes(params().store_path) > before  # nothing is taken away
-    assert is_finished(params(max_samples=3, seed=1)) and not is_finished(params(max_samples=4, seed=1))
+    assert is_finished(params(max_samples=3, seed=4)) and not is_finished(params(max_samples=4, seed=4))
 
 
 def test_a_store_of_an_earlier_version_holds_all(params) -> None:

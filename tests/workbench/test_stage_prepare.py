@@ -7,6 +7,8 @@ import dataclasses
 import json
 import re
 import shutil
+import sys
+import types
 
 import numpy as np
 import polars as pl
@@ -426,6 +428,35 @@ def test_an_input_of_a_mixture_that_is_not_there_is_told_before_anything_is_read
     (tmp_path / "none.jsonl").write_text("{broken\n")
     with pytest.raises(InputError, match=r"none\.jsonl has a weight and no conversation"):
         execute(made(mixture={inputs[0]: 1, str(tmp_path / "none.jsonl"): 1}))
+
+
+@pytest.mark.parametrize("weight", [{}, {"weight": 1}, {"cap": 3}])
+def test_a_data_set_that_breaks_off_in_a_mixture_keeps_what_came_before(made, inputs, weight, monkeypatch):
+    """Nine rows on the hub, of which the fifth cannot be had: four are there, five are lost."""
+
+    class Breaking(list):
+        info = types.SimpleNamespace(splits={"train": types.SimpleNamespace(num_examples=9)})
+
+        def skip(self, count):
+            return Breaking(self[count:])
+
+        def __iter__(self):
+            yield from super().__iter__()
+            raise ConnectionError("reset by peer")
+
+    rows = Breaking(json.loads(line(f"hub {number}", "yes")) for number in range(4))
+    library = types.SimpleNamespace(load_dataset=lambda *args, **options: rows)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    monkeypatch.setattr("dflash_lab.data.records.out_of_reach", lambda: "")
+    params = made(mixture={"owner/name": weight, inputs[1]: weight})
+    figures = execute(params).figures
+    drawn = 3 if "cap" in weight else 4
+    assert figures["samples_of_owner/name"] == drawn
+    assert figures[f"samples_of_{inputs[1]}"] == {"{}": 12, "cap": 3}.get(next(iter(weight), "{}"), 4)
+    assert figures["samples_in"] == 9 + 13 == figures["samples_stored"] + figures["lost"]
+    assert (figures["lost_unreadable"], figures["lost_malformed"]) == (5, 1)
+    told = execute(params).problems.filter(pl.col("kind") == "unreadable").row(0, named=True)
+    assert (told["file"], told["line"]) == ("owner/name", 5) and "reset by peer" in told["reason"]
 
 
 def test_a_mixture_is_finished_until_one_of_its_inputs_changes(made, inputs):

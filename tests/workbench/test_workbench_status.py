@@ -265,6 +265,24 @@ def test_the_same_store_is_gone_on_with_and_nothing_is_done_again(workspace):
     assert not Path("runs/mine/.store.new").exists()
 
 
+def test_a_trial_holds_as_typed_until_more_is_asked_which_replaces_nothing(workspace):
+    for path in (workspace / "runs" / "mine").glob("[es]*t*"):
+        if path.is_dir():
+            shutil.rmtree(path)
+    for shard in range(2):
+        execute(given("extract", shard=shard, max_samples=6))
+    assert states()["extract-0"] == states()["extract-1"] == "finished"
+    with open(workspace / "params" / "mine" / "extract.yaml", "a") as file:
+        file.write("max_samples: 10\n")
+    rows = [row for row in run_status("mine") if row.stage == "extract"]
+    why = "max_samples was 6, now 10: the others of them are still to be extracted"
+    assert [(row.state, row.why) for row in rows] == [("stale", why)] * 2
+    for shard in range(2):
+        execute(given("extract", shard=shard))
+    assert states()["extract-0"] == states()["extract-1"] == "finished"
+    assert len(open_store(workspace / "runs" / "mine" / "store")) == 10
+
+
 def test_a_lost_store_is_made_again_unasked(workspace):
     shutil.rmtree("runs/mine/store")
     row = next(row for row in run_status("mine") if row.folder == "extract-0")
