@@ -8,6 +8,7 @@ fixed number of elements.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from dflash_lab.drafter.model import ContextKeys, Drafter
 from dflash_lab.errors import InputError
 from dflash_lab.target.head import TargetHead
 
+logger = logging.getLogger(__name__)
 BUDGETS = (16, 32, 64, 128, 256, 512, 1024)
 TOP_K = (1, 2, 4, 8, 16)
 Columns = dict[str, np.ndarray]
@@ -48,7 +50,8 @@ def offline(
     temperatures: also give the expected accepted drafts of rejection sampling at these temperatures, sum over
     k of prod over j <= k of (1 - TV(p_j, q_j)), from the items' final states; plain DFlash only.
     chunk_elements: logits held at once; 0: 128 MiB of fp32, on CUDA 512 MiB. on_item(tokens) is called after
-    each item. Raises `InputError` when no item has an answer of at least two tokens.
+    each item. An item with states that are not numbers is named in the log and left out. Raises `InputError`
+    when no item has an answer of at least two tokens.
     """
     size = drafter.config.block_size if block_size is None else block_size
     budgets, top_k = tuple(sorted(set(budgets))), tuple(sorted(set(top_k)))
@@ -62,6 +65,9 @@ def offline(
     chunk = max(1, chunk_elements // ((size - 1) * head.weight.shape[0] * (2 if temperatures else 1)))
     frames, counts, answers = [], np.zeros((4, size - 1), np.int64), 0
     for item in items:
+        if not all(states.isfinite().all() for states in (item.taps, item.final) if states is not None):
+            logger.warning("sample %s is left out: its stored states are not numbers", item.hash)
+            continue
         ids = item.input_ids.to(head.weight.device).long()
         segments = answer_segments(item.loss_mask)
         context = Context(drafter, item.taps.to(head.weight.device)) if segments else None
@@ -186,7 +192,8 @@ def _expected(
     """
     q = torch.softmax(logits.float() / temperature, -1)
     p = torch.softmax(teacher.float() / temperature, -1)
-    return (torch.minimum(p, q).sum(-1) * valid).cumprod(-1).sum(-1)
+    overlap = torch.minimum(p, q).sum(-1).nan_to_num(0.0)  # logits that are not numbers draft nothing
+    return (overlap * valid).cumprod(-1).sum(-1)
 
 
 def _compare(
@@ -202,18 +209,19 @@ def _compare(
     valid = labels >= 0
     selector = drafter.candidate_selector
     drafts = logits.argmax(-1) if selector is None else selector.select(hidden, logits, anchors)[0]
-    hits = (drafts == labels) & valid
     own = log_probs.gather(-1, labels.clamp_min(0)[..., None])
-    ranks = (log_probs > own).sum(-1).masked_fill(~valid, log_probs.shape[-1])  # 0: the most likely token
+    drafted = valid & ~own[..., 0].isnan()  # of logits that are not numbers, no token is above the label's
+    hits = (drafts == labels) & drafted
+    ranks = (log_probs > own).sum(-1).masked_fill(~drafted, log_probs.shape[-1])  # 0: the most likely token
     accepted = _streak(hits)
     columns = {"accepted": accepted, **{f"top_{k}": _streak(ranks < k) for k in plan.top_k}}
     if plan.budgets:
         if selector is None:
-            inside = accepted_by_budget(log_probs, labels, plan.budgets)
+            inside = accepted_by_budget(log_probs, labels.masked_fill(~drafted, -1), plan.budgets)
         else:
-            drafted = (Draft(drafter, a[None], h, z) for a, h, z in zip(anchors, hidden, logits))
+            blocks = (Draft(drafter, a[None], h, z) for a, h, z in zip(anchors, hidden, logits))
             inside = torch.tensor(
-                [_in_trees(d, row, plan.budgets) for d, row in zip(drafted, labels.tolist())]
+                [_in_trees(d, row, plan.budgets) for d, row in zip(blocks, labels.tolist())]
             )
         columns |= {f"tree_{budget}": inside[:, i] for i, budget in enumerate(plan.budgets)}
     columns |= _breaks(log_probs, drafts, labels, own[..., 0], accepted, valid)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dflash_lab import files
 from dflash_lab.drafter.metrics import Tally
 from dflash_lab.drafter.outcomes import catch_up
 from dflash_lab.drafter.resume import keep_best
@@ -75,7 +76,7 @@ def evaluate(run: Trainer) -> None:
         # Documents have all lengths, and the compiler keeps eight shapes: were they the probe's, the steps'
         # own would run uncompiled.
         with torch.compiler.set_stance("force_eager"):
-            report |= run.probe(whole) if run.group.rank == 0 else {}
+            report |= files.plain(run.probe(whole)) if run.group.rank == 0 else {}
     place = run.place
     place["last"] = {"step": run.step, **report}
     place["first"] = place["first"] or place["last"]

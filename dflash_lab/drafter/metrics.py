@@ -63,12 +63,13 @@ class Tally:
         stats = row.rows
         mask, labels = stats.live, stats.label
         none = torch.zeros((), dtype=torch.float64, device=mask.device)
-        correct = (stats.argmax == labels) & mask
+        numbers = mask & ~stats.ce.isnan()  # of a row that is none every comparison says "not above": rank 0
+        correct = (stats.argmax == labels) & numbers
         run = correct[:, 1:].long().cumprod(1)  # [A, B-1]
         before = torch.cat([torch.ones_like(run[:, :1]), run[:, :-1]], 1).bool()
         at_first = mask.new_zeros(1, dtype=torch.int64)  # slot 0, where nothing is reached
         best = 1 << torch.arange(len(TOP_K), device=mask.device)
-        among = ((stats.rank[..., None] < best) & mask[..., None])[:, 1:].long().cumprod(1)
+        among = ((stats.rank[..., None] < best) & numbers[..., None])[:, 1:].long().cumprod(1)
         measured = [stats.ce, stats.entropy, *([] if stats.kl is None else [stats.kl])]
         means = torch.where(mask, torch.stack(measured), 0).sum((1, 2), dtype=torch.float64)
         slots, count = mask.sum(0), mask.sum()

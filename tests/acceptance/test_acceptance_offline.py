@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from drafters import overfit, random_drafter, second_drafter
@@ -132,6 +134,30 @@ def test_slots_streak_budgets_and_block_sizes_follow_from_the_anchors(loaded):
     assert cut[-1] == pytest.approx(report.tau().mean) and cut[0] < cut[-1]
     with pytest.raises(InputError, match="not measured"):
         report.tau(99)
+
+
+def test_a_sample_that_is_not_a_number_is_left_out_by_name(greedy, caplog):
+    target, drafter, _, items = greedy("llama")
+    taps = items[1].taps.clone()
+    taps[2] = torch.nan
+    spoilt = replace(items[1], hash="ab" * 16, taps=taps)
+    found = offline([items[0], spoilt, items[2]], target.head, drafter, budgets=(4,), top_k=(1,))
+    wanted = offline([items[0], items[2]], target.head, drafter, budgets=(4,), top_k=(1,))
+    assert found.anchors.equals(wanted.anchors) and found.slots.equals(wanted.slots)
+    assert spoilt.hash in caplog.text
+
+
+def test_logits_that_are_not_numbers_are_accepted_nowhere(greedy, monkeypatch):
+    target, drafter, _, items = greedy("llama")
+    items = [replace(item, final=torch.zeros(len(item), target.hidden_size)) for item in items]
+    plan = dict(budgets=(4, 16), top_k=(1, 8), temperatures=(1.0,))
+    assert offline(items, target.head, drafter, **plan).anchors["top_8"].sum() > 0
+    logits = type(drafter).logits
+    monkeypatch.setattr(type(drafter), "logits", lambda *given: logits(*given) * torch.nan)
+    report = offline(items, target.head, drafter, **plan)
+    for name in ("accepted", "top_1", "top_8", "tree_4", "tree_16", "sampled_1"):
+        assert report.anchors[name].sum() == 0, name
+    assert report.tau().mean == 1.0
 
 
 def test_tree_with_the_chain_inside_never_accepts_fewer(loaded):

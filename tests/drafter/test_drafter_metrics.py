@@ -53,6 +53,21 @@ def test_streak_and_conditional_accuracy_by_hand():
     assert report["agreement"] is None and report["kl"] is None
 
 
+def test_a_slot_whose_loss_is_not_a_number_is_right_in_no_measure():
+    """No logit is above one that is NaN, so its rank is 0, and its argmax may be the label."""
+    whole, broken = (row([[0, 1, 1, 1]], [[0, 1, 1, 1]]) for _ in range(2))
+    broken.rows.ce[0, 2] = float("nan")
+    reports = []
+    for found in (whole, broken):
+        tally = Tally(4, "cpu")
+        tally.add(found)
+        reports.append(tally.report())
+    assert [report["top4_streak"] for report in reports] == [4, 2]
+    assert [report["streak"] for report in reports] == [4, 2]
+    assert [report["accuracy"] for report in reports] == pytest.approx([1, 2 / 3])
+    assert reports[1]["ce"] is None and reports[1]["slots"] == 3
+
+
 def test_top_k_streak_needs_only_the_rank():
     tally = Tally(4, "cpu")
     rank = [[0, 3, 1, 9], [0, 0, 20, 0]]

@@ -76,10 +76,10 @@ def run(
 
         return counted
 
-    def log_tokens(self, rows, ids, masks, still_working):
+    def log_tokens(self, rows, ids, masks, still_working, examine):
         with open(log, "a") as file:
             file.write(f"{sum(map(len, ids))}\n")
-        return real_run(self, rows, ids, masks, still_working)
+        return real_run(self, rows, ids, masks, still_working, examine)
 
     real_run = Capture.run
     Capture.run = point(log_tokens)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,25 @@ def params(tiny_target: Callable[[str], Path], tmp_path: Path) -> Callable[..., 
         return ExtractParams(**{**base, **changes})
 
     return make
+
+
+def test_a_figure_that_is_not_a_number_is_saved_as_none(params, tmp_path: Path) -> None:
+    result = execute(params())
+    spoilt = replace(result, figures={**result.figures, "tokens_per_s": float("nan")})
+    spoilt.save(tmp_path / "saved")
+    assert ExtractResult.load(tmp_path / "saved").figures == {**result.figures, "tokens_per_s": None}
+
+
+def test_a_broken_manifest_line_lets_the_stage_run_again_for_what_it_named(params) -> None:
+    execute(params())
+    (path,) = params().store_path.glob("shard-*/manifest.jsonl")
+    lines = path.read_text().splitlines(keepends=True)
+    number = next(number for number, line in enumerate(lines) if '"kind": "part"' in line)
+    path.write_text("".join([*lines[:number], '{"kind": "par\n', *lines[number + 1 :]]))
+    assert not is_finished(params())
+    result = execute(params())
+    assert result.figures["samples_stored"] > 0 and verify(params().store_path) == []
+    assert len(open_store(params().store_path)) == len(LENGTHS) and is_finished(params())
 
 
 def test_two_shards_fill_one_store(params: Callable[..., ExtractParams]) -> None:
