@@ -42,7 +42,7 @@ def redact_tree(value: Any) -> Any:
             redact(key) if isinstance(key, str) else key: redact_tree(item) for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [redact_tree(item) for item in value]
+        return type(value)([redact_tree(item) for item in value])
     return value
 
 

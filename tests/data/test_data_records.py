@@ -13,7 +13,7 @@ import types
 import polars as pl
 import pytest
 
-from dflash_lab.data.conversations import FORMS, read_conversations
+from dflash_lab.data.conversations import FORMS, read_conversations, to_messages
 from dflash_lab.data.parquet_footer import row_groups
 from dflash_lab.data.problems import BadRecord
 from dflash_lab.data.records import FIELDS, _ranges, columns_read
@@ -220,8 +220,9 @@ class Spied(dict):
 def test_every_key_that_a_form_looks_at_is_one_that_it_registered(name):
     some = {**chat(1), "conversations": chat(1)["messages"]}
     record = Spied({key: some.get(key, "text") for key in FORMS[name].needs})
-    with contextlib.suppress(BadRecord):
-        FORMS[name].convert(record)
+    for convert in (FORMS[name].convert, to_messages):
+        with contextlib.suppress(BadRecord):
+            convert(record)
     assert {*FORMS[name].needs} <= record.asked <= FIELDS[FORMS[name].needs]
 
 

@@ -479,6 +479,7 @@ def test_a_mixture_is_finished_until_one_of_its_inputs_changes(made, inputs):
         (["a.jsonl"], "expected a mapping"),
         ({"/": 1}, "mixture=.*this is the whole disk; give the folder in it"),
         ({"hf_abcdefghijklmnopqrst": 1}, "holds an access token"),
+        ({"a.jsonl": (1, 2)}, "a.jsonl: .1, 2. says neither a weight nor a cap"),
         ({"a.jsonl": {"cap": "many"}}, "cap 'many' is no whole number. Type one, such as cap: 1000"),
         ({1: 1}, "1 is no input: name a file"),
     ],
