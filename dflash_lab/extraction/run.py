@@ -21,6 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from dflash_lab.data.batching import Plan
+from dflash_lab.devices import device_budget_gib, others_on
 from dflash_lab.extraction import manifest as manifests
 from dflash_lab.extraction.budget import BucketBudgets
 from dflash_lab.extraction.capture import Capture, busy, pad
@@ -30,8 +31,6 @@ from dflash_lab.extraction.report import BatchRecord
 from dflash_lab.extraction.selftest import Comparison, SelfTestError, SpotChecks, self_test
 from dflash_lab.extraction.shard import SampleIndex, Tokens
 from dflash_lab.extraction.writer import BackgroundWriter, HostBuffers, PartWriter, Records, Written
-from dflash_lab.memory.planner import device_budget_gib
-from dflash_lab.memory.tenants import others_on
 from dflash_lab.release import release
 from dflash_lab.target.model import Target
 
