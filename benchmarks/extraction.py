@@ -41,8 +41,8 @@ from dflash_lab.extraction.preflight import body_parameters
 from dflash_lab.extraction.selftest import rel_l2
 from dflash_lab.extraction.shard import Tokens, read_index
 from dflash_lab.extraction.writer import HostBuffers
+from dflash_lab.machine import device_budget_gib
 from dflash_lab.memory.gate import clear_extraction, outcome
-from dflash_lab.memory.planner import device_budget_gib
 from dflash_lab.memory.shapes import GIB
 from dflash_lab.target.loading import load_target
 from dflash_lab.target.model import Target

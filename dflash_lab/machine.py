@@ -1,4 +1,4 @@
-"""What of this machine the process may use: processors, memory, GPUs.
+"""What of this machine the process may use: processors, memory, GPUs; and who else holds memory of one.
 
 A container, a batch job or a caller may have left it less than the machine has. Linux says so in the affinity
 of the process, in the limits of its control groups (its own and every one above, version 1 and 2) and in
@@ -8,11 +8,15 @@ of the process, in the limits of its control groups (its own and every one above
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from dflash_lab.errors import InputError
 
+GIB = 1 << 30
 _ROOT = Path("/")
 
 
@@ -50,6 +54,25 @@ def available_memory(root: Path = _ROOT) -> int:
     return max(0, min(left))
 
 
+def device_budget_gib(device: Any) -> float:
+    """Return the GiB a run may take on `device` now: free memory plus what this process's allocator holds
+    unused.
+
+    On a CPU it is what the machine, or the container or job that this runs in, has left.
+    """
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        allocated = torch.cuda.memory_allocated(device)
+        unused = torch.cuda.memory_reserved(device) - allocated
+        index = torch.cuda.current_device() if device.index is None else device.index
+        fraction = torch.cuda.get_per_process_memory_fraction(index)
+        return min(free + unused, int(total * fraction) - allocated) / GIB
+    return available_memory() / GIB
+
+
 def visible_gpus() -> list[str]:
     """The GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them for a child: numbers, or
     "GPU-..." and "MIG-..." as they were given.
@@ -79,6 +102,44 @@ def gpus_apart(count: int) -> list[dict[str, str]]:
             f"(CUDA_VISIBLE_DEVICES={','.join(names)}). Ask for at most {len(names)}, or let it see more."
         )
     return [{"CUDA_VISIBLE_DEVICES": name} for name in names[:count]]
+
+
+def others_on(device: Any) -> str:
+    """Name the other processes that hold memory of a CUDA device, most first: "process 4242 (python3) 71.30
+    GiB, ...". Empty where the driver tells of none: on a CPU, or in a container that hides them.
+    """
+    import torch
+
+    device = torch.device(device)
+    if device.type != "cuda" or shutil.which("nvidia-smi") is None:
+        return ""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    uuid = torch.cuda.get_device_properties(index).uuid  # torch may count devices otherwise than the driver
+    asked = ["--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(
+            ["nvidia-smi", "-i", f"GPU-{uuid}", *asked],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return ""
+    return read_processes(told.stdout, os.getpid()) if told.returncode == 0 else ""
+
+
+def read_processes(table: str, own: int) -> str:
+    """`others_on` from lines of ``pid, name, MiB``, `own` left out."""
+    found = []
+    for line in table.splitlines():
+        pid, _, rest = line.partition(", ")
+        name, _, size = rest.rpartition(", ")
+        if pid.isdecimal() and int(pid) != own:
+            found.append((int(size) if size.isdecimal() else 0, f"process {pid} ({name.rsplit('/', 1)[-1]})"))
+    return ", ".join(
+        f"{who} {size / 1024:.2f} GiB" if size else who for size, who in sorted(found, reverse=True)
+    )
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:

@@ -11,8 +11,7 @@ import torch
 
 import dflash_lab
 from dflash_lab.errors import InputError
-from dflash_lab.machine import available_memory, gpus_apart, usable_cpus, visible_gpus
-from dflash_lab.memory.planner import device_budget_gib
+from dflash_lab.machine import available_memory, device_budget_gib, gpus_apart, usable_cpus, visible_gpus
 
 GIB = 2**30
 V2 = "30 23 0:26 {top} /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"

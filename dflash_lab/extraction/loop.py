@@ -107,7 +107,7 @@ def extract(
         plan = fitted.plan
         if fitted.lowered:
             logger.info("%s", fitted.lowered)
-        candidates = _candidates(index, mine) if len(todo) else todo
+        candidates = _candidates(index.lengths) if len(todo) else todo
         tokens = _tokens(index, np.union1d(todo, candidates), target)
         run = Run(
             target,
@@ -194,13 +194,13 @@ def _trusted(store: Path, folder: Path, recheck: bool) -> np.ndarray:
     return keys
 
 
-def _candidates(index: SampleIndex, mine: np.ndarray) -> np.ndarray:
-    """Sample numbers for the self-test: spread over those of a shard that are long enough for every prefix,
+def _candidates(lengths: np.ndarray) -> np.ndarray:
+    """Sample numbers for the self-test: spread over those long enough for every prefix, whatever their shard,
     stored already or not, as it asks about the target.
     """
-    long = mine[index.lengths[mine] >= max(AROUND_A_CHUNK)]
+    long = np.flatnonzero(lengths >= max(AROUND_A_CHUNK))
     if len(long) < CANDIDATES:
-        long = mine[np.argsort(-index.lengths[mine], kind="stable")]
+        long = np.argsort(-lengths, kind="stable")
     spread = long[np.unique(np.linspace(0, len(long) - 1, CANDIDATES).astype(int))]
     return np.concatenate((spread[::2], spread[1::2]))
 

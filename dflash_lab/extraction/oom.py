@@ -65,7 +65,13 @@ class DeviceLost(LabError, RuntimeError):
 
 
 class MemoryShort(LabError, RuntimeError):
-    """What fitted before does not fit any more. What was sealed stays; run again when the memory is free."""
+    """What fitted before does not fit any more. What was sealed stays; run again when the memory is free.
+    `advice` goes into the failure record.
+    """
+
+    advice = (
+        "Free the memory and start the same command again, or give token_budget=0 to plan with what is left."
+    )
 
 
 def classify(error: BaseException) -> Failure:

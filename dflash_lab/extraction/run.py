@@ -30,8 +30,7 @@ from dflash_lab.extraction.report import BatchRecord
 from dflash_lab.extraction.selftest import Comparison, SelfTestError, SpotChecks, self_test
 from dflash_lab.extraction.shard import SampleIndex, Tokens
 from dflash_lab.extraction.writer import BackgroundWriter, HostBuffers, PartWriter, Records, Written
-from dflash_lab.memory.planner import device_budget_gib
-from dflash_lab.memory.tenants import others_on
+from dflash_lab.machine import device_budget_gib, others_on
 from dflash_lab.release import release
 from dflash_lab.target.model import Target
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dflash_lab.errors import InputError
-from dflash_lab.machine import available_memory
 from dflash_lab.memory.account import Account
 from dflash_lab.memory.calibrated import extraction_prediction, training_prediction
 from dflash_lab.memory.fit import Calibration
@@ -209,25 +208,6 @@ def expandable_segments() -> bool:
     """Whether this process's CUDA allocator was told to expand its segments."""
     settings = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     return any("expandable_segments:true" in text.replace(" ", "").lower() for text in settings)
-
-
-def device_budget_gib(device: Any) -> float:
-    """Return the GiB a run may take on `device` now: free memory plus what this process's allocator holds
-    unused.
-
-    On a CPU it is what the machine, or the container or job that this runs in, has left.
-    """
-    import torch
-
-    device = torch.device(device)
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        allocated = torch.cuda.memory_allocated(device)
-        unused = torch.cuda.memory_reserved(device) - allocated
-        index = torch.cuda.current_device() if device.index is None else device.index
-        fraction = torch.cuda.get_per_process_memory_fraction(index)
-        return min(free + unused, int(total * fraction) - allocated) / GIB
-    return available_memory() / GIB
 
 
 def _largest_moving(account: Account) -> str:

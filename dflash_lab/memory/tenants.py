@@ -5,12 +5,8 @@ Each process could ask for itself, but would find free what its neighbour is abo
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dflash_lab.memory.account import Account
 from dflash_lab.memory.advise import Advice
@@ -79,41 +75,3 @@ def _refusal(device: str, here: Sequence[Tenant], peak: int, budget_gib: float, 
     whole = {"predicted_peak_gib": round(peak / GIB, 3), "budget_gib": round(budget_gib, 3)}
     error.details |= {"device": device, **whole, **parts}
     return error
-
-
-def others_on(device: Any) -> str:
-    """Name the other processes that hold memory of a CUDA device, most first: "process 4242 (python3) 71.30
-    GiB, ...". Empty where the driver tells of none: on a CPU, or in a container that hides them.
-    """
-    import torch
-
-    device = torch.device(device)
-    if device.type != "cuda" or shutil.which("nvidia-smi") is None:
-        return ""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    uuid = torch.cuda.get_device_properties(index).uuid  # torch may count devices otherwise than the driver
-    asked = ["--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits"]
-    try:
-        told = subprocess.run(
-            ["nvidia-smi", "-i", f"GPU-{uuid}", *asked],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return ""
-    return read_processes(told.stdout, os.getpid()) if told.returncode == 0 else ""
-
-
-def read_processes(table: str, own: int) -> str:
-    """`others_on` from lines of ``pid, name, MiB``, `own` left out."""
-    found = []
-    for line in table.splitlines():
-        pid, _, rest = line.partition(", ")
-        name, _, size = rest.rpartition(", ")
-        if pid.isdecimal() and int(pid) != own:
-            found.append((int(size) if size.isdecimal() else 0, f"process {pid} ({name.rsplit('/', 1)[-1]})"))
-    return ", ".join(
-        f"{who} {size / 1024:.2f} GiB" if size else who for size, who in sorted(found, reverse=True)
-    )

@@ -410,6 +410,16 @@ def test_an_unsound_sample_that_the_self_test_meets_is_quarantined_and_another_t
     assert extract(target, samples, store, **plan).samples_stored == 1
 
 
+def test_a_shard_of_nothing_but_an_unsound_sample_is_no_fault_of_the_target(tiny, tmp_path: Path) -> None:
+    target, store = tiny("qwen3"), tmp_path / "store"
+    samples = make_samples(tmp_path / "s.parquet", [40, 41, 42])
+    plan = dict(tap_ids=[1, 3], token_budget=400, max_batch=8, num_shards=3)
+    with spoiling(target, samples, 1, float("nan")):
+        reports = [extract(target, samples, store, shard=shard, **plan) for shard in range(3)]
+    assert [[one.id for one in report.quarantined] for report in reports].count(["s1"]) == 1
+    stored_once(samples, store, {"s1"})
+
+
 def test_a_sample_that_is_unsound_in_a_batch_alone_stops_the_run(tiny, tmp_path: Path) -> None:
     target, store = tiny("qwen3"), tmp_path / "store"
     samples = make_samples(tmp_path / "s.parquet", [40, 41, 42, 50])

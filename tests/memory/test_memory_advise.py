@@ -6,11 +6,11 @@ import pytest
 
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.errors import InputError
+from dflash_lab.machine import device_budget_gib
 from dflash_lab.memory.advise import advise_extraction, advise_training
 from dflash_lab.memory.extraction_account import extraction_account
 from dflash_lab.memory.planner import (
     MARGIN,
-    device_budget_gib,
     extraction_budget,
     knee,
     largest,

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from dflash_lab.errors import InputError
+from dflash_lab.machine import read_processes
 from dflash_lab.memory import snapshot
 from dflash_lab.memory.crash import explain_crash, read_shapes, requested_bytes
 from dflash_lab.memory.shapes import GIB, MIB
 from dflash_lab.memory.snapshot import condensed
-from dflash_lab.memory.tenants import read_processes
 
 MESSAGE = (
     "CUDA out of memory. Tried to allocate 11.37 GiB. GPU 0 has a total capacity of 94.97 GiB of which 3.21 "

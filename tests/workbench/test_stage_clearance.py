@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from dflash_lab import machine
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.crew import WorkerFailed
@@ -59,7 +60,7 @@ def extraction(tiny_target, tmp_path):
 @pytest.fixture
 def small_budget(monkeypatch):
     """Leave less memory than the weights of a tiny target take."""
-    monkeypatch.setattr(planner, "device_budget_gib", lambda device: 1e-5)
+    monkeypatch.setattr(machine, "device_budget_gib", lambda device: 1e-5)
 
 
 def training(target, **changes) -> tuple[TrainDrafterParams, object, DrafterConfig]:
@@ -92,7 +93,7 @@ def test_a_training_step_is_refused_forced_or_cleared(tiny_target, monkeypatch):
     params, config, drafter = training(tiny_target("llama"))
     cleared = ask_training(params, config, drafter, CPU, torch.float32)
     assert not cleared.forced and memory_figures(cleared, CPU)["predicted_peak_gib"] > 0
-    monkeypatch.setattr(planner, "device_budget_gib", lambda device: 1e-5)
+    monkeypatch.setattr(machine, "device_budget_gib", lambda device: 1e-5)
     with pytest.raises(DoesNotFit, match="anchors"):
         ask_training(params, config, drafter, CPU, torch.float32)
     params, *rest = training(tiny_target("llama"), ignore_memory=True)
@@ -142,7 +143,7 @@ def test_a_live_target_is_asked_for_with_its_weights_and_its_forward(tiny_target
 
 
 def test_on_cuda_layers_are_taken_as_compiled_and_a_packed_row_as_recorded(monkeypatch):
-    monkeypatch.setattr(planner, "device_budget_gib", lambda device: 140.0)
+    monkeypatch.setattr(machine, "device_budget_gib", lambda device: 140.0)
     cuda, options = torch.device("cuda"), dict(block_size=16, num_layers=5)
     found = {}
     for name, changes in {"compiled": {}, "plain": {"compile": False}, "live": {"source": "live"}}.items():
@@ -216,7 +217,7 @@ def test_anchors_are_the_planners_where_none_are_given_and_stay_the_same(tiny_ta
     params = training_run(tiny_target, tmp_path, anchors=0)
     figures = execute(params).figures
     assert figures["anchors"] == 56  # of 63 that a row of 64 tokens has room for, in eights
-    monkeypatch.setattr(planner, "device_budget_gib", lambda device: 0.0016)
+    monkeypatch.setattr(machine, "device_budget_gib", lambda device: 0.0016)
     assert with_anchors(params).anchors == 56  # a run that goes on keeps its own
     for text in ("[]", "{}", '{"anchors": "56"}', '{"anchors": -5}', '{"anchors": true}'):
         (params.folder / PLANNED).write_text(text)
@@ -229,7 +230,7 @@ def test_anchors_are_the_planners_where_none_are_given_and_stay_the_same(tiny_ta
     assert not cleared.forced
     with pytest.raises(DoesNotFit):
         ask_training(dataclasses.replace(params, anchors=fewer + 8), *rest_of(params), CPU, torch.float32)
-    monkeypatch.setattr(planner, "device_budget_gib", lambda device: 1e-5)
+    monkeypatch.setattr(machine, "device_budget_gib", lambda device: 1e-5)
     (params.folder / PLANNED).unlink()
     with pytest.raises(DoesNotFit, match="8 anchors"):
         with_anchors(params)
@@ -343,7 +344,7 @@ def test_a_calibration_decides_what_extraction_may_do(extraction, monkeypatch):
     shape = target_shape(config)
     setup = ExtractionSetup(batch=1, length=1, tap_ids=(1, 3), dtype="float32", kernels="torch")
     one = extraction_account(shape, dataclasses.replace(setup, batch=30, length=40), cuda=False)
-    monkeypatch.setattr(planner, "device_budget_gib", lambda device: 1.05 * one.peak_gib)
+    monkeypatch.setattr(machine, "device_budget_gib", lambda device: 1.05 * one.peak_gib)
     bare = ask_extraction(params, config, CPU, **ask)
     calibrated(params.run_folder, extraction_scope(shape, setup, "cpu"), factor=3.0, setup=setup)
     wary = ask_extraction(params, config, CPU, **ask)
@@ -359,7 +360,7 @@ def test_training_asks_with_the_calibration_of_its_run_and_plans_anchors_by_it(
     config, drafter = rest_of(params)
     bare = ask_training(dataclasses.replace(params, anchors=48), config, drafter, CPU, torch.float32)
     assert bare.basis.startswith("formulas alone")
-    monkeypatch.setattr(planner, "device_budget_gib", lambda device: 1.06 * bare.account.peak_gib)
+    monkeypatch.setattr(machine, "device_budget_gib", lambda device: 1.06 * bare.account.peak_gib)
     assert with_anchors(params).anchors == 48
     setup = TrainingSetup(anchors=1, context=64, block_size=4, dtype="float32", soft_targets=False)
     scope = training_scope(target_shape(config), drafter, setup, "cpu")
@@ -375,7 +376,7 @@ def test_training_asks_with_the_calibration_of_its_run_and_plans_anchors_by_it(
 
 def test_the_gpu_of_a_head_is_asked_for_too(monkeypatch):
     free = {"cuda:0": 140.0, "cuda:1": 1.0}
-    monkeypatch.setattr(planner, "device_budget_gib", lambda device: free[str(device)])
+    monkeypatch.setattr(machine, "device_budget_gib", lambda device: free[str(device)])
     monkeypatch.setattr(loading, "choose_device", lambda name: torch.device("cuda"))
     params = TrainDrafterParams(target="random:qwen3-8b", source="live", context_tokens=4096, head=1)
     with pytest.raises(

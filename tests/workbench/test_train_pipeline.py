@@ -22,11 +22,12 @@ import polars as pl
 import pytest
 import torch
 
+from dflash_lab import machine
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.checkpoint import load_checkpoint
 from dflash_lab.drafter.crew import WorkerFailed
 from dflash_lab.errors import InputError, UnsupportedTarget
-from dflash_lab.memory import planner, shapes
+from dflash_lab.memory import shapes
 from dflash_lab.memory.gate import DoesNotFit
 from dflash_lab.memory.planner import MARGIN
 from dflash_lab.memory.shapes import GIB
@@ -204,7 +205,7 @@ def test_a_pipeline_that_does_not_fit_is_refused_before_a_process_starts(
     samples, tiny_target, tmp_path, monkeypatch
 ):
     chosen = params(tmp_path, samples, tiny_target, targets=[0, 1], drafters=[0])
-    monkeypatch.setattr(planner, "device_budget_gib", lambda device: 1e-5)
+    monkeypatch.setattr(machine, "device_budget_gib", lambda device: 1e-5)
     with pytest.raises(
         DoesNotFit, match=r"cpu is predicted to hold drafter-0 .* \+ target-0 .* \+ target-1 "
     ):
@@ -273,7 +274,7 @@ def test_planned_anchors_leave_targets_their_memory(samples, tiny_target, tmp_pa
     """They are those with which the processes that share the memory are cleared together."""
     chosen = params(tmp_path, samples, tiny_target, targets=[0, 0], drafters=[0], anchors=40)
     budget_gib = 1.06 * sum(tenant.peak for tenant in tenants(chosen)) / GIB
-    monkeypatch.setattr(planner, "device_budget_gib", lambda device: budget_gib)
+    monkeypatch.setattr(machine, "device_budget_gib", lambda device: budget_gib)
     counts = {}
     for targets in ([0], [0, 0]):
         asked = dataclasses.replace(

@@ -42,8 +42,8 @@ def ask_extraction(
     Every layer but `plain_layers` is taken to be fused where any can be; `budget_gib` 0 is what is free now.
     """
     from dflash_lab.extraction.loop import BUFFERS
+    from dflash_lab.machine import device_budget_gib
     from dflash_lab.memory.gate import clear_extraction
-    from dflash_lab.memory.planner import device_budget_gib
     from dflash_lab.memory.setups import ExtractionSetup
     from dflash_lab.target.loading import choose_dtype
     from dflash_lab.workbench.stages.memory_calibration import extraction_basis
@@ -105,8 +105,8 @@ def ask_training(
     `final_states`: rows of the store hold the target's final states. `rows`: how a live target runs its rows
     (packed | padded), empty as it is expected to. `budget_gib` 0 is what is free now.
     """
+    from dflash_lab.machine import device_budget_gib
     from dflash_lab.memory.gate import clear_training
-    from dflash_lab.memory.planner import device_budget_gib
     from dflash_lab.workbench.stages.train_memory import basis_of, setup_options
 
     try:

@@ -189,7 +189,8 @@ def scene(params: MemorySweepParams) -> Scene:
     from dataclasses import replace
 
     from dflash_lab.drafter.config import DrafterConfig
-    from dflash_lab.memory.planner import device_budget_gib, expandable_segments
+    from dflash_lab.machine import device_budget_gib
+    from dflash_lab.memory.planner import expandable_segments
     from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
     from dflash_lab.memory.shapes import target_shape
     from dflash_lab.target.loading import choose_device, choose_dtype

@@ -40,8 +40,8 @@ def train_here(
     from dflash_lab.drafter.parallel import join
     from dflash_lab.drafter.state import setup
     from dflash_lab.drafter.train import train
+    from dflash_lab.machine import device_budget_gib
     from dflash_lab.memory.gate import explained
-    from dflash_lab.memory.planner import device_budget_gib
     from dflash_lab.target.loading import choose_device
     from dflash_lab.target.sources import load_config
     from dflash_lab.workbench.stages import train_setup

@@ -167,8 +167,9 @@ def _least_budget_gib(params: TrainDrafterParams, device: torch.device, config: 
     """Return the GiB that each training process may take, of the device with the least; what targets hold
     there is left to them.
     """
+    from dflash_lab.machine import device_budget_gib
     from dflash_lab.memory.extraction_account import OUTSIDE_TORCH
-    from dflash_lab.memory.planner import MARGIN, device_budget_gib
+    from dflash_lab.memory.planner import MARGIN
     from dflash_lab.workbench.stages.train_tenants import placed, target_account
 
     beside: dict[int, float] = {}

@@ -58,7 +58,8 @@ def check_queue(params: TrainDrafterParams, device: torch.device, taps: int, wid
     """`InputError` if the slots of a drafter do not fit the memory that is free where they lie: its
     `device`, or this machine's shared memory (of all drafters together).
     """
-    from dflash_lab.memory.planner import MARGIN, device_budget_gib
+    from dflash_lab.machine import device_budget_gib
+    from dflash_lab.memory.planner import MARGIN
 
     each = queue_row_bytes(params, taps, width) * len(params.targets)  # a row of every target's
     where, free_gib = f"on {device}", device_budget_gib(device)

@@ -139,7 +139,7 @@ def free_gib(devices: list[str], *, here: bool) -> dict[str, float]:
 
 
 def _free_gib(devices: list[str]) -> dict[str, float]:
-    from dflash_lab.memory.planner import device_budget_gib
+    from dflash_lab.machine import device_budget_gib
 
     return {device: device_budget_gib(device) for device in devices}
 
