@@ -168,11 +168,16 @@ class Evaluator:
         return self._study(method, answer, limit)
 
     def _decode_basics(self) -> None:
-        """Plain decoding, the trained drafter, an untrained one, and the drafter to compare with."""
+        """Plain decoding, the trained drafter (DFlash 2: also without its selector), an untrained one, and
+        the drafter to compare with.
+        """
         params = self.params
         self._study("plain", self.methods.plain(), params.max_new_tokens)
         tau = self._speculative("trained", self.drafter, params.max_new_tokens).tau(params.seed)
         self.figures |= tau.figures("tau_trained")
+        if self.drafter.candidate_selector is not None:
+            bare = self._speculative("no selector", self.drafter.without_selector(), params.max_new_tokens)
+            self.figures |= bare.tau(params.seed).figures("tau_no_selector")
         if params.untrained_tokens:
             generator = torch.Generator().manual_seed(params.seed)
             untrained = Drafter(self.drafter.config).initialize(generator).eval()
@@ -224,6 +229,11 @@ class Evaluator:
             "offline_answers": report.num_answers,
             "offline_anchors": len(report.anchors),
         }
+        if (bare := report.without_selector()) is not None:
+            self.figures |= {
+                "tau_offline_all_no_selector": round(bare.tau().mean, 4),
+                "streak_uniform_no_selector": round(bare.streak(), 4),
+            }
         return report
 
     def _operating(self, report: OfflineReport) -> Operating:

@@ -224,6 +224,8 @@ def _compare(
                 [_in_trees(d, row, plan.budgets) for d, row in zip(blocks, labels.tolist())]
             )
         columns |= {f"tree_{budget}": inside[:, i] for i, budget in enumerate(plan.budgets)}
+    if selector is not None:
+        columns["unselected"] = _streak((logits.argmax(-1) == labels) & valid)
     columns |= _breaks(log_probs, drafts, labels, own[..., 0], accepted, valid)
     reached = torch.cat([torch.ones_like(hits[:, :1]), hits[:, :-1].cumprod(-1).bool()], 1) & valid
     counts = torch.stack([valid, hits, reached, reached & hits]).sum(1)
@@ -272,7 +274,9 @@ def _frame(columns: Columns, sample: str, answer: int, start: int, stop: int) ->
     frame = pl.DataFrame(
         {"answer": np.full(count, answer, np.int32), "anchor": place + start, "place": place, **columns}
     )
-    small = [name for name in columns if name == "accepted" or name.startswith(("tree_", "top_"))]
+    small = [
+        name for name in columns if name in ("accepted", "unselected") or name.startswith(("tree_", "top_"))
+    ]
     real = ["entropy", "p_top", "p_label", *(name for name in columns if name.startswith("sampled_"))]
     return frame.with_columns(
         pl.lit(sample).alias("sample"),

@@ -30,7 +30,8 @@ class OfflineReport:
     `anchors`, one row an anchor, answers in order and their anchors rising: `answer`, `sample` (hash),
     `anchor` (absolute position), `place` (in the answer), `left` (answer tokens after it), `accepted` (drafts
     a chain accepts), `tree_<budget>` (drafts a tree of that budget accepts), `top_<k>` (streak if every token
-    among the k best counted), and of the slot at which the chain broke: `label` and `drafted` token ids,
+    among the k best counted), of DFlash 2 `unselected` (drafts accepted if each slot's own best token were
+    drafted, without the selector), and of the slot at which the chain broke: `label` and `drafted` token ids,
     `entropy` (nats), `p_top`, `p_label`; null where it did not break. `slots`, one row a slot 1..B-1, over
     all anchors: `valid` count, `hits` (the best token is the answer's), `reached` (all slots before it hit),
     `held` (it too).
@@ -100,6 +101,13 @@ class OfflineReport:
         """Return 1 + mean accepted drafts over all anchors, blocks at an answer's end cut short (as training
         logs it)."""
         return 1.0 + float(self.anchors["accepted"].mean())  # type: ignore[arg-type]
+
+    def without_selector(self) -> OfflineReport | None:
+        """Return the same anchors as chains without DFlash 2's selector; None for a drafter that has none."""
+        if "unselected" not in self.anchors.columns:
+            return None
+        anchors = self.anchors.with_columns(accepted=pl.col("unselected"))
+        return OfflineReport(anchors, self.slots, self.block_size, (), ())
 
     def by_temperature(self) -> pl.DataFrame:
         """Return `temperature`, `streak`: expected tokens a round over all anchors; 0 is the greedy streak.

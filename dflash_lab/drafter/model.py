@@ -13,6 +13,7 @@ slots, H hidden, K taps, nq/nkv query/key heads, d head dimension.
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
 import torch
@@ -201,6 +202,12 @@ class Drafter(nn.Module):
         for module in (*self.layers, self.norm, self.hidden_norm):
             vars(module).pop("forward", None)
         self.compiled = False
+
+    def without_selector(self) -> Drafter:
+        """The same weights as a drafter that takes each slot's own best token (DFlash 2; else no change)."""
+        view = copy.copy(self)
+        view._modules = {**self._modules, "candidate_selector": None}
+        return view
 
     def blocks(self) -> list[Layer]:
         """The layers, typed."""

@@ -75,6 +75,27 @@ def test_chained_rounds_equal_decoded_rounds_on_greedy_answers(greedy, kind):
         assert fast.produced == other.rounds()[0]
 
 
+def test_what_the_selector_adds_is_told_alike_offline_and_by_decoding(loaded):
+    target = loaded("llama")
+    drafter = second_drafter(target, block_size=5)
+    bare = drafter.without_selector()
+    assert bare.candidate_selector is None and drafter.candidate_selector is not None
+    # Each answer is what that way of drafting proposes, so that there is something to accept.
+    for chosen in (drafter, bare):
+        items = [item_of(target, drafter, PROMPTS[0], with_answers_of_the_drafter(target, chosen))]
+        report = offline(items, target.head, drafter, budgets=())
+        other, alone = report.without_selector(), offline(items, target.head, bare, budgets=())
+        assert other.rounds() == alone.rounds() != report.rounds() and other.streak() == alone.streak()
+        assert alone.without_selector() is None and "unselected" not in alone.anchors.columns
+    options = {"max_new_tokens": 30, "block_size": 5, "stop_ids": ()}
+    found, unselected = (decode(target, one, PROMPTS[0], **options) for one in (drafter, bare))
+    assert found.tokens == unselected.tokens
+    items = [item_of(target, drafter, PROMPTS[0], found.tokens)]
+    report = offline(items, target.head, drafter, budgets=())
+    assert found.produced == report.rounds()[0]
+    assert unselected.produced == report.without_selector().rounds()[0]
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
 @pytest.mark.parametrize("build", [random_drafter, second_drafter])
 def test_every_anchor_equals_drafting_there_alone(loaded, kind, build):
@@ -96,6 +117,10 @@ def test_every_anchor_equals_drafting_there_alone(loaded, kind, build):
         chain = draft.greedy().tolist()
         accepted = next((i for i, (d, t) in enumerate(zip(chain, truth)) if d != t), len(truth))
         assert row["accepted"] == accepted
+        if build is second_drafter:
+            own = draft.logits.argmax(-1).tolist()
+            unselected = next((i for i, (d, t) in enumerate(zip(own, truth)) if d != t), len(truth))
+            assert row["unselected"] == unselected
         assert row["left"] == len(PROMPTS[0]) + len(answer) - 1 - place
         for budget in budgets:
             tree = draft.tree(budget)

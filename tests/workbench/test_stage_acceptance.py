@@ -107,6 +107,38 @@ def test_tables_add_up(llama_result):
     assert result.answers["asked"].str.ends_with("<|im_start|>assistant\n").all()
 
 
+def test_a_selector_is_shown_with_its_streak_and_tau_and_without(run_of, llama_result, tmp_path):
+    from dflash_lab.drafter.checkpoint import load_checkpoint, save_checkpoint
+    from dflash_lab.drafter.model import Drafter
+    from dflash_lab.workbench.figures import acceptance as figures
+
+    target, run = run_of("llama")
+    trained = load_checkpoint(run / "drafter")
+    second = dict(conv_kernel_size=2, conv_group_size=8, selector_rank=4, selector_top_k=4)
+    drafter = Drafter(dataclasses.replace(trained.config, **second))
+    drafter.initialize(torch.Generator().manual_seed(0)).load_state_dict(trained.state_dict(), strict=False)
+    with torch.no_grad():  # a selector that spoils what the trained slots say, so that the two ways differ
+        drafter.candidate_selector.predecessor_codebook.mul_(1000)
+        drafter.candidate_selector.successor_codebook.mul_(1000)
+    save_checkpoint(tmp_path / "second", drafter)
+    told = {**FAST, "decode_tree": False, "decode_best": False, "untrained_tokens": 0, "num_prompts": 3}
+    params = AcceptanceParams(
+        run_dir=str(tmp_path / "out"), target=str(target), drafter=str(tmp_path / "second"),
+        samples=str(run / "samples.parquet"), store=str(run / "store"), **told,
+    )  # fmt: skip
+    values = execute(params).figures
+    assert values["tau_no_selector"] > values["tau_trained"] and values["greedy_different"] == 0
+    assert values["streak_uniform_no_selector"] > values["streak_uniform"]
+    assert values["tau_offline_all_no_selector"] > values["tau_offline_all"]
+    bars = {bar.name: dict(zip(bar.x, bar.y, strict=True)) for bar in figures.selector(values).data}
+    assert bars["without"]["tau, decoded"] == values["tau_no_selector"]
+    assert bars["with selector"]["streak, all anchors"] == values["streak_uniform"]
+    assert "trained, no selector" in [bar.x[0] for bar in figures.taus(values).data]
+    _, plain = llama_result
+    assert not [name for name in plain.figures if "selector" in name]
+    assert "no selector" not in plain.answers["method"].unique().to_list()
+
+
 def test_result_is_read_back_and_not_made_again(llama_result):
     params, result = llama_result
     again = AcceptanceResult.load(params.folder)

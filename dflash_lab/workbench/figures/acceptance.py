@@ -30,6 +30,7 @@ def taus(figures: dict[str, Any]) -> go.Figure:
     names = {
         "tau_untrained": ("untrained", GREY),
         "tau_trained": ("trained", BLUE),
+        "tau_no_selector": ("trained, no selector", ORANGE),
         "tau_offline": ("trained, offline", SKY),
         "tau_tree_decoded": ("tree", GREEN),
         "tau_tree": ("tree, offline test part", GREEN),
@@ -53,6 +54,31 @@ def taus(figures: dict[str, Any]) -> go.Figure:
         )
     fig.add_hline(y=1, line={"color": GREY, "dash": "dot"}, annotation_text="no draft accepted")
     fig.update_layout(title="Acceptance length", yaxis_title="tokens a round (tau)")
+    fig.update_yaxes(rangemode="tozero")
+    return fig
+
+
+def selector(figures: dict[str, Any]) -> go.Figure:
+    """What DFlash 2's selector adds: streak and acceptance lengths with it and without it, side by side."""
+    pairs = {
+        "streak, all anchors": ("streak_uniform", "streak_uniform_no_selector"),
+        "tau, offline": ("tau_offline_all", "tau_offline_all_no_selector"),
+        "tau, decoded": ("tau_trained", "tau_no_selector"),
+    }
+    fig = go.Figure()
+    for place, (name, colour) in enumerate((("with selector", BLUE), ("without", ORANGE))):
+        values = [figures[names[place]] for names in pairs.values()]
+        fig.add_bar(
+            x=list(pairs),
+            y=values,
+            name=name,
+            marker_color=colour,
+            text=[f"{value:.2f}" for value in values],
+            textposition="inside",
+            hovertemplate="%{x}<br>%{y:.3f}<extra>" + name + "</extra>",
+        )
+    fig.add_hline(y=1, line={"color": GREY, "dash": "dot"}, annotation_text="no draft accepted")
+    fig.update_layout(title="What the selector adds", yaxis_title="tokens a round", barmode="group")
     fig.update_yaxes(rangemode="tozero")
     return fig
 
