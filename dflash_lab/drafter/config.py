@@ -153,6 +153,20 @@ class DrafterConfig:
             window=self.sliding_window if sliding else None,
         )
 
+    def differences(self, other: DrafterConfig) -> list[str]:
+        """What of a drafter of this shape computes otherwise than `other`, as "name: ours, theirs".
+
+        Notes (`extra`), the range of a first draw and the longest position that was declared change nothing,
+        nor does a window where no layer slides; masks are compared layer by layer.
+        """
+        notes = {"extra", "initializer_range", "max_position_embeddings"}
+        masks = [[one.layer_mask(layer) for layer in range(one.num_layers)] for one in (self, other)]
+        if masks[0] == masks[1]:
+            notes |= {"layer_types", "sliding_window", "is_causal"}
+        names = [field.name for field in dataclasses.fields(self) if field.name not in notes]
+        values = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        return [f"{name}: {ours}, {theirs}" for name, ours, theirs in values if ours != theirs]
+
     @classmethod
     def from_target(
         cls,

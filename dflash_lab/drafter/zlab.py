@@ -35,6 +35,12 @@ _SPELLED = {  # our names -> the file's
     "num_kv_heads": "num_key_value_heads",
     "tap_ids": "target_layer_ids",
 }
+_PLAIN = {  # fields that change what is computed, with the only value that is computed here
+    "partial_rotary_factor": 1.0,
+    "mlp_bias": False,
+    "sample_from_anchor": False,
+    "attn_logit_softcapping": None,
+}
 LARGEST_BLOCK = 1024  # slots; a drafter that was trained has tens
 
 
@@ -95,7 +101,8 @@ def from_json(values: Mapping[str, Any], where: str = "drafter config.json") -> 
     damaged; an unsupported feature is `UnsupportedTarget`.
     """
     outer = Fields(where, values)
-    fields = Fields(where, outer.part("dflash_config"), values)
+    inner = outer.part("dflash_config")
+    fields = Fields(where, inner, values)
     if outer.flag("attention_bias", False):
         raise UnsupportedTarget(f"{where}: attention_bias is true; DFlash projections have no bias.")
     if (act := values.get("hidden_act", "silu")) != "silu":
@@ -105,6 +112,10 @@ def from_json(values: Mapping[str, Any], where: str = "drafter config.json") -> 
     rope = {**outer.part("rope_scaling"), **own}
     if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
         raise UnsupportedTarget(f"{where}: rope type is {shown(kind)}; only 'default' is known.")
+    for name, plain in _PLAIN.items():
+        found = next((one[name] for one in (inner, rope, values) if one.get(name) is not None), plain)
+        if found != plain:
+            raise UnsupportedTarget(f"{where}: {name} is {shown(found)}; only {shown(plain)} is known.")
     layers = fields.whole("num_hidden_layers", high=MOST_LAYERS)
     depth = fields.whole("num_target_layers", high=MOST_LAYERS)
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")

@@ -4,6 +4,7 @@ right.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -224,6 +225,33 @@ def test_speculators_files_of_others(tmp_path):
             read_speculators_json({**values, **change}, 6)
     with pytest.raises(UnsupportedTarget, match="DFlash 2"):
         export_speculators(tiny_drafter(tiny_config(**SECOND)), tmp_path, target="t")
+
+
+@pytest.mark.parametrize(
+    "place, name, value",
+    [
+        ("outer", "partial_rotary_factor", 0.25),
+        ("rope_parameters", "partial_rotary_factor", 0.25),
+        ("outer", "mlp_bias", True),
+        ("dflash_config", "sample_from_anchor", True),
+        ("outer", "attn_logit_softcapping", 50.0),
+    ],
+)
+def test_a_field_that_changes_the_computation_is_refused_by_name(place, name, value):
+    values = tiny_config().to_json()
+    (values if place == "outer" else values[place])[name] = value
+    with pytest.raises(UnsupportedTarget, match=f"{name} is "):
+        DrafterConfig.from_json(values)
+    neutral = {"partial_rotary_factor": 1, "mlp_bias": False, "attn_logit_softcapping": None}
+    assert DrafterConfig.from_json({**tiny_config().to_json(), **neutral}).extra.keys() == neutral.keys()
+
+
+def test_two_shapes_differ_in_what_computes_otherwise():
+    full = tiny_config(**ALL_FULL, sliding_window=None)
+    for changes in (dict(sliding_window=2048), dict(is_causal=False), dict(extra={"bos_token_id": 1})):
+        assert full.differences(dataclasses.replace(full, **changes)) == []
+    wider = dataclasses.replace(full, head_dim=32, is_causal=True)
+    assert full.differences(wider) == ["head_dim: 16, 32", "is_causal: None, True"]
 
 
 def test_shape_from_a_target():

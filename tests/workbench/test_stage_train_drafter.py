@@ -21,6 +21,7 @@ from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.checkpoint import load_checkpoint, read_config
 from dflash_lab.drafter.journal import Journal, Reader
 from dflash_lab.errors import InputError, StoreError
+from dflash_lab.files import read_json, write_json
 from dflash_lab.workbench.figures import train_drafter as figures
 from dflash_lab.workbench.figures.headline import headline
 from dflash_lab.workbench.finished import WouldReplace
@@ -171,7 +172,7 @@ def test_fine_tuning_starts_from_a_checkpoint(result, run_dir, tiny_target, tmp_
     common = dict(store=str(run_dir / "store"), max_steps=1)
     tuned = execute(params(tmp_path, tiny_target, start_from=str(run_dir / "drafter"), **common))
     assert tuned.figures["streak_first"] == pytest.approx(result.figures["streak_best"])
-    with pytest.raises(InputError, match="another shape"):
+    with pytest.raises(InputError, match=r"another shape .*\(num_layers: 2, 3.*'s value first\)"):
         execute(
             params(
                 tmp_path, tiny_target, start_from=str(run_dir / "drafter"), num_layers=3, force=True, **common
@@ -193,6 +194,34 @@ def test_the_store_of_a_trial_is_trained_on_and_the_result_says_how_much_it_hold
     assert "the store holds 10 of 14 samples, a trial (max_samples of extract)" in caplog.text
     assert (found["stored_samples"], found["stored_samples_of"]) == (10, 14)
     assert 0 < found["training_samples"] < 10
+
+
+def test_a_released_drafter_can_be_started_from(result, run_dir, tiny_target, tmp_path):
+    """Its file has notes that ours has not, its weights no digest; what computes otherwise is named."""
+    from safetensors.torch import load_file, save_file
+
+    ours = read_json(run_dir / "drafter" / "config.json")
+    notes = {
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "transformers_version": "4.57.0",
+        "max_position_embeddings": 262144, "initializer_range": 0.5,
+    }  # fmt: skip
+    released = tmp_path / "released"
+    released.mkdir()
+    save_file(load_file(run_dir / "drafter" / "model.safetensors"), released / "model.safetensors")
+    common = dict(store=str(run_dir / "store"), max_steps=1, start_from=str(released))
+    write_json(released / "config.json", {**ours, **notes})
+    tuned = execute(params(tmp_path, tiny_target, **common))
+    assert tuned.figures["streak_first"] == pytest.approx(result.figures["streak_best"])
+    assert read_json(tmp_path / "drafter" / "config.json")["eos_token_id"] == 2
+    theta = {"rope_theta": 12345.0, "rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}}
+    for change, words in (
+        (theta, r"\(rope_theta: 12345\.0, 10000\.0: the drafter's value first\)"),
+        ({"is_causal": True}, r"\(is_causal: True, None: "),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5; only 1\.0 is known"),
+    ):
+        write_json(released / "config.json", {**ours, **notes, **change})
+        with pytest.raises(InputError, match=words):
+            execute(params(tmp_path, tiny_target, force=True, **common))
 
 
 def test_epochs_become_steps(run_dir, tiny_target):

@@ -130,8 +130,12 @@ def first_drafter(
 
     if params.start_from:
         drafter = load_checkpoint(params.start_from, device, dtype)
-        if drafter.config != config:
-            raise InputError(f"{params.start_from} is a drafter of another shape than these parameters say.")
+        if told := drafter.config.differences(config):
+            raise InputError(
+                f"train_drafter: {params.start_from} is a drafter of another shape than these parameters say "
+                f"({'; '.join(told)}: the drafter's value first). Give the drafter's values, or start from "
+                "another."
+            )
     else:
         with torch.device("meta"):  # a billion weights are drawn once, not first as torch's layers would
             empty = Drafter(config)
