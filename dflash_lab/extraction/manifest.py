@@ -173,11 +173,12 @@ def finished_draws(folder: Path) -> list[dict[str, Any]]:
     """Return what each finished run of a shard drew (`max_samples`, 0 for all, `seed` and `of` how many)
     while no part was given up since; runs of earlier versions drew all.
     """
-    begun: dict[str, Any] = {}
+    everything = {"max_samples": 0}
+    begun: dict[str, Any] = everything
     found: list[dict[str, Any]] = []
     for line in read_lines(folder):
         if line["kind"] == "run":
-            begun = line.get("drawn", {"max_samples": 0})
+            begun = line.get("drawn", everything)
         elif line["kind"] == "end":
             found.append(begun)
         elif line["kind"] == "discard":
