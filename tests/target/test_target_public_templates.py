@@ -7,9 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.template_battery import battery, runs_of, templates
+import xxhash
+from support.chat_templates import CHANNELS, HERMES, MARKED, THOUGHTFUL
+from support.template_battery import TALKS, battery, runs_of, templates
 from support.tiny_targets import CHATML, tiny_tokenizer
 
+from dflash_lab.data.sample_checks import content_hash
+from dflash_lab.data.samples import MASK_RULES
 from dflash_lab.target import template
 from dflash_lab.target.template import render, render_prompt
 
@@ -100,6 +104,21 @@ def test_the_battery_sees_a_wrong_mask(tmp_path, monkeypatch):
     monkeypatch.setattr(template, "_closed", lambda chat, text, ids, *rest: (0, len(ids)))
     found = battery(tmp_path, tiny_tokenizer, template)
     assert any("HAS USERbeta" in told for told in found["chatml", "two"])
+
+
+def test_ids_and_masks_are_those_of_the_version_that_samples_record():
+    """Who changes what is masked or how fields are rendered raises MASK_RULES and puts the new digest here."""
+    digest = xxhash.xxh3_64()
+    for text in (*KINDS.values(), THOUGHTFUL, MARKED, HERMES, CHANNELS):
+        tokenizer = tiny_tokenizer(text)
+        for talk in TALKS.values():
+            try:
+                found = render(tokenizer, talk, thinking=True)
+            except template.TemplateFailure as error:
+                digest.update(error.kind.encode())
+            else:
+                digest.update(content_hash(found.input_ids, found.loss_mask).encode())
+    assert (MASK_RULES, digest.hexdigest()) == (2, "4909e0b0b847ac2e")
 
 
 def test_the_date_is_the_one_given_and_not_today():
