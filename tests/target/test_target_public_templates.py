@@ -107,7 +107,7 @@ def test_the_battery_sees_a_wrong_mask(tmp_path, monkeypatch):
 
 
 def test_ids_and_masks_are_those_of_the_version_that_samples_record():
-    """Who changes what is masked or how fields are rendered raises MASK_RULES and puts the new digest here."""
+    """Who changes what is masked or how fields are rendered raises MASK_RULES and sets the new digest."""
     digest = xxhash.xxh3_64()
     for text in (*KINDS.values(), THOUGHTFUL, MARKED, HERMES, CHANNELS):
         tokenizer = tiny_tokenizer(text)
