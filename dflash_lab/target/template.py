@@ -33,7 +33,8 @@ Message = dict[str, Any]
 DATE = "2026-01-01"
 REASONING = ("reasoning_content", "thinking", "reasoning")
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
-_FORMAT = re.compile(r"""(['"])((?:(?!\1).)*%[-#]?[A-Za-z](?:(?!\1).)*)\1""")
+# What a format of a date may hold, padded or (glibc's "-") not.
+_DIRECTIVES = [f"%{pad}{letter}" for pad in ("", "-") for letter in "aAbBcdDeFfGHIjmMpRSTuUVwWxXyYZ%"]
 # Two marks that share no first and no last letter, so that one of them differs from any content at each end.
 _MARKS = ("QZmarkXA", "JVmarkWB")
 # A tag, or a word; and how far back one that is cut may begin.
@@ -248,21 +249,21 @@ def _chat(
 
 @functools.lru_cache(maxsize=16)
 def _dated(template: str, date: str) -> str:
-    """Return the template with a clock that stands still: its ``strftime_now`` knows `date` in every format
-    that the template spells."""
+    """Return the template with a clock that stands still: its ``strftime_now`` prints `date` in any format.
+
+    The line break behind the macro is Jinja's to drop; what the template begins with stays.
+    """
     if "strftime_now" not in template:
         return template
     try:
         day = Date.fromisoformat(date)
     except ValueError as error:
         raise TemplateFailure(f"date={date!r} is no date. Give year-month-day, as in {DATE}.") from error
-    printed = {found[1]: day.strftime(found[1]) for found in _FORMAT.findall(template)}
-    return (
-        "{%- macro strftime_now(format) -%}{{- "
-        + json.dumps(printed, ensure_ascii=False)
-        + "[format] -}}{%- endmacro -%}"
-        + template
+    printed = "".join(
+        f" | replace({json.dumps(directive)}, {json.dumps(day.strftime(directive))})"
+        for directive in _DIRECTIVES
     )
+    return f"{{% macro strftime_now(format) -%}}{{{{- format{printed} -}}}}{{%- endmacro %}}\n{template}"
 
 
 def _user(text: str) -> Message:
