@@ -293,16 +293,16 @@ def _calls(value: Any, place: str) -> list[dict[str, Any]]:
 
 
 def _texts(value: Any, place: str) -> None:
-    """Check every text in a value, however deep."""
-    if isinstance(value, str):
-        _text(value, place)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            _texts(key, place)
-            _texts(item, place)
-    elif isinstance(value, list):
-        for item in value:
-            _texts(item, place)
+    """Check every text in a value, however deep (so without recursion)."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            _text(one, place)
+        elif isinstance(one, Mapping):
+            left += [*one.keys(), *one.values()]
+        elif isinstance(one, list):
+            left += one
 
 
 def _either(turn: Mapping, first: str, second: str, place: str) -> Any:

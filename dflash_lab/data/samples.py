@@ -38,7 +38,7 @@ SCHEMA: dict[str, Any] = {
 FORMAT = 1
 # Version of what is masked and how fields are rendered (`target/template.py`). Raised whenever the same
 # records would come out with other ids or another mask: older samples are not what the target says.
-MASK_RULES = 2
+MASK_RULES = 3
 _ROW_GROUP = 8192
 _BATCH_TOKENS = 4 << 20
 

@@ -33,12 +33,14 @@ Message = dict[str, Any]
 DATE = "2026-01-01"
 REASONING = ("reasoning_content", "thinking", "reasoning")
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
-_FORMAT = re.compile(r"""(['"])((?:(?!\1).)*%[-#]?[A-Za-z](?:(?!\1).)*)\1""")
+# What a format of a date may hold, padded or (glibc's "-") not.
+_DIRECTIVES = [f"%{pad}{letter}" for pad in ("", "-") for letter in "aAbBcdDeFfGHIjmMpRSTuUVwWxXyYZ%"]
 # Two marks that share no first and no last letter, so that one of them differs from any content at each end.
 _MARKS = ("QZmarkXA", "JVmarkWB")
 # A tag, or a word; and how far back one that is cut may begin.
 _UNIT = re.compile(r"<[^<>\s]{1,64}>|\[[^\[\]\s]{1,64}\]|\w+|\s|.", re.DOTALL)
 _LONGEST_UNIT = 66
+_DEEPEST = 200  # levels of a tool's definition or arguments, of which Python's json prints no thousand
 # The brackets around thinking are special tokens in some vocabularies; an answer that holds them is sound.
 _THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
 
@@ -248,21 +250,21 @@ def _chat(
 
 @functools.lru_cache(maxsize=16)
 def _dated(template: str, date: str) -> str:
-    """Return the template with a clock that stands still: its ``strftime_now`` knows `date` in every format
-    that the template spells."""
+    """Return the template with a clock that stands still: its ``strftime_now`` prints `date` in any format.
+
+    The line break behind the macro is Jinja's to drop; what the template begins with stays.
+    """
     if "strftime_now" not in template:
         return template
     try:
         day = Date.fromisoformat(date)
     except ValueError as error:
         raise TemplateFailure(f"date={date!r} is no date. Give year-month-day, as in {DATE}.") from error
-    printed = {found[1]: day.strftime(found[1]) for found in _FORMAT.findall(template)}
-    return (
-        "{%- macro strftime_now(format) -%}{{- "
-        + json.dumps(printed, ensure_ascii=False)
-        + "[format] -}}{%- endmacro -%}"
-        + template
+    printed = "".join(
+        f" | replace({json.dumps(directive)}, {json.dumps(day.strftime(directive))})"
+        for directive in _DIRECTIVES
     )
+    return f"{{% macro strftime_now(format) -%}}{{{{- format{printed} -}}}}{{%- endmacro %}}\n{template}"
 
 
 def _user(text: str) -> Message:
@@ -291,7 +293,8 @@ def _checked(chat: _Chat, messages: Sequence[Message]) -> list[Message]:
         )
     if not messages:
         raise TemplateFailure("No messages in this conversation.")
-    control = _control(chat.tokenizer)
+    for tool in chat.tools:
+        _check_texts("A tool's definition", tool, _control(chat.tokenizer))
     checked = []
     for i, message in enumerate(messages):
         content, role = message.get("content"), message.get("role")
@@ -308,29 +311,34 @@ def _checked(chat: _Chat, messages: Sequence[Message]) -> list[Message]:
         reasoning = next((one[key] for key in REASONING if one.get(key) is not None), None)
         if reasoning is not None:  # as transformers does since 5.20: each template reads a name of its own
             one = {"thinking": reasoning, **one, "reasoning_content": reasoning}
-        for text in _strings(one):
-            for found in control.finditer(text) if control else ():
-                if role != "assistant" or not _THOUGHT.search(found.group()):
-                    raise TemplateFailure(
-                        f"Message {i} ({role}) spells the control token {found.group()!r}, which would "
-                        "become a real one and forge a turn.",
-                        "control tokens",
-                    )
+        read = [_call(call, as_text=False) for call in one.get("tool_calls") or ()]  # escapes are undone there
+        _check_texts(f"Message {i} ({role})", [one, read], _control(chat.tokenizer), role == "assistant")
         checked.append(one)
     return checked
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """Yield every text in a message, however deep."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _strings(key)
-            yield from _strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item)
+def _check_texts(place: str, value: Any, control: re.Pattern | None, may_think: bool = False) -> None:
+    """Raise `TemplateFailure` for a control token that a text in `value` spells, however deep it lies, and
+    for what lies deeper than a template can print.
+    """
+    level = [value]
+    for _ in range(_DEEPEST):
+        below: list[Any] = []
+        for one in level:
+            if isinstance(one, Mapping):
+                below += [*one.keys(), *one.values()]
+            elif isinstance(one, list | tuple):
+                below += one
+            for found in control.finditer(one) if control and isinstance(one, str) else ():
+                if not (may_think and _THOUGHT.search(found.group())):
+                    raise TemplateFailure(
+                        f"{place} spells the control token {found.group()!r}, which would become a real one "
+                        "and forge a turn.",
+                        "control tokens",
+                    )
+        level = below
+    if level:
+        raise TemplateFailure(f"{place} is nested deeper than {_DEEPEST} levels.")
 
 
 @functools.lru_cache(maxsize=16)
@@ -391,8 +399,11 @@ def _call(call: Mapping, as_text: bool) -> dict[str, Any]:
     if as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     elif not as_text and isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # a model's own broken JSON is what it said
-            arguments = json.loads(arguments)
+        # A model's own broken JSON is what it said, and so is an escape of half a character.
+        with contextlib.suppress(ValueError, RecursionError):
+            read = json.loads(arguments)
+            json.dumps(read, ensure_ascii=False).encode()
+            arguments = read
     function["arguments"] = arguments
     return {**({"id": call["id"]} if "id" in call else {}), "type": "function", "function": function}
 

@@ -655,3 +655,17 @@ def test_hidden_files_and_folders_are_not_read(tmp_path):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(GOOD)
     assert sorted(path.name for path in folders.walk(tmp_path)) == ["a.jsonl", "d.jsonl"]
+
+
+def test_arguments_and_tools_nested_deeper_than_python_recurses_are_read():
+    deep: dict = {}
+    for _ in range(3000):
+        deep = {"in": deep}
+    calls = [{"name": "weather", "arguments": deep}]
+    record = {
+        "messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "tool_calls": calls}],
+        "tools": [{"name": "weather", "parameters": deep}],
+    }
+    (_, answer) = to_messages(record)
+    assert answer["tool_calls"][0]["function"]["arguments"] is deep
+    assert tools_of(record)[0]["function"]["parameters"] is deep

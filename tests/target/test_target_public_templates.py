@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import sys
 from pathlib import Path
@@ -132,6 +133,25 @@ def test_the_date_is_the_one_given_and_not_today():
     assert "01 Jan 2026" in tokenizer.decode(render_prompt(tokenizer, messages[:1]))
     with pytest.raises(template.TemplateFailure, match="date='today' is no date"):
         render(tokenizer, messages, date="today")
+
+
+@pytest.mark.parametrize(
+    "printing",
+    [
+        "\n  {{ strftime_now('%Y') }}",
+        "  {% if strftime_now is defined %}{{ strftime_now(format='%B') }}{% endif %}\n",
+        "{% set form = '%d' ~ ' %b' %}{{ strftime_now(form) }}",
+        "{{ strftime_now('%A\\n%-d %% of %m') }}",
+        '{{ strftime_now("the day\'s no %j") }}',
+    ],
+)
+def test_a_date_is_printed_as_transformers_prints_it(printing):
+    """In any format, however the template comes to it, and with the white space around it."""
+    tokenizer = tiny_tokenizer(printing + CHATML)
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    today = datetime.date.today().isoformat()
+    ids = tokenizer.apply_chat_template(messages)["input_ids"]
+    assert render(tokenizer, messages, date=today).input_ids == ids
 
 
 def test_an_answer_whose_opening_is_unknown_keeps_the_token_of_its_first_word():
