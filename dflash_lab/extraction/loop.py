@@ -80,8 +80,9 @@ def extract(
     notes: goes into the manifest's run line.
 
     Raises `InputError` for parameters that fit neither target nor data and for a shard in use, `StoreError`
-    naming the differences when the store was made by another setup, `SelfTestError`, and `DeviceLost` after
-    sealing what was done. Quarantined samples do not raise here: the report lists them.
+    naming the differences when the store was made by another setup, `SelfTestError`, and, after sealing what
+    was done, `DeviceLost` and `MemoryShort` (another process keeps the device's memory). Quarantined samples
+    do not raise here: the report lists them.
     """
     store, index = Path(store), read_index(samples)
     last = target.num_layers - 1

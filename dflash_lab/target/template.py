@@ -311,7 +311,9 @@ def _checked(chat: _Chat, messages: Sequence[Message]) -> list[Message]:
         reasoning = next((one[key] for key in REASONING if one.get(key) is not None), None)
         if reasoning is not None:  # as transformers does since 5.20: each template reads a name of its own
             one = {"thinking": reasoning, **one, "reasoning_content": reasoning}
-        read = [_call(call, as_text=False) for call in one.get("tool_calls") or ()]  # escapes are undone there
+        read = [
+            _call(call, as_text=False) for call in one.get("tool_calls") or ()
+        ]  # escapes are undone there
         _check_texts(f"Message {i} ({role})", [one, read], _control(chat.tokenizer), role == "assistant")
         checked.append(one)
     return checked

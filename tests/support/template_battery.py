@@ -146,9 +146,13 @@ def faults(tokenizer: Any, talk: str, module: Any, thinking: bool) -> Iterator[s
         and "generation" not in tokenizer.chat_template
     ):
         yield f"OPEN {whole[-60:]!r} for {tokenizer.decode(prompt)[-60:]!r}"
+    # Since 5.20 transformers gives reasoning its other names itself.
+    named = [
+        {**m, **({"thinking": m["reasoning_content"]} if "reasoning_content" in m else {})} for m in messages
+    ]
     try:
         plain = tokenizer.apply_chat_template(
-            messages, tools=options["tools"] or None, enable_thinking=thinking, thinking=thinking
+            named, tools=options["tools"] or None, enable_thinking=thinking, thinking=thinking
         )
     except Exception:  # content as parts, arguments as text: what the template takes is found by trial
         return
