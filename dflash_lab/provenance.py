@@ -64,20 +64,23 @@ def git_commit() -> str:
 
 
 def source_tree(folder: Path | None = None) -> str:
-    """Return git's id of a folder's Python files (default: this package), computed without git.
+    """Return git's id of a folder's code and settings (default: this package), computed without git.
 
     These are the package's files in a commit exactly if ``git rev-parse <commit>:dflash_lab`` says the same.
     """
     return _tree(folder or Path(__file__).resolve().parent).hex()
 
 
+_CODE = (".py", ".json")
+
+
 def _tree(folder: Path) -> bytes:
     entries: list[tuple[bytes, bytes]] = []  # what git sorts by, the entry
     for path in folder.iterdir():
         name = path.name.encode()
-        if path.is_dir() and any(path.rglob("*.py")):
+        if path.is_dir() and any(one.suffix in _CODE for one in path.rglob("*")):
             entries.append((name + b"/", b"40000 " + name + b"\0" + _tree(path)))
-        elif path.suffix == ".py":
+        elif path.suffix in _CODE:
             entries.append((name, b"100644 " + name + b"\0" + _object(b"blob", path.read_bytes())))
     return _object(b"tree", b"".join(entry for _, entry in sorted(entries)))
 

@@ -38,3 +38,10 @@ def test_whoever_copies_the_code_says_which_commit_it_is(monkeypatch):
     assert provenance.git_commit() == "0123abc"
     found = provenance.provenance()
     assert found["commit"] == "0123abc" and found["source_tree"] == provenance.source_tree()
+
+
+def test_every_file_of_the_package_counts():
+    """What git holds of the package is code and settings, and no file of another kind goes unseen."""
+    package = Path(provenance.__file__).resolve().parent
+    found = {path.suffix for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert found == {".py", ".json"}
