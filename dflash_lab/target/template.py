@@ -195,11 +195,18 @@ def closing_id(tokenizer: Tokenizer, role: str, thinking: bool = False) -> int |
     return next(_specials(tokenizer, text[text.rfind(_MARKS[0]) + len(_MARKS[0]) :]), None)
 
 
-def template_of(tokenizer: Tokenizer) -> str:
-    """Return the chat template; `TemplateFailure` if the tokenizer has none."""
+def template_of(tokenizer: Tokenizer, tools: Sequence[Mapping] = ()) -> str:
+    """Return the chat template, of several named ones that for `tools`; `TemplateFailure` if the tokenizer
+    has none, or none by the name of "default".
+    """
     try:
-        return tokenizer.get_chat_template()
+        return tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None)
     except ValueError as error:
+        if tokenizer.chat_template:
+            raise TemplateFailure(
+                f"The chat templates of this tokenizer are named {', '.join(tokenizer.chat_template)}, and "
+                'none is "default", so which one to render with is not known. Set tokenizer.chat_template.'
+            ) from error
         raise TemplateFailure(
             "This tokenizer has no chat template, so conversations cannot be rendered. Use the "
             "instruction-tuned checkpoint, or set tokenizer.chat_template."
@@ -245,7 +252,7 @@ class _Chat:
 def _chat(
     tokenizer: Tokenizer, *, tools: Sequence[Mapping] = (), thinking: bool = False, date: str = DATE
 ) -> _Chat:
-    return _Chat(tokenizer, template_of(tokenizer), tuple(tools), thinking, date)
+    return _Chat(tokenizer, template_of(tokenizer, tools), tuple(tools), thinking, date)
 
 
 @functools.lru_cache(maxsize=16)
@@ -311,7 +318,8 @@ def _checked(chat: _Chat, messages: Sequence[Message]) -> list[Message]:
         reasoning = next((one[key] for key in REASONING if one.get(key) is not None), None)
         if reasoning is not None:  # as transformers does since 5.20: each template reads a name of its own
             one = {"thinking": reasoning, **one, "reasoning_content": reasoning}
-        read = [_call(call, as_text=False) for call in one.get("tool_calls") or ()]  # escapes are undone there
+        # Escapes in arguments that are text are undone when those are read.
+        read = [_call(call, as_text=False) for call in one.get("tool_calls") or ()]
         _check_texts(f"Message {i} ({role})", [one, read], _control(chat.tokenizer), role == "assistant")
         checked.append(one)
     return checked
@@ -462,7 +470,7 @@ def _turn_span(chat: _Chat, messages: list[Message], turn: int, text: str, low: 
     prompt = _prompt_text(chat, messages[:turn])
     exact = prompt is not None and text.startswith(prompt)
     start = len(prompt) if prompt is not None and exact else low
-    agreed = len(text) if last else _agreed(text, _prompt_text(chat, messages[: turn + 1]) or "")
+    agreed = len(text) if last else _agreed(text, _ended_text(chat, messages[: turn + 1]) or "")
     if message.get("tool_calls"):
         end = _calls_end(chat, messages[: turn + 1], text, start)
         if exact:
@@ -484,8 +492,8 @@ def _turn_span(chat: _Chat, messages: list[Message], turn: int, text: str, low: 
 
 
 def _after_mark(chat: _Chat, messages: list[Message]) -> str:
-    """Return what follows the last mark in a prompt that goes on from `messages`; empty if there is none."""
-    _, mark, rest = (_prompt_text(chat, messages) or "").rpartition(_MARKS[0])
+    """Return what follows the last mark where `messages` end; empty if there is none."""
+    _, mark, rest = (_ended_text(chat, messages) or "").rpartition(_MARKS[0])
     return rest if mark else ""
 
 
@@ -499,14 +507,14 @@ def _calls_end(chat: _Chat, messages: list[Message], text: str, start: int) -> i
     name = call["function"]["name"]
     renamed = {**call, "function": {**call["function"], "name": _MARKS[0]}}
     rest = _after_mark(chat, [*messages[:-1], {**messages[-1], "tool_calls": [*calls, renamed]}])
-    rest = name + rest[: _without_opening(chat, rest, len(rest))]
-    place = text.find(rest, start)
+    shown = name + rest[: _without_opening(chat, rest, len(rest))]
+    place = text.find(shown, start) if rest else -1
     if place < 0:
         raise TemplateFailure(
             f"The chat template shows the call of {name!r} otherwise in history than at the end: no mask.",
             "tool calls not shown",
         )
-    return place + len(rest)
+    return place + len(shown)
 
 
 def _prompt_text(chat: _Chat, messages: list[Message]) -> str | None:
@@ -514,6 +522,16 @@ def _prompt_text(chat: _Chat, messages: list[Message]) -> str | None:
     the first user turn, say)."""
     try:
         return chat.text(messages, prompt=True) if messages else None
+    except TemplateFailure:
+        return None
+
+
+def _ended_text(chat: _Chat, messages: list[Message]) -> str | None:
+    """Return the text of `messages`, with the opening of an answer where the template opens one there; None
+    where it refuses both (what must follow is the result of a call, say).
+    """
+    try:
+        return _prompt_text(chat, messages) or chat.text(messages)
     except TemplateFailure:
         return None
 
