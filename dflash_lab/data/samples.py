@@ -277,7 +277,7 @@ def merge_samples(
                 f"{path} and {paths[0]} differ in {', '.join(differs)}: their tokens cannot be mixed."
             )
     samples = (sample for path in paths for sample in _read_all(path))
-    kept = {name: made[0].get(name) for name in same} if made else {}
+    kept = {name: made[0][name] for name in same if name in made[0]} if made else {}
     return write_samples(
         output,
         samples,
