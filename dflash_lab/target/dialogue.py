@@ -51,6 +51,7 @@ class Dialogue:
         self._ahead = _steps(messages)
         self._given: Message | None = None  # the recorded answer in the place of the next one
         self._history: list[Message] = []
+        self._cut: list[bool] = []  # of each answer in the history, whether it met its limit
         self._asked: list[Message] = []  # the history that the last prompt shows
         self._mask: list[int] | None = None  # of the last prompt, once it is more than the template's text
 
@@ -75,6 +76,7 @@ class Dialogue:
         self.tokens = tokens
         closed = bool(tokens) and tokens[-1] in self.stop_ids
         text = str(self.tokenizer.decode(tokens[:-1] if closed else tokens))
+        self._cut.append(not closed)
         calls = (self._given or {}).get("tool_calls") or []
         if calls and self._ahead and self._ahead[0][0][0]["role"] == "tool":
             opening = call_opening(self.tokenizer, **self.options)
@@ -90,10 +92,10 @@ class Dialogue:
         """Return ids [L] and assistant mask [L] of the whole, and whether the last answer met its limit.
 
         The last answer and calls are masked by their own tokens, earlier answers where the template shows
-        them at the prompt's start.
+        them at the prompt's start; a closing token that it puts behind one that was cut is not the target's.
         """
-        cut = not self.tokens or self.tokens[-1] not in self.stop_ids
-        return [*self.ids, *self.tokens], [*self._prompt_mask(), *[1] * len(self.tokens)], cut
+        mask = [*self._prompt_mask(), *[1] * len(self.tokens)]
+        return [*self.ids, *self.tokens], mask, self._cut[-1]
 
     def _prompt_mask(self) -> list[int]:
         if self._mask is not None:
@@ -102,7 +104,10 @@ class Dialogue:
         if any(message["role"] == "assistant" for message in self._asked):
             earlier = render(self.tokenizer, self._asked, **self.options)
             shown = self.ids[: len(earlier.input_ids)] == earlier.input_ids
-            mask = earlier.loss_mask if shown else []
+            mask = list(earlier.loss_mask) if shown else []
+            for (_, end), cut in zip(earlier.turns if shown else (), self._cut, strict=False):
+                if cut and self.ids[end - 1] in self.stop_ids:
+                    mask[end - 1] = 0
         return [*mask, *[0] * (len(self.ids) - len(mask))]
 
 

@@ -60,11 +60,13 @@ class TemplateFailure(InputError):
 class Rendered:
     """One conversation: token ids [L]; ones [L] on what the assistant generates, closing token included.
 
-    `notes` names what the template does not show as it was given, each at most once.
+    `turns` has the first and the past-the-end token of every assistant turn that is shown, `notes` names what
+    the template does not show as it was given, each at most once.
     """
 
     input_ids: list[int]
     loss_mask: list[int]
+    turns: tuple[tuple[int, int], ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -93,14 +95,16 @@ def render(
     ids = cast(list[int], encoded["input_ids"])
     offsets = cast(list[tuple[int, int]], encoded["offset_mapping"])
     mask = [0] * len(ids)
+    turns = []
     for start, end, altered in _turn_spans(chat, shown, text):
         if altered:
             notes.append("turn shown otherwise")
         first, last = _closed(chat, text, ids, offsets, start, end)
         mask[first:last] = [1] * (last - first)
+        turns.append((first, last))
     if any(mask) and _GENERATION.search(chat.template):
         mask = _allowed(mask, _blocks(chat, shown, len(ids)))
-    return Rendered(ids, mask, tuple(dict.fromkeys([*notes, *_unshown(chat, shown, text)])))
+    return Rendered(ids, mask, tuple(turns), tuple(dict.fromkeys([*notes, *_unshown(chat, shown, text)])))
 
 
 def render_prompt(

@@ -117,6 +117,15 @@ def test_an_answer_without_its_end_is_called_cut(tmp_path):
     assert found.cut and found.loss_mask[-2:] == [1, 1]
 
 
+def test_the_closing_of_an_answer_that_was_cut_is_not_the_targets(tmp_path):
+    """The template closes every turn of the history; the target stopped at its limit, in mid sentence."""
+    machine = Machine(says={"q": "long answer", "r": "ok", "s": "long again"}, limit=4)
+    one = conversation(1, "q", "old", "r", "old", "s", "old")
+    (found,), problems, _ = run([one], machine, tmp_path / "a.jsonl")
+    assert not problems and "long<|im_end|>" in text_of(found.input_ids)
+    assert trained(found) == ["long", "ok<|im_end|>", "long"] and found.cut
+
+
 def test_history_that_reads_otherwise_is_not_masked(tmp_path):
     """A blank that the template takes away: what stands there is not what the target said."""
     trimming = tiny_tokenizer(CHATML.replace("message['content']", "message['content'].strip('n')"))
