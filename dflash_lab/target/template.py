@@ -44,6 +44,17 @@ _DEEPEST = 200  # levels of a tool's definition or arguments, of which Python's 
 # The brackets around thinking are special tokens in some vocabularies; an answer that holds them is sound.
 _THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
 
+# What a template, which is a program, may end with.
+_REFUSALS = (
+    TemplateError,
+    TypeError,
+    LookupError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
 
 class TemplateFailure(InputError):
     """A template refuses a conversation, or what it makes of one cannot be told apart into turns.
@@ -242,7 +253,7 @@ class _Chat:
                 thinking=self.thinking,
                 **options,
             )
-        except (TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
+        except _REFUSALS as error:
             roles = ", ".join(message["role"] for message in messages)
             raise TemplateFailure(
                 f"The chat template refuses a conversation of roles {roles}: {error}"

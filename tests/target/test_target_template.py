@@ -260,3 +260,18 @@ def test_a_call_whose_end_no_text_shows_gives_no_mask():
     messages = [user("Q"), said, {"role": "tool", "content": "Sunny"}, assistant("Sunny.")]
     with pytest.raises(TemplateFailure, match="no mask"):
         render(tokenizer, messages, tools=[WEATHER])
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "{{ 1 / (messages | length - 2) }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ messages[7].content + '' }}",
+        "{% for %}",
+    ],
+)
+def test_a_template_that_breaks_refuses_the_conversation(program):
+    with pytest.raises(TemplateFailure, match="refuses a conversation of roles user, assistant"):
+        render(tiny_tokenizer(program + CHATML), [user("Q"), assistant("A")])
