@@ -63,7 +63,8 @@ class Dialogue:
         called = bool(self._history) and bool(self._history[-1].get("tool_calls"))
         self._history += before
         if called or self._mask is not None:
-            between = render_after(self.tokenizer, self._history, **self.options)
+            closed = not self._cut[-1]
+            between = render_after(self.tokenizer, self._history, closed=closed, **self.options)
             self._mask = [*self._prompt_mask(), *[1] * len(self.tokens), *[0] * len(between)]
             self.ids = [*self.ids, *self.tokens, *between]
         else:
@@ -79,7 +80,7 @@ class Dialogue:
         self._cut.append(not closed)
         calls = (self._given or {}).get("tool_calls") or []
         if calls and self._ahead and self._ahead[0][0][0]["role"] == "tool":
-            opening = call_opening(self.tokenizer, **self.options)
+            opening = call_opening(self.tokenizer, calls[0], **self.options)
             if closed and all(opening + call["function"]["name"] in text for call in calls):
                 self._history.append(self._given or {})
             else:

@@ -134,8 +134,12 @@ def render_prompt(
     return _encode(tokenizer, chat.text(shown, prompt=True))
 
 
-def render_after(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
-    """Return the ids of `render_prompt` from where the last assistant turn, with its closing token, ends."""
+def render_after(
+    tokenizer: Tokenizer, messages: Sequence[Message], *, closed: bool = True, **options: Any
+) -> list[int]:
+    """Return the ids of `render_prompt` from where the last assistant turn ends: behind its closing token, or
+    with it for a turn that is not `closed`.
+    """
     chat = _chat(tokenizer, **options)
     shown, _ = _shown(chat, messages, prompt=True)
     text = chat.text(shown, prompt=True)
@@ -143,7 +147,7 @@ def render_after(tokenizer: Tokenizer, messages: Sequence[Message], **options: A
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = cast(list[int], encoded["input_ids"])
     _, last = _closed(chat, text, ids, cast(list[tuple[int, int]], encoded["offset_mapping"]), start, end)
-    return ids[last:]
+    return ids[last - (not closed and ids[last - 1] in _special_ids(tokenizer)) :]
 
 
 def answer_message(tokenizer: Tokenizer, text: str, **options: Any) -> Message:
@@ -178,12 +182,13 @@ def _frames(chat: _Chat) -> tuple[tuple[str, str], ...]:
     return tuple(frames)
 
 
-def call_opening(tokenizer: Tokenizer, **options: Any) -> str:
-    """Return the last words before a tool's name where the template shows a call of it."""
+def call_opening(tokenizer: Tokenizer, call: Mapping, **options: Any) -> str:
+    """Return the last words before a tool's name where the template shows a call like `call`, whose id some
+    templates ask for.
+    """
     chat = _chat(tokenizer, **options)
-    function = {"name": _MARKS[0], "arguments": {}}
-    call = {"type": "function", "function": function}
-    said = _fitted(chat, [_user("?"), {"role": "assistant", "content": None, "tool_calls": [call]}])
+    named = {**call, "function": {"name": _MARKS[0], "arguments": {}}}
+    said = _fitted(chat, [_user("?"), {"role": "assistant", "content": None, "tool_calls": [named]}])
     text = chat.text(said)
     ((start, _, _),) = _turn_spans(chat, said, text)
     return text[start : text.index(_MARKS[0], start)].rpartition("\n")[2]
