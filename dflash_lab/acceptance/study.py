@@ -8,6 +8,7 @@ tells a tie (numerics of another kernel or batch shape decided it) from a fault.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,9 @@ from dflash_lab.acceptance.offline_report import OfflineReport
 from dflash_lab.acceptance.prompts import Prompt, dialogue_of
 from dflash_lab.acceptance.tau import Tau, summarize
 from dflash_lab.target.model import Target
+from dflash_lab.target.template import TemplateFailure
+
+log = logging.getLogger(__name__)
 
 # In logits; a few units in the last place.
 TIE_MARGIN = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
@@ -100,15 +104,21 @@ def next_turn(
     target: Target, thinking: bool, date: str = ""
 ) -> Callable[[Prompt, list[list[int]]], list[int] | None]:
     """Return the `follow` of `run_study` for prompts of several turns: the model's own answers go into the
-    dialogue."""
+    dialogue. Where the template refuses one (that holds a control token, say), the dialogue ends: what was
+    decoded stays, and the log says why.
+    """
 
     def follow(prompt: Prompt, given: list[list[int]]) -> list[int] | None:
         stop_ids = frozenset(target.stop_ids)
         dialogue = dialogue_of(prompt, target.tokenizer, thinking=thinking, date=date, stop_ids=stop_ids)
         ids = dialogue.prompt()
-        for tokens in given:
-            dialogue.answer(tokens)
-            ids = dialogue.prompt()
+        try:
+            for tokens in given:
+                dialogue.answer(tokens)
+                ids = dialogue.prompt()
+        except TemplateFailure as error:
+            log.warning("%s ends after %d of its answers: %s", prompt.id, len(given), error)
+            return None
         return ids
 
     return follow

@@ -151,7 +151,8 @@ def to_messages(record: Any) -> list[Message]:
     needed = [*(candidate.needs for candidate in FORMS.values()), TOKEN_KEYS]
     known = [key for keys in needed for key in keys]
     keys = ", ".join(sorted(map(str, present))[:8]) or "none"
-    hint = next((match for key in present if (match := near(str(key), known))), "")
+    near_ones = (near(str(key), known) for key in present if key not in known)
+    hint = next(filter(None, near_ones), "")
     needs = "; ".join(map(" + ".join, needed))
     raise BadRecord("unknown form", f"no known form: keys are {keys[:200]}{hint}. Needed: {needs}.")
 

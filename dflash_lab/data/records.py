@@ -278,7 +278,18 @@ def _sized(part: pl.DataFrame, limit: int) -> Iterator[dict[str, Any] | BadRecor
     else:
         together = max(1, _PYTHON_BYTES * part.height // max(1, size))
         for record in part.iter_rows(named=True, buffer_size=together):
-            yield {key: value for key, value in record.items() if value is not None}
+            yield _given(record)
+
+
+def _given(value: Any) -> Any:
+    """Return a value of a row without the fields that are null, however deep: all rows share one schema, so a
+    field that another row has (an argument of another tool's call) is there as null.
+    """
+    if isinstance(value, dict):
+        return {key: _given(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value[:1]):
+        return [_given(item) for item in value]
+    return value
 
 
 def _first_line(error: BaseException) -> str:
@@ -318,7 +329,7 @@ def _hub_rows(name: str, split: str, rows: Any, problems: list[Problem]) -> Iter
         try:
             for row in rows.skip(done) if done else rows:
                 done += 1
-                yield name, done, row
+                yield name, done, _given(row)
             return
         except Exception as error:  # as above; what the consumer raises does not come here
             reason = _first_line(error)

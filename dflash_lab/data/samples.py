@@ -38,7 +38,7 @@ SCHEMA: dict[str, Any] = {
 FORMAT = 1
 # Version of what is masked and how fields are rendered (`target/template.py`). Raised whenever the same
 # records would come out with other ids or another mask: older samples are not what the target says.
-MASK_RULES = 3
+MASK_RULES = 2
 _ROW_GROUP = 8192
 _BATCH_TOKENS = 4 << 20
 
@@ -277,7 +277,7 @@ def merge_samples(
                 f"{path} and {paths[0]} differ in {', '.join(differs)}: their tokens cannot be mixed."
             )
     samples = (sample for path in paths for sample in _read_all(path))
-    kept = {name: made[0].get(name) for name in same} if made else {}
+    kept = {name: made[0][name] for name in same if name in made[0]} if made else {}
     return write_samples(
         output,
         samples,

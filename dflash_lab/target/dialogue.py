@@ -51,6 +51,7 @@ class Dialogue:
         self._ahead = _steps(messages)
         self._given: Message | None = None  # the recorded answer in the place of the next one
         self._history: list[Message] = []
+        self._cut: list[bool] = []  # of each answer in the history, whether it met its limit
         self._asked: list[Message] = []  # the history that the last prompt shows
         self._mask: list[int] | None = None  # of the last prompt, once it is more than the template's text
 
@@ -62,7 +63,8 @@ class Dialogue:
         called = bool(self._history) and bool(self._history[-1].get("tool_calls"))
         self._history += before
         if called or self._mask is not None:
-            between = render_after(self.tokenizer, self._history, **self.options)
+            closed = not self._cut[-1]
+            between = render_after(self.tokenizer, self._history, closed=closed, **self.options)
             self._mask = [*self._prompt_mask(), *[1] * len(self.tokens), *[0] * len(between)]
             self.ids = [*self.ids, *self.tokens, *between]
         else:
@@ -75,9 +77,10 @@ class Dialogue:
         self.tokens = tokens
         closed = bool(tokens) and tokens[-1] in self.stop_ids
         text = str(self.tokenizer.decode(tokens[:-1] if closed else tokens))
+        self._cut.append(not closed)
         calls = (self._given or {}).get("tool_calls") or []
         if calls and self._ahead and self._ahead[0][0][0]["role"] == "tool":
-            opening = call_opening(self.tokenizer, **self.options)
+            opening = call_opening(self.tokenizer, calls[0], **self.options)
             if closed and all(opening + call["function"]["name"] in text for call in calls):
                 self._history.append(self._given or {})
             else:
@@ -90,10 +93,10 @@ class Dialogue:
         """Return ids [L] and assistant mask [L] of the whole, and whether the last answer met its limit.
 
         The last answer and calls are masked by their own tokens, earlier answers where the template shows
-        them at the prompt's start.
+        them at the prompt's start; a closing token that it puts behind one that was cut is not the target's.
         """
-        cut = not self.tokens or self.tokens[-1] not in self.stop_ids
-        return [*self.ids, *self.tokens], [*self._prompt_mask(), *[1] * len(self.tokens)], cut
+        mask = [*self._prompt_mask(), *[1] * len(self.tokens)]
+        return [*self.ids, *self.tokens], mask, self._cut[-1]
 
     def _prompt_mask(self) -> list[int]:
         if self._mask is not None:
@@ -102,7 +105,10 @@ class Dialogue:
         if any(message["role"] == "assistant" for message in self._asked):
             earlier = render(self.tokenizer, self._asked, **self.options)
             shown = self.ids[: len(earlier.input_ids)] == earlier.input_ids
-            mask = earlier.loss_mask if shown else []
+            mask = list(earlier.loss_mask) if shown else []
+            for (_, end), cut in zip(earlier.turns if shown else (), self._cut, strict=False):
+                if cut and self.ids[end - 1] in self.stop_ids:
+                    mask[end - 1] = 0
         return [*mask, *[0] * (len(self.ids) - len(mask))]
 
 

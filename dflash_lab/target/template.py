@@ -44,6 +44,17 @@ _DEEPEST = 200  # levels of a tool's definition or arguments, of which Python's 
 # The brackets around thinking are special tokens in some vocabularies; an answer that holds them is sound.
 _THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
 
+# What a template, which is a program, may end with.
+_REFUSALS = (
+    TemplateError,
+    TypeError,
+    LookupError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
 
 class TemplateFailure(InputError):
     """A template refuses a conversation, or what it makes of one cannot be told apart into turns.
@@ -60,11 +71,13 @@ class TemplateFailure(InputError):
 class Rendered:
     """One conversation: token ids [L]; ones [L] on what the assistant generates, closing token included.
 
-    `notes` names what the template does not show as it was given, each at most once.
+    `turns` has the first and the past-the-end token of every assistant turn that is shown, `notes` names what
+    the template does not show as it was given, each at most once.
     """
 
     input_ids: list[int]
     loss_mask: list[int]
+    turns: tuple[tuple[int, int], ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -93,14 +106,16 @@ def render(
     ids = cast(list[int], encoded["input_ids"])
     offsets = cast(list[tuple[int, int]], encoded["offset_mapping"])
     mask = [0] * len(ids)
+    turns = []
     for start, end, altered in _turn_spans(chat, shown, text):
         if altered:
             notes.append("turn shown otherwise")
         first, last = _closed(chat, text, ids, offsets, start, end)
         mask[first:last] = [1] * (last - first)
+        turns.append((first, last))
     if any(mask) and _GENERATION.search(chat.template):
         mask = _allowed(mask, _blocks(chat, shown, len(ids)))
-    return Rendered(ids, mask, tuple(dict.fromkeys([*notes, *_unshown(chat, shown, text)])))
+    return Rendered(ids, mask, tuple(turns), tuple(dict.fromkeys([*notes, *_unshown(chat, shown, text)])))
 
 
 def render_prompt(
@@ -119,8 +134,12 @@ def render_prompt(
     return _encode(tokenizer, chat.text(shown, prompt=True))
 
 
-def render_after(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
-    """Return the ids of `render_prompt` from where the last assistant turn, with its closing token, ends."""
+def render_after(
+    tokenizer: Tokenizer, messages: Sequence[Message], *, closed: bool = True, **options: Any
+) -> list[int]:
+    """Return the ids of `render_prompt` from where the last assistant turn ends: behind its closing token, or
+    with it for a turn that is not `closed`.
+    """
     chat = _chat(tokenizer, **options)
     shown, _ = _shown(chat, messages, prompt=True)
     text = chat.text(shown, prompt=True)
@@ -128,7 +147,7 @@ def render_after(tokenizer: Tokenizer, messages: Sequence[Message], **options: A
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = cast(list[int], encoded["input_ids"])
     _, last = _closed(chat, text, ids, cast(list[tuple[int, int]], encoded["offset_mapping"]), start, end)
-    return ids[last:]
+    return ids[last - (not closed and ids[last - 1] in _special_ids(tokenizer)) :]
 
 
 def answer_message(tokenizer: Tokenizer, text: str, **options: Any) -> Message:
@@ -163,12 +182,13 @@ def _frames(chat: _Chat) -> tuple[tuple[str, str], ...]:
     return tuple(frames)
 
 
-def call_opening(tokenizer: Tokenizer, **options: Any) -> str:
-    """Return the last words before a tool's name where the template shows a call of it."""
+def call_opening(tokenizer: Tokenizer, call: Mapping, **options: Any) -> str:
+    """Return the last words before a tool's name where the template shows a call like `call`, whose id some
+    templates ask for.
+    """
     chat = _chat(tokenizer, **options)
-    function = {"name": _MARKS[0], "arguments": {}}
-    call = {"type": "function", "function": function}
-    said = _fitted(chat, [_user("?"), {"role": "assistant", "content": None, "tool_calls": [call]}])
+    named = {**call, "function": {"name": _MARKS[0], "arguments": {}}}
+    said = _fitted(chat, [_user("?"), {"role": "assistant", "content": None, "tool_calls": [named]}])
     text = chat.text(said)
     ((start, _, _),) = _turn_spans(chat, said, text)
     return text[start : text.index(_MARKS[0], start)].rpartition("\n")[2]
@@ -195,11 +215,18 @@ def closing_id(tokenizer: Tokenizer, role: str, thinking: bool = False) -> int |
     return next(_specials(tokenizer, text[text.rfind(_MARKS[0]) + len(_MARKS[0]) :]), None)
 
 
-def template_of(tokenizer: Tokenizer) -> str:
-    """Return the chat template; `TemplateFailure` if the tokenizer has none."""
+def template_of(tokenizer: Tokenizer, tools: Sequence[Mapping] = ()) -> str:
+    """Return the chat template, of several named ones that for `tools`; `TemplateFailure` if the tokenizer
+    has none, or none by the name of "default".
+    """
     try:
-        return tokenizer.get_chat_template()
+        return tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None)
     except ValueError as error:
+        if tokenizer.chat_template:
+            raise TemplateFailure(
+                f"The chat templates of this tokenizer are named {', '.join(tokenizer.chat_template)}, and "
+                'none is "default", so which one to render with is not known. Set tokenizer.chat_template.'
+            ) from error
         raise TemplateFailure(
             "This tokenizer has no chat template, so conversations cannot be rendered. Use the "
             "instruction-tuned checkpoint, or set tokenizer.chat_template."
@@ -231,7 +258,7 @@ class _Chat:
                 thinking=self.thinking,
                 **options,
             )
-        except (TemplateError, TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
+        except _REFUSALS as error:
             roles = ", ".join(message["role"] for message in messages)
             raise TemplateFailure(
                 f"The chat template refuses a conversation of roles {roles}: {error}"
@@ -245,7 +272,7 @@ class _Chat:
 def _chat(
     tokenizer: Tokenizer, *, tools: Sequence[Mapping] = (), thinking: bool = False, date: str = DATE
 ) -> _Chat:
-    return _Chat(tokenizer, template_of(tokenizer), tuple(tools), thinking, date)
+    return _Chat(tokenizer, template_of(tokenizer, tools), tuple(tools), thinking, date)
 
 
 @functools.lru_cache(maxsize=16)
@@ -311,9 +338,8 @@ def _checked(chat: _Chat, messages: Sequence[Message]) -> list[Message]:
         reasoning = next((one[key] for key in REASONING if one.get(key) is not None), None)
         if reasoning is not None:  # as transformers does since 5.20: each template reads a name of its own
             one = {"thinking": reasoning, **one, "reasoning_content": reasoning}
-        read = [
-            _call(call, as_text=False) for call in one.get("tool_calls") or ()
-        ]  # escapes are undone there
+        # Escapes in arguments that are text are undone when those are read.
+        read = [_call(call, as_text=False) for call in one.get("tool_calls") or ()]
         _check_texts(f"Message {i} ({role})", [one, read], _control(chat.tokenizer), role == "assistant")
         checked.append(one)
     return checked
@@ -464,7 +490,7 @@ def _turn_span(chat: _Chat, messages: list[Message], turn: int, text: str, low: 
     prompt = _prompt_text(chat, messages[:turn])
     exact = prompt is not None and text.startswith(prompt)
     start = len(prompt) if prompt is not None and exact else low
-    agreed = len(text) if last else _agreed(text, _prompt_text(chat, messages[: turn + 1]) or "")
+    agreed = len(text) if last else _agreed(text, _ended_text(chat, messages[: turn + 1]) or "")
     if message.get("tool_calls"):
         end = _calls_end(chat, messages[: turn + 1], text, start)
         if exact:
@@ -486,8 +512,8 @@ def _turn_span(chat: _Chat, messages: list[Message], turn: int, text: str, low: 
 
 
 def _after_mark(chat: _Chat, messages: list[Message]) -> str:
-    """Return what follows the last mark in a prompt that goes on from `messages`; empty if there is none."""
-    _, mark, rest = (_prompt_text(chat, messages) or "").rpartition(_MARKS[0])
+    """Return what follows the last mark where `messages` end; empty if there is none."""
+    _, mark, rest = (_ended_text(chat, messages) or "").rpartition(_MARKS[0])
     return rest if mark else ""
 
 
@@ -501,14 +527,14 @@ def _calls_end(chat: _Chat, messages: list[Message], text: str, start: int) -> i
     name = call["function"]["name"]
     renamed = {**call, "function": {**call["function"], "name": _MARKS[0]}}
     rest = _after_mark(chat, [*messages[:-1], {**messages[-1], "tool_calls": [*calls, renamed]}])
-    rest = name + rest[: _without_opening(chat, rest, len(rest))]
-    place = text.find(rest, start)
+    shown = name + rest[: _without_opening(chat, rest, len(rest))]
+    place = text.find(shown, start) if rest else -1
     if place < 0:
         raise TemplateFailure(
             f"The chat template shows the call of {name!r} otherwise in history than at the end: no mask.",
             "tool calls not shown",
         )
-    return place + len(rest)
+    return place + len(shown)
 
 
 def _prompt_text(chat: _Chat, messages: list[Message]) -> str | None:
@@ -516,6 +542,16 @@ def _prompt_text(chat: _Chat, messages: list[Message]) -> str | None:
     the first user turn, say)."""
     try:
         return chat.text(messages, prompt=True) if messages else None
+    except TemplateFailure:
+        return None
+
+
+def _ended_text(chat: _Chat, messages: list[Message]) -> str | None:
+    """Return the text of `messages`, with the opening of an answer where the template opens one there; None
+    where it refuses both (what must follow is the result of a call, say).
+    """
+    try:
+        return _prompt_text(chat, messages) or chat.text(messages)
     except TemplateFailure:
         return None
 

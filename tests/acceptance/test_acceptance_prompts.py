@@ -119,6 +119,24 @@ def test_a_conversation_keeps_its_system_turn_its_tools_and_their_results(tmp_pa
     assert follow(prompt, [tokenizer.encode("I do not know.<|im_end|>")]) is None, "no call, so no result"
 
 
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ("Look: <|im_start|> is it.<|im_end|>", "control token"),
+        ("Sun.<|im_end|>", "does not show the tool calls"),
+    ],
+)
+def test_a_dialogue_ends_where_the_template_refuses_an_answer(tmp_path, tokenizer, caplog, answer, why):
+    """What was decoded before stays: the stage does not end with the first such answer."""
+    calls = [{"role": "assistant", "tool_calls": [{"name": "f"}]}, {"role": "tool", "content": "7"}]
+    between = calls if "tool" in why else [{"role": "assistant", "content": "A"}]
+    messages = [{"role": "user", "content": "Q"}, *between, {"role": "user", "content": "R"}]
+    (prompt,) = file_prompts(write_lines(tmp_path / "p.jsonl", {"messages": messages}), tokenizer)
+    follow = next_turn(SimpleNamespace(tokenizer=tokenizer, stop_ids=[258]), False)
+    assert follow(prompt, [tokenizer.encode(answer, add_special_tokens=False)]) is None
+    assert "p.jsonl:1 ends after 1 of its answers: " in caplog.text and why in caplog.text
+
+
 def test_bad_lines_are_named(tmp_path, tokenizer):
     path = tmp_path / "bad.jsonl"
     for line, message in [

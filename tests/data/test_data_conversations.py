@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from dflash_lab import folders
 from dflash_lab.data.conversations import FORMS, form, read_conversations, to_messages, tools_of
+from dflash_lab.data.problems import BadRecord
 from dflash_lab.data.records import CONTAINERS, container
 from dflash_lab.errors import InputError
 
@@ -422,6 +423,27 @@ def test_forms_and_containers_are_added_by_registering(tmp_path, monkeypatch):
     assert not problems and found[0].messages == TURNS
 
 
+def test_a_tool_has_no_field_that_only_other_rows_have(tmp_path, monkeypatch):
+    def record(name, **arguments):
+        properties = {key: {"type": "string"} for key in arguments}
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        tool = {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+        answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+        return {"messages": [{"role": "user", "content": "Q"}, answer], "tools": [tool]}
+
+    rows = [record("weather", city="Rome"), record("time", zone="CET"), record("stop")]
+    pl.DataFrame(rows, infer_schema_length=None).write_parquet(tmp_path / "d.parquet")
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    streamed = pl.read_parquet(tmp_path / "d.parquet").to_dicts()
+    library = types.SimpleNamespace(load_dataset=lambda *_args, **_options: streamed)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    wanted, _ = read(tmp_path / "d.jsonl")
+    for source in (tmp_path / "d.parquet", "owner/name"):
+        found, problems = read(source)
+        assert not problems and len(found) == 3
+        assert [(one.messages, one.tools) for one in found] == [(one.messages, one.tools) for one in wanted]
+
+
 def test_hub_data_sets_stream_and_the_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InputError, match=r"dflash-lab\[hub\]"):
@@ -669,3 +691,9 @@ def test_arguments_and_tools_nested_deeper_than_python_recurses_are_read():
     (_, answer) = to_messages(record)
     assert answer["tool_calls"][0]["function"]["arguments"] is deep
     assert tools_of(record)[0]["function"]["parameters"] is deep
+
+
+def test_a_key_that_is_right_is_not_called_a_slip():
+    with pytest.raises(BadRecord, match="keys are input_ids") as caught:
+        to_messages({"input_ids": [1, 2]})
+    assert "did you mean" not in str(caught.value)

@@ -117,6 +117,15 @@ def test_an_answer_without_its_end_is_called_cut(tmp_path):
     assert found.cut and found.loss_mask[-2:] == [1, 1]
 
 
+def test_the_closing_of_an_answer_that_was_cut_is_not_the_targets(tmp_path):
+    """The template closes every turn of the history; the target stopped at its limit, in mid sentence."""
+    machine = Machine(says={"q": "long answer", "r": "ok", "s": "long again"}, limit=4)
+    one = conversation(1, "q", "old", "r", "old", "s", "old")
+    (found,), problems, _ = run([one], machine, tmp_path / "a.jsonl")
+    assert not problems and "long<|im_end|>" in text_of(found.input_ids)
+    assert trained(found) == ["long", "ok<|im_end|>", "long"] and found.cut
+
+
 def test_history_that_reads_otherwise_is_not_masked(tmp_path):
     """A blank that the template takes away: what stands there is not what the target said."""
     trimming = tiny_tokenizer(CHATML.replace("message['content']", "message['content'].strip('n')"))
@@ -146,6 +155,21 @@ def test_calls_are_made_anew_and_get_the_results_that_are_recorded(tmp_path):
     own = f"Rome?<|im_end|>\n<|im_start|>assistant\n{CALL}<|im_end|>\n<|im_start|>tool\nsunny<|im_end|>"
     assert own in text and "Sun in Rome." not in text and text.count("Roma") == 1
     assert trained(found)[:2] == [CALL + "<|im_end|>", "Sole.<|im_end|>"] and len(trained(found)) == 3
+
+
+def test_an_answer_that_was_cut_after_a_call_is_closed_as_the_template_closes_it(tmp_path):
+    machine = Machine(says={"Rome?": CALL, "sunny": "x" * 200}, limit=len(CALL) + 1)
+    (found,), problems, _ = run([AGENT], machine, tmp_path / "a.jsonl")
+    assert not problems and "xx<|im_end|>\n<|im_start|>user\nThanks<|im_end|>" in text_of(found.input_ids)
+    assert trained(found)[:2] == [CALL + "<|im_end|>", "x" * (len(CALL) + 1)]
+
+
+def test_a_template_that_asks_for_the_ids_of_calls_is_shown_the_recorded_ones(tmp_path):
+    asking = "{% for m in messages %}{% for call in m.tool_calls or [] %}{% if call.id != 'c1' %}"
+    asking += "{{ raise_exception('which call?') }}{% endif %}{% endfor %}{% endfor %}"
+    machine = Machine(says={"Rome?": CALL, "sunny": "Sole."}, tokenizer=tiny_tokenizer(asking + HERMES))
+    (found,), problems, _ = run([AGENT], machine, tmp_path / "a.jsonl")
+    assert not problems and trained(found)[:2] == [CALL + "<|im_end|>", "Sole.<|im_end|>"]
 
 
 def test_a_conversation_ends_where_the_recorded_call_is_not_made(tmp_path):

@@ -15,11 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_lab.data.samples import (
+    MASK_RULES,
     SCHEMA,
     Sample,
     content_hash,
     is_heldout,
     merge_samples,
+    old_rules,
     read_lengths,
     read_provenance,
     read_samples,
@@ -154,6 +156,16 @@ def test_merging_stores_shared_samples_once(tmp_path):
     )
     with pytest.raises(InputError, match="template_hash"):
         merge_samples([first, second], out, heldout_fraction=0)
+
+
+def test_samples_merged_are_of_the_mask_rules_that_made_them(tmp_path):
+    first, second, out = (tmp_path / f"{name}.parquet" for name in ("a", "b", "out"))
+    made = {"tokenizer_hash": "t", "template_hash": "c"}  # as the first version wrote it
+    for rules, told in (({}, 1), ({"mask_rules": MASK_RULES}, None)):
+        for path in (first, second):
+            write_samples(path, [sample("a:1", [1, 2])], heldout_fraction=0, provenance=made | rules)
+        merge_samples([first, second], out, heldout_fraction=0)
+        assert old_rules(first) == old_rules(out) == told
 
 
 def test_wrong_files_are_named(tmp_path):
