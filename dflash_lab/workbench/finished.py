@@ -93,6 +93,20 @@ def check_ready(params: StageParams, inputs: dict[str, str] | None = None) -> No
         )
 
 
+def out_of_date(params: StageParams) -> list[str]:
+    """Say why a finished result would be made again: its differences, and older mask rules of samples that
+    the stage itself makes (who only reads them can do nothing about it); empty where there is no reason.
+    """
+    found = differences(params)
+    if (params.folder / RESULT).exists() and _makes_samples(params) and (older := older_rules(params)):
+        found.append(older)
+    return found
+
+
+def _makes_samples(params: StageParams) -> bool:
+    return not {*params.rendered()}.isdisjoint(move.place for move in params.products())
+
+
 def older_rules(params: StageParams) -> str:
     """Say which samples of a stage were masked by older rules, of which a drafter would learn what the target
     never says; empty if there are none.
@@ -104,13 +118,16 @@ def older_rules(params: StageParams) -> str:
     return next(told, "")
 
 
+def made_again(params: StageParams) -> str:
+    """What makes samples of older mask rules again, as a sentence with what to type."""
+    return f"Make it again: dflash-lab prepare {_named(params)} -p force True"
+
+
 def _check_rules(params: StageParams) -> None:
-    makes = [move.place for move in params.products()]
-    if (told := older_rules(params)) and not set(makes) & {*params.rendered()}:
+    if (told := older_rules(params)) and not _makes_samples(params):
         raise InputError(
-            f"{params.stage}: {told}, which mask what the target generates under more templates. Make it "
-            f"again: dflash-lab prepare {_named(params)} -p force True. To use it as it is, set force here "
-            "(-p force True)"
+            f"{params.stage}: {told}, which mask what the target generates under more templates. "
+            f"{made_again(params)}. To use it as it is, set force here (-p force True)"
         )
 
 

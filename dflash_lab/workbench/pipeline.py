@@ -16,8 +16,8 @@ from dflash_lab.workbench.finished import (
     RESULT,
     SCHEMA_VERSION,
     WouldReplace,
-    differences,
     is_finished,
+    out_of_date,
     read_result,
 )
 from dflash_lab.workbench.kernel import enter_workspace
@@ -52,12 +52,13 @@ def run_all(given: Given, extra: list[str], *, stale: bool = False) -> int:
     for number, (stage, step) in enumerate(steps, 1):
         params = read_given(params_class(stage), step)
         head = f"[{number}/{len(steps)}] {params.folder.name}"
-        if not params.force and output_notebook(params).exists() and is_finished(params):
+        again = stale and bool(out_of_date(params))
+        if not (params.force or again) and output_notebook(params).exists() and is_finished(params):
             logger.info("%s: finished before", head)
             continue
         logger.info("%s", head)
         worked, begun = True, time.monotonic()
-        if stale and differences(params):
+        if again:
             step = dataclasses.replace(step, typed=[*step.typed, ("force", "True")])
         try:
             code = run_notebook(stage, step, extra)

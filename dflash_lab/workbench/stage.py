@@ -37,6 +37,8 @@ from dflash_lab.workbench.finished import (
     input_fingerprints,
     is_finished,
     kept_more,
+    made_again,
+    older_rules,
 )
 from dflash_lab.workbench.kernel import in_kernel
 from dflash_lab.workbench.lock import stage_lock
@@ -65,6 +67,8 @@ def execute(params: StageParams, progress: ProgressCallback | None = None) -> An
         if not params.force and is_finished(params, inputs):
             more = "".join(f"; {words}" for words in kept_more(params))
             logger.info("%s: finished before with the same parameters and inputs%s", params.stage, more)
+            if older := older_rules(params):
+                logger.warning("%s. %s", older, made_again(params))
             return _load(params)
         check_ready(params, inputs)
         with stage_lock(params.folder):

@@ -392,6 +392,9 @@ def test_inputs_are_mixed_by_weight_and_cap_and_the_rest_is_counted(made, inputs
     assert dict(frame.group_by("source").len().rows()) == {a: 24, b: 12, c: 5}
     assert figures["samples_in"] == 40 + 12 + 20 + 3 == figures["samples_stored"] + figures["lost"]
     assert counts(figures) == {"lost_malformed": 3, "lost_not_drawn": 16 + 15}
+    parts = {bar.name: bar.x[0] for bar in outcome(figures).data}
+    assert (parts["lost"], parts["left out by the mixture"]) == (3, 31)
+    assert list(problem_kinds(result.problems, figures).data[0].y) == ["malformed"]
     told = result.problems.filter(pl.col("kind") == "not drawn")
     assert told.select("file", "line", "records").rows() == [(a, 0, 16), (c, 0, 15)]
     broken = result.problems.filter(pl.col("kind") == "malformed").select("file", "line").rows()
@@ -512,7 +515,7 @@ def test_figures_hold_the_counts_and_escape_text(made, tmp_path):
     bars = outcome(result.figures)
     assert sum(bar.x[0] for bar in bars.data) == 3
     assert evil not in mask_html(result.previews) and "&lt;script&gt;" in mask_html(result.previews)
-    bars = problem_kinds(result.problems)
+    bars = problem_kinds(result.problems, result.figures)
     assert list(bars.data[0].y) == ["malformed"] and list(bars.data[0].x) == [1]
     many = pl.DataFrame(
         {
@@ -526,7 +529,9 @@ def test_figures_hold_the_counts_and_escape_text(made, tmp_path):
     html = problems_html(many)
     assert evil not in html and "20 more" in html and len(re.findall("<tr>", html)) == 41
     empty = many.clear()
-    assert problem_kinds(empty).layout.title.text == "No problems" and "No problems" in problems_html(empty)
+    assert problem_kinds(empty, {}).layout.title.text == "No problems" and "No problems" in problems_html(
+        empty
+    )
     assert all(np.isfinite(value) for value in result.figures.values())
 
 
@@ -565,6 +570,8 @@ def test_all_kinds_of_conversations_are_stored_or_counted(made, tmp_path, tiny_t
     noted = result.problems.filter(pl.col("records") == 0)
     assert noted.select("line", "kind").rows() == [(1, "reasoning not shown")]
     assert "3 conversations" in noted["reason"][0]
+    lost, notes = problem_kinds(result.problems, told).data  # of three conversations, though one row
+    assert dict(zip(notes.y, notes.x, strict=True))["reasoning not shown"] == 3 and sum(lost.x) == 2
     shown = {text for text, trained in result.previews.select("text", "trained").rows() if trained}
     assert '<call>{"name": "weather", "arguments": {"city": "Rome"}}</call><|im_end|>' in shown
     assert "several answers" in str(conversation_kinds(told).data)
@@ -572,7 +579,7 @@ def test_all_kinds_of_conversations_are_stored_or_counted(made, tmp_path, tiny_t
     assert made_by["mask_rules"] == MASK_RULES and made_by["date"] == params.date
 
 
-def test_samples_of_older_mask_rules_are_refused_by_name(made):
+def test_samples_of_older_mask_rules_are_refused_by_name(made, caplog):
     params = made()
     execute(params)
     beside = params.samples_path.with_suffix(".json")
@@ -585,8 +592,10 @@ def test_samples_of_older_mask_rules_are_refused_by_name(made):
     beside.write_text(json.dumps(record))
     (shown,) = [one for one in run_status(params.run, params.run_dir) if one.stage == "prepare"]
     assert shown.state == "stale" and "mask rules 1" in shown.why
-    assert execute(params).figures["samples_stored"], "it is shown all the same"
     told = r"mask rules 1, these are \d.*dflash-lab prepare .*-p force True"
+    with caplog.at_level("WARNING"):
+        assert execute(params).figures["samples_stored"], "it is shown all the same"
+    assert re.search(told, caplog.text)
     for stage in (extract, train):
         with pytest.raises(InputError, match=told):
             check_ready(stage)

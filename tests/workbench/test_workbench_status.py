@@ -364,6 +364,14 @@ def test_stale_stages_are_done_again_when_asked(workspace, monkeypatch):
     started.clear()
     assert cli.main(["run", "mine"]) == 0
     assert not started
+    made = read_json("runs/mine/samples.json")  # of older mask rules, which no fingerprint tells
+    Path("runs/mine/samples.json").write_text(json.dumps({**made, "mask_rules": 1}))
+    assert states()["prepare"] == "stale"
+    assert cli.main(["run", "mine"]) == 0
+    assert not started
+    assert cli.main(["run", "mine", "--stale"]) == 0
+    assert started == [("prepare", True)]  # the same samples, so what was made of them stands
+    assert set(states().values()) == {"finished"}
 
 
 def test_a_run_made_with_typed_values_is_opened_as_it_was_made(workspace, capsys):

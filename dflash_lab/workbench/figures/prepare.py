@@ -7,7 +7,7 @@ from typing import Any
 import plotly.graph_objects as go
 import polars as pl
 
-from dflash_lab.workbench.figures.style import BLUE, GREY, ORANGE, RED, SKY, escape
+from dflash_lab.workbench.figures.style import BLUE, GREY, ORANGE, PURPLE, RED, SKY, escape
 
 _ROWS = 40  # problems shown one by one; the file has them all
 
@@ -18,12 +18,17 @@ def outcome(figures: dict[str, Any]) -> go.Figure:
         ("stored, train", "train", BLUE),
         ("stored, held out", "heldout", SKY),
         ("exact duplicates", "duplicates", GREY),
+        ("left out by the mixture", "lost_not_drawn", PURPLE),
         ("lost", "lost", RED),
     )
     total = max(figures["samples_in"], 1)
+    left = figures.get("lost_not_drawn", 0)  # counted under `lost` too: not stored, but as the mixture asks
+    counts = figures | {"lost_not_drawn": left, "lost": figures["lost"] - left}
     figure = go.Figure()
     for name, key, colour in parts:
-        count = figures[key]
+        if key == "lost_not_drawn" and not left:
+            continue
+        count = counts[key]
         figure.add_bar(
             x=[count],
             y=[""],
@@ -76,18 +81,26 @@ def conversation_kinds(figures: dict[str, Any]) -> go.Figure:
     return figure
 
 
-def problem_kinds(problems: pl.DataFrame, *, keep: int = 20) -> go.Figure:
-    """Problems by kind: those that cost a record, and notes that cost none."""
+def problem_kinds(problems: pl.DataFrame, figures: dict[str, Any], *, keep: int = 20) -> go.Figure:
+    """Problems by kind, in records: those that were lost, and those that only have a note.
+
+    What a mixture leaves out is no problem; `outcome` shows it.
+    """
+    problems = problems.filter(pl.col("kind") != "not drawn")
+    noted = pl.col("kind").map_elements(
+        lambda kind: figures.get(f"noted_{kind.replace(' ', '_')}", 0), return_dtype=pl.Int64
+    )
     table = (
         problems.group_by("kind")
         .agg(pl.col("records").sum().alias("lost"), (pl.col("records") == 0).sum().alias("notes"))
+        .with_columns(pl.max_horizontal("notes", noted))  # one row stands for all such records of a file
         .with_columns((pl.col("lost") + pl.col("notes")).alias("all"))
         .sort("all", "kind", descending=[False, True])
         .tail(keep)
     )
     names = [escape(kind) for kind in table["kind"]]
     figure = go.Figure()
-    for column, name, colour in (("lost", "records lost", RED), ("notes", "notes, nothing lost", GREY)):
+    for column, name, colour in (("lost", "records lost", RED), ("notes", "noted, nothing lost", GREY)):
         figure.add_bar(
             y=names,
             x=table[column].to_list(),
@@ -135,8 +148,8 @@ def mask_html(previews: pl.DataFrame) -> str:
             for piece, trained in pieces.select("text", "trained").iter_rows()
         )
         blocks.append(
-            f"<p><b>{escape(name)}</b></p><pre style='white-space:pre-wrap; border-left:3px solid {ORANGE}; "
-            f"padding-left:8px'>{text}</pre>"
+            f"<p><b>{escape(name)}</b></p><pre style='white-space:pre-wrap; word-break:normal; "
+            f"overflow-wrap:anywhere; border-left:3px solid {ORANGE}; padding-left:8px'>{text}</pre>"
         )
     return "".join(blocks) or "<p>No samples.</p>"
 
