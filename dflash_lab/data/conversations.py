@@ -11,6 +11,7 @@ by file and line and left out; nothing is guessed.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -269,7 +270,9 @@ def _turn(turn: Any, place: str) -> Message:
             message["tool_calls"] = calls
     if role == "tool":
         message |= {
-            key: _text(turn[key], place) for key in ("tool_call_id", "name") if turn.get(key) is not None
+            key: _text(turn[key], f"{place}.{key}")
+            for key in ("tool_call_id", "name")
+            if turn.get(key) is not None
         }
     return message
 
@@ -294,7 +297,9 @@ def _calls(value: Any, place: str) -> list[dict[str, Any]]:
 
 
 def _texts(value: Any, place: str) -> None:
-    """Check every text in a value, however deep (so without recursion)."""
+    """Check every text in a value, however deep (so without recursion), and that it holds nothing that JSON
+    has not, as columns of Parquet files do: templates print a date or bytes as no more than the name of it.
+    """
     left = [value]
     while left:
         one = left.pop()
@@ -304,6 +309,9 @@ def _texts(value: Any, place: str) -> None:
             left += [*one.keys(), *one.values()]
         elif isinstance(one, list):
             left += one
+        elif not isinstance(one, int | float | None) or (isinstance(one, float) and not math.isfinite(one)):
+            shown = one if isinstance(one, float) else type(one).__name__
+            raise BadRecord("wrong type", f"{place} holds {shown}, which no JSON can hold")
 
 
 def _either(turn: Mapping, first: str, second: str, place: str) -> Any:

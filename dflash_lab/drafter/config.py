@@ -275,7 +275,7 @@ def resolve_mask_token_id(
 
 def _free_tokens(vocab_size: int, tokenizer: Any) -> Iterator[tuple[int, str]]:
     """Yield tokens that say nothing, the best first, each with why."""
-    if tokenizer.mask_token_id is not None:
+    if tokenizer.mask_token_id is not None and tokenizer.mask_token_id < vocab_size:
         yield tokenizer.mask_token_id, "the tokenizer's mask token"
     taken = set(tokenizer.get_vocab().values())
     yield from ((row, "an embedding row without a token") for row in range(vocab_size) if row not in taken)

@@ -40,6 +40,7 @@ _MARKS = ("QZmarkXA", "JVmarkWB")
 # A tag, or a word; and how far back one that is cut may begin.
 _UNIT = re.compile(r"<[^<>\s]{1,64}>|\[[^\[\]\s]{1,64}\]|\w+|\s|.", re.DOTALL)
 _LONGEST_UNIT = 66
+_FRAME = 32  # characters by which the end of a turn is known again: its last words and what closes it
 _DEEPEST = 200  # levels of a tool's definition or arguments, of which Python's json prints no thousand
 # The brackets around thinking are special tokens in some vocabularies; an answer that holds them is sound.
 _THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
@@ -507,7 +508,14 @@ def _turn_span(chat: _Chat, messages: list[Message], turn: int, text: str, low: 
             marked = [*messages[:turn], _with_content(message, _MARKS[0])]
             end = _without_opening(chat, text, end + _agreed(text[end:], _after_mark(chat, marked)), end)
     if prompt is not None and not exact:
-        return _opened(chat, prompt, text, low, content), end, True
+        start = _opened(chat, prompt, text, low, content)
+        before = prompt.removesuffix(_opening(chat.plain()))[-_FRAME:]
+        if before.strip() and before in text[start:end]:
+            raise TemplateFailure(
+                f"Where assistant turn {turn} begins cannot be told: the chat template prints what stands "
+                "before it otherwise with the turn than without, so no mask."
+            )
+        return start, end, True
     return (start if exact else _with_blank(text, content)), end, not last
 
 

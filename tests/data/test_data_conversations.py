@@ -3,6 +3,7 @@ line."""
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import sys
@@ -697,3 +698,30 @@ def test_a_key_that_is_right_is_not_called_a_slip():
     with pytest.raises(BadRecord, match="keys are input_ids") as caught:
         to_messages({"input_ids": [1, 2]})
     assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (b"\xff", "bytes"),
+        (datetime.date(2026, 1, 1), "date"),
+        (datetime.datetime(2026, 1, 1), "datetime"),
+        (float("nan"), "nan"),
+    ],
+)
+def test_a_tool_with_what_no_json_can_hold_is_named(tmp_path, value, named):
+    """Columns of Parquet files can; a template would print <date>, or the run would end there."""
+    calls = [{"name": "f", "arguments": {"x": value}}]
+    turns = [{"role": "user", "content": "Q", "tool_calls": []}, {"role": "assistant", "tool_calls": calls}]
+    pl.DataFrame([{"messages": turns}], infer_schema_length=None).write_parquet(tmp_path / "calls.parquet")
+    record = {"messages": MESSAGES["messages"], "tools": [{"name": "f", "parameters": {"x": value}}]}
+    pl.DataFrame([record]).write_parquet(tmp_path / "tools.parquet")
+    found, problems = read(tmp_path)
+    assert not found and [one.file for one in problems] == ["calls.parquet", "tools.parquet"]
+    assert all(f"holds {named}, which no JSON can hold" in one.reason for one in problems)
+
+
+def test_an_id_of_a_call_that_is_no_text_is_named_with_its_place():
+    turns = [*MESSAGES["messages"], {"role": "tool", "content": "r", "tool_call_id": 5}]
+    with pytest.raises(BadRecord, match=rf"messages\[{len(turns) - 1}\].tool_call_id is a number, not text"):
+        to_messages({"messages": turns})

@@ -296,6 +296,8 @@ def test_the_mask_token_means_nothing_else_and_the_embedding_is_not_resized():
     assert found == token["<|file_sep|>"] and "template does not use" in why
     words.mask_token = "<|im_start|>"
     assert resolve_mask_token_id(len(words), tokenizer=words)[0] == 257
+    words.add_special_tokens({"mask_token": "<mask>"})  # behind the last embedding row
+    assert resolve_mask_token_id(len(words) - 1, tokenizer=words)[0] == token["<|reserved_special_token_0|>"]
     assert resolve_mask_token_id(64)[0] == 63
     with pytest.raises(InputError, match="only 100"):
         resolve_mask_token_id(100, explicit=100)

@@ -275,3 +275,14 @@ def test_a_call_whose_end_no_text_shows_gives_no_mask():
 def test_a_template_that_breaks_refuses_the_conversation(program):
     with pytest.raises(TemplateFailure, match="refuses a conversation of roles user, assistant"):
         render(tiny_tokenizer(program + CHATML), [user("Q"), assistant("A")])
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ messages[-1].content | length }} " + CHATML, CHATML.replace("in messages", "in messages | reverse")],
+    ids=["a head that the last turn changes", "the last turn first"],
+)
+def test_no_words_of_others_are_masked_where_a_turn_cannot_be_found(template):
+    messages = [user("q"), assistant("one"), user("a longer question"), assistant("two three")]
+    with pytest.raises(TemplateFailure, match="begins cannot be told"):
+        render(tiny_tokenizer(template), messages)
