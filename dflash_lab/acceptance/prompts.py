@@ -193,7 +193,7 @@ def file_prompts(
         try:
             ids = dialogue_of(prompt, tokenizer, thinking=thinking, date=date).prompt()
         except InputError as error:
-            raise InputError(f"{path}:{number}: {error}") from error
+            raise InputError(f"{path}:{number}: {error} Change or remove the line.") from error
         if ids is None:
             raise InputError(f"{path}:{number}: messages: no user turn with text in it.")
         prompts.append(dataclasses.replace(prompt, input_ids=tuple(ids)))

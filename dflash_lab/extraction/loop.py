@@ -238,6 +238,7 @@ def _account(
         stored_before=before,
         samples_stored=written.samples,
         tokens_stored=written.tokens,
+        tokens_before=int(index.lengths[mine].sum()) - run.total,
         quarantined=quarantined,
         duplicates=index.duplicates,
         batches=run.records,

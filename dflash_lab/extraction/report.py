@@ -40,6 +40,7 @@ class ExtractionReport:
     stored_before: int
     samples_stored: int
     tokens_stored: int
+    tokens_before: int  # of the samples stored before
     quarantined: list[Quarantined]
     duplicates: int
     batches: list[BatchRecord]
@@ -85,6 +86,7 @@ class ExtractionReport:
             "samples_stored": self.samples_stored,
             "samples_quarantined": len(self.quarantined),
             "duplicates": self.duplicates,
+            "tokens_stored_before": self.tokens_before,
             "tokens_stored": self.tokens_stored,
             "extract_tokens_per_s": round(self.tokens_per_s, 2),
             "padding_waste_pct": round(self.waste_pct, 3),

@@ -15,6 +15,8 @@ from dflash_lab.workbench.registry import STAGES
 Figures = dict[str, Any]
 JUDGEMENT = "judgement"  # a sentence of `acceptance` among the numbers
 
+# What an earlier start of the stage left, which its own figures count apart.
+EARLIER = {"samples_stored": "samples_stored_before", "tokens_stored": "tokens_stored_before"}
 # name in the table -> (unit, stage, name in that stage's figures, how several shards are put together)
 ROWS: dict[str, tuple[str, str, str, Callable[[list[float]], float]]] = {
     "samples_in": ("", "prepare", "samples_in", sum),
@@ -52,6 +54,8 @@ def closing_figures(run: Path) -> Figures:
             result["figures"][source] for result in results.get(stage, []) if source in result["figures"]
         ]
         values = [value for value in values if value is not None]
+        if values and source in EARLIER:
+            values += [result["figures"].get(EARLIER[source], 0) for result in results[stage]]
         if values:
             figures[name] = together(values)
     told = [result["figures"].get(JUDGEMENT) for result in results.get("acceptance", [])]

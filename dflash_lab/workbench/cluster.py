@@ -263,7 +263,7 @@ def outcome_table(run: Path) -> list[dict[str, Any]]:
             {
                 "shard": folder.name,
                 "state": state,
-                "samples": figures.get("samples_stored", 0),
+                "samples": figures.get("samples_stored", 0) + figures.get("samples_stored_before", 0),
                 "tokens_per_s": figures.get("extract_tokens_per_s", 0.0),
             }
         )

@@ -72,10 +72,13 @@ def of_acceptance(figures: Figures, training: Figures | None) -> str:
     """
     answers = figures["prompts"]
     own = f"tau {_interval(figures, 'tau_trained', 'interval ')} over {_count(answers, 'answer')}"
-    few = (
-        f" {_count(answers, 'answer').capitalize()} make a rough interval: raise num_prompts, or "
-        "heldout_fraction in prepare."
+    there = figures["prompts_available"]
+    more = (
+        f"raise num_prompts ({there:,} prompts are there)"
+        if there > answers
+        else "give more prompts, in their file or by a larger heldout_fraction in prepare"
     )
+    few = f" {_count(answers, 'answer').capitalize()} make a rough interval: {more}."
     if "tau_untrained" not in figures:
         return f"{own} stands alone: no untrained drafter was decoded beside it. Give untrained_tokens."
     other = f"the untrained drafter's {_interval(figures, 'tau_untrained', '')}"

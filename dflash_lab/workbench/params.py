@@ -228,6 +228,12 @@ class StageParams(Params):
         """
         return "" if all(path.exists() for path in self.outputs()) else BROKEN
 
+    def remains(self) -> str:
+        """Say how a finished stage, which is all that was asked for, can go on; empty for not at all. A stage
+        with `growing` parameters overrides this.
+        """
+        return ""
+
 
 def defaults(cls: type[Params]) -> dict[str, Any]:
     """Return the default of each parameter of `cls` that has one."""

@@ -38,7 +38,7 @@ def write_report(run: Path) -> Path:
     figures = 0
     for row in stages:
         blocks = []
-        for block, is_figure in _notebook_blocks(run / f"{row['folder']}.ipynb", figures):
+        for block, is_figure in _notebook_blocks(run, row, figures):
             figures += is_figure
             blocks.append(block)
         body.append(
@@ -124,10 +124,19 @@ def _parameters(row: dict[str, Any]) -> str:
     return f"<details><summary>parameters</summary><table>{cells}</table></details>" if cells else ""
 
 
-def _notebook_blocks(path: Path, first: int) -> Iterator[tuple[str, bool]]:
-    """Yield (html, is a figure) for the prose, figures and printed results of an executed notebook."""
+def _notebook_blocks(run: Path, row: dict[str, Any], first: int) -> Iterator[tuple[str, bool]]:
+    """Yield (html, is a figure) for the prose, figures and printed results of a stage's executed notebook."""
+    path = run / f"{row['folder']}.ipynb"
     if not path.exists():
-        yield f"<h2>{html.escape(path.stem)}</h2><p>No executed notebook here.</p>", False
+        told = "No executed notebook here."
+        if row["state"] == "finished":  # by hand, in JupyterLab
+            stage, _, shard = path.stem.partition("-")
+            typed = f"dflash-lab {stage} --run {run.resolve().name}{f' -p shard {shard}' if shard else ''}"
+            told += (
+                f" <code>{html.escape(typed)}</code> makes it, with its figures, of the finished result "
+                f"within seconds; then <code>dflash-lab report {html.escape(str(run))}</code> again."
+            )
+        yield f"<h2>{html.escape(path.stem)}</h2><p>{told}</p>", False
         return
     import nbformat
 

@@ -65,7 +65,7 @@ def execute(params: StageParams, progress: ProgressCallback | None = None) -> An
         settle(params.run_folder)
         inputs = input_fingerprints(params)
         if not params.force and is_finished(params, inputs):
-            more = "".join(f"; {words}" for words in kept_more(params))
+            more = "".join(f"; {words}" for words in [*kept_more(params), params.remains()] if words)
             logger.info("%s: finished before with the same parameters and inputs%s", params.stage, more)
             if older := older_rules(params):
                 logger.warning("%s. %s", older, made_again(params))

@@ -86,6 +86,8 @@ def _state(params: StageParams) -> tuple[str, str]:
             changes.append(older)
         if getattr(params, "num_shards", 1) > 1 and (params.fresh / RESULT).exists():
             told = "; ".join(filter(None, [told, "a new result waits for those of the other shards"]))
+        if not changes:
+            told = "; ".join(filter(None, [told, params.remains()]))
     except LabError as error:
         return "unreadable", str(error)
     return ("stale", "; ".join(filter(None, [*changes, told]))) if changes else ("finished", told)

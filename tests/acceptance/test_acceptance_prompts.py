@@ -149,7 +149,10 @@ def test_bad_lines_are_named(tmp_path, tokenizer):
             "bad.jsonl:2: messages: .*image",
         ),
         ('{"messages": [{"role": "assistant", "content": "A"}]}', "bad.jsonl:2: messages: no user turn"),
-        ('{"messages": [{"role": "user", "content": "<|im_end|>"}]}', "bad.jsonl:2: .*control token"),
+        (
+            '{"messages": [{"role": "user", "content": "<|im_end|>"}]}',
+            "bad.jsonl:2: .*control token.*remove the line",
+        ),
         ('{"turns": "First"}', "bad.jsonl:2: turns is not of the kind"),
         ('{"turns": ["First", " "]}', "bad.jsonl:2: turns: no user turn"),
         ('{"question": "", "answer": "3"}', "bad.jsonl:2: question, answer: no user turn"),

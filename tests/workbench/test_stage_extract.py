@@ -23,6 +23,7 @@ from dflash_lab.extraction.shard import drawn, read_index
 from dflash_lab.extraction.store import open_store
 from dflash_lab.extraction.verify import discard, verify
 from dflash_lab.files import read_json
+from dflash_lab.workbench.closing import closing_figures
 from dflash_lab.workbench.figures import extract as figures
 from dflash_lab.workbench.figures.headline import headline
 from dflash_lab.workbench.finished import WouldReplace, differences
@@ -251,8 +252,13 @@ def test_a_trial_grows_to_the_whole_without_anything_being_replaced(params, capl
         )
         result = execute(more)
         assert result.figures["samples_stored_before"] == len(few)
+        told = closing_figures(params().run_folder)  # of the store, not of the last start
+        assert told["samples_stored"] == (count or len(LENGTHS)) == len(open_store(store))
+        assert told["tokens_stored"] == sum(len(one.input_ids) for one in open_store(store))
         assert few < hashes(store) and files_of(store).items() >= kept.items()
         assert is_finished(more) and not more.lacks()
+        left = f"a trial of {count} of {len(LENGTHS)} samples; -p max_samples 0 goes on to the others"
+        assert more.remains() == (left if count else "")
         few, kept = hashes(store), files_of(store)
     assert len(few) == len(LENGTHS) and not [fault for fault in verify(store) if fault.part]
     caplog.clear()

@@ -11,8 +11,8 @@ from dflash_lab.workbench.figures.acceptance_text import checked, judged
 from dflash_lab.workbench.judgement import FEW_STEPS, before_training, learned, of_acceptance, of_training
 
 
-def taus(trained, untrained=(1.0, 1.0, 1.006), prompts=16):
-    figures = {"prompts": prompts}
+def taus(trained, untrained=(1.0, 1.0, 1.006), prompts=16, available=16):
+    figures = {"prompts": prompts, "prompts_available": available}
     for name, values in (("tau_trained", trained), ("tau_untrained", untrained)):
         if values:
             figures |= dict(zip((name, f"{name}_low", f"{name}_high"), values, strict=True))
@@ -67,7 +67,9 @@ def test_the_reason_is_what_the_training_recorded(training, words):
 def test_few_answers_are_said_to_make_a_rough_interval():
     for interval in ((1.3, 1.2, 1.4), (1.0, 1.0, 1.0)):
         told = of_acceptance(taus(interval, prompts=3), trained(200))
-        assert "3 answers make a rough interval: raise num_prompts" in told
+        assert "3 answers make a rough interval: raise num_prompts (16 prompts are there)" in told
+        told = of_acceptance(taus(interval, prompts=3, available=3), trained(200))
+        assert "3 answers make a rough interval: give more prompts, in their file or by" in told
         assert "rough" not in of_acceptance(taus(interval, prompts=16), trained(200))
 
 

@@ -214,6 +214,16 @@ def test_index_links_the_reports(root):
     assert "<script" not in page
 
 
+def test_a_stage_run_by_hand_is_told_what_makes_its_figures(root):
+    (root / "one" / "train_drafter" / "result.json").unlink()
+    write_json(root / "one" / "train_drafter" / "failure.json", {"stage": "train_drafter", "state": "failed"})
+    page = report.write_report(root / "one").read_text()
+    assert "<code>dflash-lab prepare --run one</code> makes it" in page
+    assert "<code>dflash-lab extract --run one -p shard 1</code> makes it" in page
+    assert f"<code>dflash-lab report {root / 'one'}</code> again" in page
+    assert "dflash-lab train_drafter --run" not in page  # which has no result to show
+
+
 def test_a_torn_notebook_is_named(root):
     (root / "one" / "prepare.ipynb").write_text('{"cells": [')
     with pytest.raises(StoreError, match=r"prepare.ipynb: not a notebook"):

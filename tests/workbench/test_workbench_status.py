@@ -265,13 +265,18 @@ def test_the_same_store_is_gone_on_with_and_nothing_is_done_again(workspace):
     assert not Path("runs/mine/.store.new").exists()
 
 
-def test_a_trial_holds_as_typed_until_more_is_asked_which_replaces_nothing(workspace):
+def test_a_trial_holds_as_typed_until_more_is_asked_which_replaces_nothing(workspace, caplog):
     for path in (workspace / "runs" / "mine").glob("[es]*t*"):
         if path.is_dir():
             shutil.rmtree(path)
     for shard in range(2):
         execute(given("extract", shard=shard, max_samples=6))
     assert states()["extract-0"] == states()["extract-1"] == "finished"
+    left = "a trial of 6 of 16 samples; -p max_samples 0 goes on to the others"
+    assert [row.why for row in run_status("mine") if row.stage == "extract"] == [left] * 2
+    with caplog.at_level("INFO"):
+        execute(given("extract"))
+    assert f"finished before with the same parameters and inputs; {left}" in caplog.text
     with open(workspace / "params" / "mine" / "extract.yaml", "a") as file:
         file.write("max_samples: 10\n")
     rows = [row for row in run_status("mine") if row.stage == "extract"]

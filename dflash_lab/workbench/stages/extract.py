@@ -189,6 +189,12 @@ class ExtractParams(StageParams):
         more = f"{self.max_samples:,}" if self.max_samples else "all"
         return f"max_samples was {had:,}, now {more}: the others of them are still to be extracted"
 
+    def remains(self) -> str:
+        """A trial goes on to the other samples."""
+        of = manifests.trial_of(self.store_path)
+        had = max((one["max_samples"] for one in manifests.finished_draws(self._shard_folder)), default=0)
+        return f"a trial of {had:,} of {of:,} samples; -p max_samples 0 goes on to the others" if of else ""
+
     def _within(self, drawn: dict[str, Any]) -> bool:
         """Whether all samples of this trial were among those of a finished one."""
         return 0 < self.max_samples <= drawn["max_samples"] and drawn["seed"] == self.seed
