@@ -240,7 +240,7 @@ def released_tap_ids(num_target_layers: int, count: int) -> tuple[int, ...]:
 
 
 # How vocabularies name the tokens that they keep free.
-_RESERVED = re.compile(r"reserved|unused|extra|dummy|placeholder|special_\d", re.IGNORECASE)
+_RESERVED = re.compile(r"[<\[].*(reserved|unused|extra_|dummy|placeholder|special_\d).*[>\]]", re.IGNORECASE)
 
 
 def resolve_mask_token_id(
@@ -281,15 +281,19 @@ def _free_tokens(vocab_size: int, tokenizer: Any) -> Iterator[tuple[int, str]]:
     yield from ((row, "an embedding row without a token") for row in range(vocab_size) if row not in taken)
     template = str(tokenizer.chat_template or "")
     used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
-    special = {
-        token: str(spelled)
-        for token, spelled in sorted(tokenizer.added_tokens_decoder.items())
-        if token not in used and token < vocab_size and str(spelled) not in template and spelled.special
+    marked = {token for token, spelled in tokenizer.added_tokens_decoder.items() if spelled.special}
+    free = {
+        token: spelled
+        for spelled, token in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+        if (token in marked or _RESERVED.fullmatch(spelled))
+        and token not in used
+        and token < vocab_size
+        and spelled not in template
     }
-    reserved = [token for token, spelled in special.items() if _RESERVED.search(spelled)]
-    yield from ((token, f"{special[token]}, which the vocabulary keeps free") for token in reserved)
-    others = [token for token in special if token not in reserved]
-    yield from ((token, f"{special[token]}, which the template does not use") for token in others)
+    reserved = [token for token, spelled in free.items() if _RESERVED.fullmatch(spelled)]
+    yield from ((token, f"{free[token]}, which the vocabulary keeps free") for token in reserved)
+    others = [token for token in free if token not in reserved]
+    yield from ((token, f"{free[token]}, which the template does not use") for token in others)
 
 
 def rope_theta(values: Mapping[str, Any]) -> float:

@@ -294,6 +294,10 @@ def test_the_mask_token_means_nothing_else_and_the_embedding_is_not_resized():
     in_data = {token["<|reserved_special_token_0|>"], token["<|reserved_special_token_1|>"]}
     found, why = resolve_mask_token_id(len(words), tokenizer=words, occurs=in_data.__contains__)
     assert found == token["<|file_sep|>"] and "template does not use" in why
+    words.add_tokens(["<unused7>"])  # as Gemma has them: no special tokens, but no text either
+    in_data |= {token["<|file_sep|>"]}
+    found, why = resolve_mask_token_id(len(words), tokenizer=words, occurs=in_data.__contains__)
+    assert words.convert_ids_to_tokens(found) == "<unused7>" and "keeps free" in why
     words.mask_token = "<|im_start|>"
     assert resolve_mask_token_id(len(words), tokenizer=words)[0] == 257
     words.add_special_tokens({"mask_token": "<mask>"})  # behind the last embedding row
