@@ -178,7 +178,7 @@ class ExtractParams(StageParams):
             return gone
         broken: list[manifests.Broken] = []
         lines = manifests.read_lines(folder, broken)
-        parts = ((folder / part.file, part.bytes) for part in manifests.sealed_parts(folder))
+        parts = ((folder / part.file, part.bytes) for part in manifests.sealed_parts(folder, broken))
         whole = all(path.is_file() and path.stat().st_size == size for path, size in parts)
         if not whole or broken or [line["kind"] for line in lines][-1:] != ["end"]:
             return BROKEN
