@@ -115,7 +115,7 @@ def render(
         mask[first:last] = [1] * (last - first)
         turns.append((first, last))
     if any(mask) and _GENERATION.search(chat.template):
-        mask = _allowed(mask, _blocks(chat, shown, len(ids)))
+        mask = _allowed(mask, _blocks(chat, shown, offsets))
     return Rendered(ids, mask, tuple(turns), tuple(dict.fromkeys([*notes, *_unshown(chat, shown, text)])))
 
 
@@ -690,15 +690,20 @@ def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return cast(list[int], tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _blocks(chat: _Chat, messages: list[Message], length: int) -> list[int]:
-    """Return ones [length] inside the template's own ``{% generation %}`` blocks."""
+def _blocks(chat: _Chat, messages: list[Message], offsets: list[tuple[int, int]]) -> list[int]:
+    """Return ones [L] inside the template's own ``{% generation %}`` blocks."""
     encoded = chat.apply(messages, return_dict=True, return_assistant_tokens_mask=True)
-    mask = cast(dict[str, list[int]], encoded)["assistant_masks"]
-    if len(mask) != length or not any(mask):
+    mask = list(cast(dict[str, list[int]], encoded)["assistant_masks"])
+    if len(mask) != len(offsets) or not any(mask):
         raise TemplateFailure(
             "The template has generation blocks, but they mark nothing of this conversation."
         )
-    return list(mask)
+    for t in range(1, len(mask)):
+        if (
+            offsets[t] == offsets[t - 1]
+        ):  # a character of several tokens, of which some versions mark the first
+            mask[t] = mask[t] or mask[t - 1]
+    return mask
 
 
 def _allowed(mask: list[int], blocks: list[int]) -> list[int]:

@@ -187,6 +187,23 @@ def test_any_text_comes_back_from_the_mask(turns, template):
     assert masked(tiny_tokenizer(template), messages) == [answer + "<|im_end|>" for _, answer in turns]
 
 
+def test_a_last_character_of_several_tokens_is_masked_whole(monkeypatch):
+    """Versions of transformers mark the first token of a block's last character alone."""
+    tokenizer = tiny_tokenizer(MARKED)
+    whole = type(tokenizer).apply_chat_template
+
+    def first_only(self, messages, **options):
+        found = whole(self, messages, **options)
+        if options.get("return_assistant_tokens_mask"):
+            at = len(found["assistant_masks"]) - 1 - found["assistant_masks"][::-1].index(1)
+            found["assistant_masks"][at] = 0
+        return found
+
+    assert masked(tokenizer, [user("Q"), assistant("caf\u00e9")]) == ["caf\u00e9<|im_end|>"]
+    monkeypatch.setattr(type(tokenizer), "apply_chat_template", first_only)
+    assert masked(tokenizer, [user("Q"), assistant("caf\u00e9")]) == ["caf\u00e9<|im_end|>"]
+
+
 def test_an_empty_answer_is_its_closing_token():
     assert masked(tiny_tokenizer(), [user("Q"), assistant("")]) == ["<|im_end|>"]
 
