@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import copy
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from dflash_lab.errors import UnsupportedTarget
-from dflash_lab.target.cache import cache_keyword, growing_cache
+from dflash_lab.target.cache import goes_on, growing_cache
 from dflash_lab.target.model import Target
 from dflash_lab.target.spans import FULL, besides
 
@@ -32,27 +31,11 @@ def new_cache(target: Target) -> DynamicCache:
     return cache
 
 
-_GOES_ON: WeakKeyDictionary[Target, bool] = WeakKeyDictionary()  # asked once a target
-
-
-@torch.no_grad()
 def check_goes_on(target: Target) -> None:
-    """Raise `UnsupportedTarget` if several tokens at once do not go on from what the cache holds.
-
-    Some models do so for a single token only, without any error (Mamba's first scan starts from nothing):
-    plain decoding is right, and the verification of a block is not. So one is tried.
+    """Raise `UnsupportedTarget` if several tokens at once do not go on from what the cache holds: plain
+    decoding may be right where the verification of a block is not.
     """
-    if target not in _GOES_ON:
-        ids = torch.randint(target.vocab_size, (1, 24), generator=torch.Generator().manual_seed(0))
-        ids, places = ids.to(target.device), torch.arange(24, device=target.device)[None]
-        whole = target.body(input_ids=ids, position_ids=places, use_cache=False).last_hidden_state[:, 20:]
-        cache = {"use_cache": True, cache_keyword(target.body): growing_cache(target)}
-        for part in (slice(0, 20), slice(20, 24)):
-            out = target.body(input_ids=ids[:, part], position_ids=places[:, part], **cache)
-        errors = (out.last_hidden_state - whole).float().norm(dim=-1) / whole.float().norm(dim=-1)
-        # A start from nothing spoils every token; rounding sends few of them to other experts.
-        _GOES_ON[target] = float(errors.min()) < (1e-3 if target.dtype == torch.float32 else 0.05)
-    if not _GOES_ON[target]:
+    if not goes_on(target, 4):
         odd = besides(target.spans, [FULL]) or "attention"
         raise UnsupportedTarget(
             f"{target.name}: {odd} of this {target.config.model_type} cannot take blocks of drafts: several "

@@ -8,6 +8,7 @@ import pytest
 import torch
 from drafters import close, random_drafter
 from support.families import WINDOW, families, tiny_family
+from transformers import DynamicCache
 
 from dflash_lab.acceptance.batch import check_batch_target, decode_batch
 from dflash_lab.acceptance.decode import plain_decode
@@ -227,3 +228,27 @@ def test_every_family_that_can_be_built_is_decoded_right_or_refused_by_name(part
         decoded += 1
     assert not wrong, "\n".join(wrong)
     assert decoded > 5
+
+
+def test_a_cache_that_forgets_is_refused_before_a_token_is_decoded(tmp_path, monkeypatch):
+    """As a version of Falcon Mamba did, without any error."""
+    from dflash_lab.target import cache
+
+    target = tiny_family("qwen3", tmp_path)
+    two = {"max_new_tokens": 2, "stop_ids": ()}
+    monkeypatch.setattr(cache, "_empty", lambda target: Forgetful())
+    ways = (lambda: plain_decode(target, [1, 2], **two), lambda: generate(target, [[1, 2]], **two))
+    for use in ways:
+        with pytest.raises(UnsupportedTarget, match="does not go on from what its cache holds"):
+            use()
+
+
+class Forgetful(DynamicCache):
+    """Gives every forward its own keys and values alone."""
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length, layer_idx):
+        return getattr(query_length, "shape", [query_length])[0], 0
