@@ -103,9 +103,7 @@ def render(
     chat = _chat(tokenizer, tools=tools, thinking=thinking, date=date)
     shown, notes = _shown(chat, messages)
     text = chat.text(shown)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids = cast(list[int], encoded["input_ids"])
-    offsets = cast(list[tuple[int, int]], encoded["offset_mapping"])
+    ids, offsets = _with_offsets(tokenizer, text)
     mask = [0] * len(ids)
     turns = []
     for start, end, altered in _turn_spans(chat, shown, text):
@@ -145,9 +143,8 @@ def render_after(
     shown, _ = _shown(chat, messages, prompt=True)
     text = chat.text(shown, prompt=True)
     *_, (start, end, _) = _turn_spans(chat, shown, text)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids = cast(list[int], encoded["input_ids"])
-    _, last = _closed(chat, text, ids, cast(list[tuple[int, int]], encoded["offset_mapping"]), start, end)
+    ids, offsets = _with_offsets(tokenizer, text)
+    _, last = _closed(chat, text, ids, offsets, start, end)
     return ids[last - (not closed and ids[last - 1] in _special_ids(tokenizer)) :]
 
 
@@ -684,6 +681,12 @@ def _specials(tokenizer: Tokenizer, text: str) -> Iterator[int]:
             yield token
         elif str(tokenizer.decode([token])).strip():
             return
+
+
+def _with_offsets(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the ids of a text and the characters that each stands for."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return cast(list[int], encoded["input_ids"]), cast(list[tuple[int, int]], encoded["offset_mapping"])
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
