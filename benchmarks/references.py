@@ -62,7 +62,10 @@ DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "se
 BLOCK, CONTEXT, TOKENS = 5, 96, 40
 PROMPTS = [np.random.default_rng(n).integers(0, 256, 5 + 2 * n).tolist() for n in range(10)]
 # When, where and with what a file was written, and what depends on it: no part of what was computed.
-PASSING = {"time", "commit", "source_tree", "versions", "device", "argv0", "notes", "seconds"}
+PASSING = {
+    *("time", "commit", "source_tree", "versions", "device", "argv0", "notes"),
+    *("seconds", "extract_tokens_per_s", "write_gb_per_s", "limited_by"),
+}
 
 
 # Training ---------------------------------------------------------------------------------------------------
@@ -141,15 +144,15 @@ def decodings(folder: str) -> dict[str, Any]:
     drafters = {"dflash": drafter_of(target)} | ({"dflash2": drafter_of(target, **DFLASH2)})
     options = {"max_new_tokens": TOKENS, "stop_ids": ()}
     found["generate"] = attempt(lambda: generate(target, PROMPTS[:3], **options))
-    found["plain"] = attempt(lambda: plain_decode(target, PROMPTS[1], **options))
-    found["plain, sampled"] = attempt(lambda: plain_decode(target, PROMPTS[1], **options, **sampled()))
-    found["plain, fixed"] = attempt(lambda: StaticDecoder(Workspace(target))(PROMPTS[1], **options))
+    found["plain"] = attempt(lambda: plain_decode(target, PROMPTS[2], **options))
+    found["plain, sampled"] = attempt(lambda: plain_decode(target, PROMPTS[2], **options, **sampled()))
+    found["plain, fixed"] = attempt(lambda: StaticDecoder(Workspace(target))(PROMPTS[2], **options))
     for name, drafter in drafters.items():
         trained(items, target.head, drafter, f"{folder}-{name}", steps=60)
         drafter.eval().requires_grad_(False)
         for way, tree in (("chain", {}), ("tree", {"tree_budget": 8}),
                           ("paths", {"tree_budget": 8, "tree_mode": "paths"})):  # fmt: skip
-            for prompt in (1, 4):
+            for prompt in (0, 2):
                 ids = PROMPTS[prompt]
                 for kind, choice in (("greedy", dict), ("sampled", sampled)):
                     found[f"{name}, {way}, {kind}, prompt {prompt}"] = attempt(
@@ -161,14 +164,14 @@ def decodings(folder: str) -> dict[str, Any]:
             )
         for budget in (0, 8):
             found[f"{name}, fixed, budget {budget}"] = attempt(
-                lambda: StaticDecoder(Workspace(target), drafter, budget=budget)(PROMPTS[4], **options)  # noqa: B023
+                lambda: StaticDecoder(Workspace(target), drafter, budget=budget)(PROMPTS[0], **options)  # noqa: B023
             )
     return found
 
 
 def sampled() -> dict[str, Any]:
     """Return options of sampling, with a generator that begins anew."""
-    return {"temperature": 0.9, "top_p": 0.95, "generator": torch.Generator().manual_seed(7)}
+    return {"temperature": 0.4, "top_p": 0.95, "generator": torch.Generator().manual_seed(7)}
 
 
 def attempt(way: Callable[[], Any]) -> Any:
@@ -181,8 +184,10 @@ def attempt(way: Callable[[], Any]) -> Any:
 
 def plain(answer: Any) -> Any:
     if isinstance(answer, Decoded):
-        return {"tokens": answer.tokens, "accepted": answer.lengths, "produced": answer.produced}
-    return [plain(one) for one in answer] if isinstance(answer, list) else answer
+        return {"tokens": plain(answer.tokens), "lengths": plain(answer.lengths)}
+    if answer and isinstance(answer[0], int):
+        return " ".join(map(str, answer))
+    return [plain(one) for one in answer]
 
 
 # Files ------------------------------------------------------------------------------------------------------
