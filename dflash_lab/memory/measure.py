@@ -1,10 +1,6 @@
 """Measure what a batch takes: on CUDA from the allocator and the driver, on a CPU by counting live tensors.
 
-A point is measured in a fresh state (nothing cached, peaks reset) after one run of the same shape, which
-pays for compilation and autotuning. A lack of memory is a result: the message's request is kept, the state
-is cleaned after the `except` block (an exception holds its frames, and they their tensors), and the sweep
-goes on. Sizes are measured rising and falling, since an allocator that grew step by step is fragmented
-differently from one that started large.
+A lack of memory is a result: the message's request is kept, and the sweep goes on.
 """
 
 from __future__ import annotations
@@ -77,7 +73,7 @@ def measure_cuda(
     """
     device = torch.device(device)
     clean(device)
-    message = attempt(run) if warm else ""
+    message = attempt(run) if warm else ""  # the first run pays for compilation and autotuning
     if message:
         return _failed(device, torch.cuda.memory_allocated(device), message)
     clean(device)
@@ -362,7 +358,7 @@ def attempt(run: Callable[[], Any]) -> str:
         message = failure.message
     else:
         message = ""
-    return message
+    return message  # only now are the frames gone that the exception held, and their tensors with them
 
 
 def _failed(device: torch.device, static: int, message: str) -> Measurement:
