@@ -1,18 +1,18 @@
 """Are the memory predictions right, and do the planner's budgets hold?
 
-    python benchmarks/memory.py --predict predictions.json         # counts on fake tensors; needs no device
-    python benchmarks/memory.py --json benchmarks/results/<device>/memory.json --predictions predictions.json
-    python benchmarks/memory.py --refit benchmarks/results/<device>/memory.json   # judge its raw points again
+    python benchmarks/memory.py --json benchmarks/results/<device>/memory.json
+    python benchmarks/memory.py --again benchmarks/results/<device>/memory.json
+
+The second judges the raw points of a result by the account as it is now, without a device. It needs the
+version of transformers that they were measured with, on which what some layers hold depends.
 
 On CUDA two parts in one call of about eight minutes (`--smoke`: one minute); the file is written after each
 point and each run, and `--resume` goes on from it.
 
 points peaks of extraction batches and of training steps of the 27B hybrid, the 8B dense and the embedded
-shape (random weights), short and wide to long and narrow, held against the count on fake tensors made
-without the device, and against a calibration fitted on a third of the points and judged on the others.
-Errors are of what a batch or step brings: weights, optimizer state and inputs that lie there are left out.
-`peak_*` are errors of the whole reserved peak. runs the planner's budgets under 94.97, 80 and 60 GiB: see
-memory_runs.py.
+shape (random weights), short and wide to long and narrow, held against the formulas. Errors are of what a
+batch or step brings: weights, optimizer state and inputs that lie there are left out. runs the planner's
+budgets under 94.97, 80 and 60 GiB: see memory_runs.py.
 
 On a CPU the points are counted runs of small batches, and there are no runs.
 """
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memory_points import DRAFTERS, Task, measure, predict, row_of, summary, task_of, tasks
+from memory_points import DRAFTERS, measure, row_of, summary, task_of, tasks
 from memory_points import brought as brought_bytes
 from memory_runs import LIMITS_GIB, Card, Clock, run_figures
 from memory_runs_extraction import extraction_runs
@@ -37,11 +37,11 @@ from memory_runs_training import training_runs
 from result_file import made_of, read_result, told
 
 from dflash_lab import files, provenance
-from dflash_lab.machine import usable_cpus
 from dflash_lab.memory.shapes import GIB
 from dflash_lab.target.loading import choose_device
 
 TRAINING_SHARE = 0.5  # of the time of the runs
+RUN_FIGURES = ("run_", "train_", "filled_")  # so begin the figures of the second part
 SMOKE = {"targets": ["random:smollm2-135m", "random:qwen3-8b"], "batches": 30, "limits": LIMITS_GIB[-1:]}
 log = logging.getLogger("memory")
 Keep = Callable[[dict[str, Any]], None]
@@ -54,14 +54,11 @@ def measure_points(
     cuda, done = device.type == "cuda", {task_of(row).key for row in rows}
     wanted = [task for name in args.targets for task in tasks(name, cuda=cuda, smoke=args.smoke)]
     wanted = [task for task in wanted if task.key not in done]
-    counts = counted(args.predictions)
-    if missing := [task for task in wanted if task.key not in counts]:
-        counts |= predict(missing, max(1, min(8, usable_cpus() - 1)))
     for name in args.targets:
         began = time.monotonic()
         for task, measured in measure([task for task in wanted if task.target == name], device, clock):
-            rows.append(row_of(task, counts[task.key], measured, cuda))
-            predicted, found = (brought_bytes(rows[-1], kind) / GIB for kind in ("fake", "measured"))
+            rows.append(row_of(task, measured, cuda))
+            predicted, found = (brought_bytes(rows[-1], kind) / GIB for kind in ("analytic", "measured"))
             error, spent = 100 * (predicted / found - 1), time.monotonic() - began
             log.info(
                 "%s: %.3f predicted, %.3f GiB measured, %+.2f %%, %.1f s",
@@ -75,28 +72,13 @@ def measure_points(
             began = time.monotonic()
 
 
-def counted(path: Path | None) -> dict[str, Any]:
-    """What --predict wrote; nothing without a file."""
-    return read_result(path, "memory.py", counts=dict)["counts"] if path else {}
-
-
-def refit(path: Path, predictions: Path | None) -> dict[str, Any]:
-    """Return a stored result with its points judged again, on new predictions where given."""
+def again(path: Path) -> dict[str, Any]:
+    """Return a stored result with its points judged by the account as it is now."""
     result = read_result(path, "memory.py", figures=dict, rows=list)
-    counts = counted(predictions)
-    rows = []
-    for row in result["rows"]:
-        task = task_of(row)
-        rows.append(
-            row_of(task, counts.get(task.key, row["fake"]), row["measured"], "reserved" in row["measured"])
-        )
+    rows = [row_of(task_of(row), row["measured"], "reserved" in row["measured"]) for row in result["rows"]]
     found = summary(rows)
-    return {
-        **result,
-        "rows": rows,
-        "groups": found["groups"],
-        "figures": {**result["figures"], **found["figures"]},
-    }
+    kept = {name: one for name, one in result["figures"].items() if name.startswith(RUN_FIGURES)}
+    return {**result, "rows": rows, "groups": found["groups"], "figures": {**found["figures"], **kept}}
 
 
 def run_both(card: Card, clock: Clock, args: argparse.Namespace, result: dict[str, Any], keep: Keep) -> None:
@@ -131,9 +113,7 @@ def arguments() -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--json", type=Path, help="where figures and raw points go")
-    parser.add_argument("--predict", type=Path, help="count on fake tensors into this file and end")
-    parser.add_argument("--predictions", type=Path, help="counts made before by --predict")
-    parser.add_argument("--refit", type=Path, help="judge the raw points of this result again and rewrite it")
+    parser.add_argument("--again", type=Path, help="judge the raw points of this result again and rewrite it")
     parser.add_argument("--resume", action="store_true", help="keep the points that --json already holds")
     parser.add_argument(
         "--smoke", action="store_true", help="few points and one short run, to see that it works"
@@ -147,8 +127,8 @@ def arguments() -> argparse.Namespace:
     args.limits = LIMITS_GIB
     if args.smoke:
         vars(args).update(SMOKE)
-    if not (args.json or args.predict or args.refit):
-        parser.error("one of --json, --predict and --refit")
+    if not (args.json or args.again):
+        parser.error("one of --json and --again")
     return args
 
 
@@ -157,20 +137,11 @@ def main() -> None:
     args = arguments()
     layout = "%(asctime)s %(message)s"
     logging.basicConfig(level=logging.INFO, format=layout, datefmt="%H:%M:%S", stream=sys.stderr)
-    if args.refit:
-        with made_of(args.refit, "memory.py"):
-            found = refit(args.refit, args.predictions)
-        files.write_json(args.refit, found)
+    if args.again:
+        with made_of(args.again, "memory.py"):
+            found = again(args.again)
+        files.write_json(args.again, found)
         print(json.dumps({"figures": found["figures"], "groups": found["groups"]}, indent=2))
-        return
-    if args.predict:
-        wanted: list[Task] = [
-            task
-            for name in args.targets
-            for task in tasks(name, cuda=True) + tasks(name, cuda=True, smoke=True)
-        ]
-        counts = predict(list({task.key: task for task in wanted}.values()), min(2, usable_cpus()))
-        files.write_json(args.predict, {"counts": counts, "provenance": provenance.provenance()})
         return
     device, start = choose_device(args.device), time.monotonic()
     result: dict[str, Any] = {"figures": {}, "provenance": provenance.provenance(), "rows": []}

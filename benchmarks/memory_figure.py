@@ -29,12 +29,12 @@ SYMBOLS = {"random:qwen3.6-27b": "circle", "random:qwen3-8b": "square", "random:
 
 
 def points_figure(result: Mapping[str, Any]) -> go.Figure:
-    """What a batch or step brought on the device, against the error of the count made without it."""
+    """What a batch or step brought on the device, against the error of its prediction."""
     groups: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
     for row in result["rows"]:
         if row["measured"]["out_of_memory"]:
             continue
-        measured, predicted = brought(row, "measured"), brought(row, "fake")
+        measured, predicted = brought(row, "measured"), brought(row, "analytic")
         setup = row["setup"]
         name = " x ".join(
             str(setup[key]) for key in ("batch", "length", "anchors", "block_size") if key in setup
@@ -51,7 +51,7 @@ def points_figure(result: Mapping[str, Any]) -> go.Figure:
             hovertemplate="%{text}: %{x:.3f} GiB, %{y:+.2f} %<extra></extra>",
         )  # fmt: skip
     return fig.update_layout(
-        title="Memory a batch or step brings: counted without the device, against an H200",
+        title="Memory a batch or step brings: predicted, against an H200",
         xaxis={"title": "measured (GiB)", "type": "log"},
         yaxis={"title": "predicted - measured (%)", "zeroline": True},
         template="plotly_white", width=1000, height=460, legend=LEGEND,
@@ -91,13 +91,10 @@ def tables(result: Mapping[str, Any]) -> str:
         "| error of what a batch or step brings | median | worst |",
         "|---|---|---|",
     ]
-    for prefix, words in (
-        ("", f"calibrated, {figures['points']} points kept out of the fit"),
-        ("fake_", f"counted on fake tensors without the device, {figures['measured_points']} points"),
-        ("analytic_", "formulas"),
-    ):
-        median, worst = (figures[f"{prefix}{name}_error_pct"] for name in ("median", "worst"))
-        lines.append(f"| {words} | {median:.2f} % | {worst:.1f} % |")
+    for words, found in (("all", figures), *sorted(result["groups"].items())):
+        median, worst = (found[f"{name}_error_pct"] for name in ("median", "worst"))
+        name = words.replace(" random:", ", ")
+        lines.append(f"| {name}, {found['points']} points | {median:.2f} % | {worst:.1f} % |")
     lines += ["", "![error of the predictions by size](results/memory.png)", ""]
     for part, unit, word in (("extraction", "batches", "tokens a batch"), ("training", "steps", "anchors")):
         found = result.get("runs", {}).get(part, {"limits": {}})

@@ -1,20 +1,15 @@
 """Are the memory predictions right? The first part of `memory.py`, which runs it and writes its figures.
 
-A point is a batch or a step: counted on fake tensors without a device (here or on another machine, see
-`memory.py --predict`), then measured on one. Every row keeps both raw, so that an account that was mended
-later, or another fit, can be judged on the same measurements without a device (`memory.py --refit`).
+A point is a batch or a step: predicted by formulas, and measured. Every row keeps both raw, so that an
+account that was mended later can be judged on the same measurements without a device (`memory.py --again`).
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import multiprocessing
-import os
-import time
+import statistics
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,15 +19,17 @@ from memory_runs import Clock, kernels, load
 from dflash_lab.drafter import attention
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.extraction.fast.apply import skip_tuning, speed_up
-from dflash_lab.memory.account import Account
-from dflash_lab.memory.extraction_account import extraction_account
-from dflash_lab.memory.fake import count_extraction
-from dflash_lab.memory.fake_training import TrainingStep, count_training, training_parts
-from dflash_lab.memory.fit import Point, as_plain, error_figures, fit
-from dflash_lab.memory.measure import clean, count_forward, forward_once, measure_cuda
-from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
-from dflash_lab.memory.shapes import GIB, target_shape
-from dflash_lab.memory.training_account import training_account
+from dflash_lab.memory.account import Account, extraction_account
+from dflash_lab.memory.measure import (
+    TrainingStep,
+    clean,
+    count_forward,
+    forward_once,
+    measure_cuda,
+    training_parts,
+)
+from dflash_lab.memory.shapes import ExtractionSetup, TrainingSetup, target_shape
+from dflash_lab.memory.training import training_account
 from dflash_lab.target.sources import load_config
 from dflash_lab.target.taps import default_tap_ids
 
@@ -51,7 +48,6 @@ SMALL_GRID = [(batch, length) for batch in (1, 2, 5) for length in (16, 64, 65, 
 SHAPES = [(512, 16, 4096), (192, 24, 2048)]  # anchors, block, context; attention compiles once for each
 CHUNKS = (256, 1024, 4096)
 Setup = ExtractionSetup | TrainingSetup
-log = logging.getLogger("memory")
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ class Task:
     @property
     def key(self) -> str:
         """The same task in every file."""
-        return f"{self.what} {self.target} {json.dumps(as_plain(self.setup), sort_keys=True)}"
+        return f"{self.what} {self.target} {json.dumps(asdict(self.setup), sort_keys=True)}"
 
     def __str__(self) -> str:
         if isinstance(self.setup, ExtractionSetup):
@@ -103,38 +99,6 @@ def tasks(name: str, *, cuda: bool, smoke: bool = False) -> list[Task]:
         for chunk in (CHUNKS[:2] if smoke else CHUNKS)
     ]
     return [Task(name, setup) for setup in batches + steps]
-
-
-def predict(wanted: list[Task], workers: int) -> dict[str, dict[str, Any]]:
-    """Count every task on fake tensors in processes that see no device; return accounts by key."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_without_device) as pool:
-        counted = pool.map(_count, wanted)
-        found = {}
-        for task, (account, seconds) in zip(wanted, counted):
-            log.info("%s: predicted %.3f GiB in %.1f s", task, (account.live - account.static) / GIB, seconds)
-            found[task.key] = {
-                "terms": dict(account.terms), "moment": account.moment,
-                "live": account.live, "static": account.static, "allocated": account.allocated,
-                "reserved": account.reserved,
-                "seconds": round(seconds, 2),
-            }  # fmt: skip
-    return found
-
-
-def _without_device() -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a counting process would take a context of its own there
-    torch.set_num_threads(1)
-
-
-def _count(task: Task) -> tuple[Account, float]:
-    started = time.perf_counter()
-    config, setup = load_config(task.target), task.setup
-    if isinstance(setup, ExtractionSetup):
-        account, _ = count_extraction(config, setup)
-    else:
-        account, _ = count_training(config, drafter_of(task.target, setup.block_size), setup)
-    return account, time.perf_counter() - started
 
 
 def analytic(task: Task, cuda: bool) -> Account:
@@ -177,9 +141,8 @@ def _measure_extraction(
         if setup.fused and not fused:
             fused = bool(speed_up(target, "on"))
         if device.type != "cuda":
-            account, _ = count_forward(target, setup)
-            allocated = account.static + account.moving
-            yield task, {"allocated": allocated, "static": account.static, "out_of_memory": False}
+            found = count_forward(target, setup)
+            yield task, {"allocated": found.allocated, "static": found.static, "out_of_memory": False}
             continue
         yield task, _plain(measure_cuda(partial(forward_once, target, setup), device), device)
 
@@ -197,7 +160,7 @@ def _measure_training(
         if clock.left() < 0:
             return
         setup: Any = task.setup
-        step = TrainingStep(model, head, row if setup.soft_targets else replace(row, final=None), setup, None)
+        step = TrainingStep(model, head, row if setup.soft_targets else replace(row, final=None), setup)
         yield task, _plain(measure_cuda(step.run, device), device)
         del step
 
@@ -208,12 +171,12 @@ def _plain(found: Any, device: torch.device) -> dict[str, Any]:
     return {name: getattr(found, name) for name in names}
 
 
-def row_of(task: Task, counted: Mapping[str, Any], measured: Mapping[str, Any], cuda: bool) -> dict[str, Any]:
+def row_of(task: Task, measured: Mapping[str, Any], cuda: bool) -> dict[str, Any]:
     """One raw row: the task, what was predicted, what was measured."""
     formulas = analytic(task, cuda)
     return {
-        "what": task.what, "target": task.target, "setup": as_plain(task.setup),
-        "fake": dict(counted), "measured": dict(measured),
+        "what": task.what, "target": task.target, "setup": asdict(task.setup),
+        "measured": dict(measured),
         "analytic": {"terms": dict(formulas.terms), "live": formulas.live, "static": formulas.static,
                      "moment": formulas.moment},
     }  # fmt: skip
@@ -226,7 +189,7 @@ def task_of(row: Mapping[str, Any]) -> Task:
 
 
 def brought(row: Mapping[str, Any], kind: str) -> int:
-    """Bytes that the batch or step brings, as predicted (`fake`, `analytic`) or `measured`.
+    """Bytes that the batch or step brings, as predicted (`analytic`) or `measured`.
 
     Inputs that lie there before a training step are left out on both sides.
     """
@@ -234,52 +197,24 @@ def brought(row: Mapping[str, Any], kind: str) -> int:
     if kind == "measured":
         return found["allocated"] - found["static"]
     given = ("captured states", "target final states") if row["what"] == "training" else ()
-    tensors = found.get("allocated") or found["live"]
-    return tensors - found["static"] - sum(found["terms"].get(name, 0) for name in given)
+    return found["live"] - found["static"] - sum(found["terms"].get(name, 0) for name in given)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Fit each target's extraction and training on a third of the points and judge on the rest."""
+    """Return the errors over all points, and those of each target's extraction and training."""
     measured = [row for row in rows if not row["measured"]["out_of_memory"]]
-    heldout: list[float] = []
-    groups: dict[str, Any] = {}
+    groups = {}
     for key in sorted({_group(row) for row in measured}):
         mine = [row for row in measured if _group(row) == key]
-        group: dict[str, Any] = {"points": len(mine)}
-        for kind in ("fake", "analytic"):
-            group[f"{kind}_median_error_pct"], group[f"{kind}_worst_error_pct"] = error_figures(
-                _errors(mine, kind)
-            )
-        if len(mine) >= 6:
-            points = [
-                Point(task_of(row).setup, brought(row, "fake"), brought(row, "measured")) for row in mine
-            ]
-            found = fit(points)
-            heldout += found.heldout
-            group |= {"heldout": found.heldout_points, "median_error_pct": found.median_error_pct}
-            group |= {"worst_error_pct": found.worst_error_pct, "coefficients": dict(found.coefficients)}
-        groups[key] = group
-    figures: dict[str, float] = {"points": len(heldout), "measured_points": len(measured)}
-    reserved = [row for row in measured if "reserved" in row["measured"]]
-    peaks = [100 * (row["fake"]["reserved"] / row["measured"]["reserved"] - 1) for row in reserved]
-    for prefix, errors in (
-        ("", heldout),
-        ("fake_", _errors(measured, "fake")),
-        ("analytic_", _errors(measured, "analytic")),
-        ("peak_fake_", peaks),
-    ):
-        median, worst = error_figures(errors)
-        figures |= {
-            f"{prefix}median_error_pct": round(median, 3),
-            f"{prefix}worst_error_pct": round(worst, 3),
-        }
-    figures["slowest_prediction_s"] = max((row["fake"]["seconds"] for row in rows), default=0.0)
-    return {"figures": figures, "groups": groups}
+        groups[key] = {"points": len(mine), **_error_figures(mine)}
+    return {"figures": {"points": len(measured), **_error_figures(measured)}, "groups": groups}
 
 
 def _group(row: Mapping[str, Any]) -> str:
     return f"{row['what']} {row['target']}"
 
 
-def _errors(rows: list[dict[str, Any]], kind: str) -> list[float]:
-    return [100 * (brought(row, kind) / brought(row, "measured") - 1) for row in rows]
+def _error_figures(rows: list[dict[str, Any]]) -> dict[str, float]:
+    errors = [abs(100 * (brought(row, "analytic") / brought(row, "measured") - 1)) for row in rows]
+    median, worst = (statistics.median(errors), max(errors)) if errors else (0.0, 0.0)
+    return {"median_error_pct": round(median, 3), "worst_error_pct": round(worst, 3)}

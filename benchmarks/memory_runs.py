@@ -24,7 +24,7 @@ import polars as pl
 import torch
 
 from dflash_lab.extraction.oom import classify
-from dflash_lab.memory.extraction_account import OUTSIDE_TORCH
+from dflash_lab.memory.account import OUTSIDE_TORCH
 from dflash_lab.memory.measure import capped, clean
 from dflash_lab.memory.shapes import GIB
 from dflash_lab.target.loading import load_target

@@ -35,12 +35,10 @@ from memory_runs import share_of_best as share
 from dflash_lab import files
 from dflash_lab.data.batching import plan_batches
 from dflash_lab.extraction.fast.apply import skip_tuning, speed_up
-from dflash_lab.memory.account import Account
-from dflash_lab.memory.extraction_account import extraction_account
+from dflash_lab.memory.account import Account, extraction_account
 from dflash_lab.memory.measure import clean, forward_once
 from dflash_lab.memory.planner import ExtractionBudget, extraction_budget, usable
-from dflash_lab.memory.setups import ExtractionSetup
-from dflash_lab.memory.shapes import CHUNK, GIB, dtype_bytes, target_shape
+from dflash_lab.memory.shapes import CHUNK, GIB, ExtractionSetup, dtype_bytes, target_shape
 from dflash_lab.target.sources import load_config
 from dflash_lab.target.taps import default_tap_ids
 

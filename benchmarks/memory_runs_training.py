@@ -22,12 +22,10 @@ from memory_runs import share_of_best as share
 from dflash_lab.data.items import FeatureItem
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.rows import PackedRows, Row
-from dflash_lab.memory.extraction_account import OUTSIDE_TORCH
-from dflash_lab.memory.fake_training import TrainingStep, training_parts
-from dflash_lab.memory.measure import clean
+from dflash_lab.memory.account import OUTSIDE_TORCH
+from dflash_lab.memory.measure import TrainingStep, clean, training_parts
 from dflash_lab.memory.planner import training_fits
-from dflash_lab.memory.setups import TrainingSetup
-from dflash_lab.memory.shapes import GIB, TargetShape, target_shape
+from dflash_lab.memory.shapes import GIB, TargetShape, TrainingSetup, target_shape
 from dflash_lab.target.sources import load_config
 
 SMALL = "random:smollm2-135m"
@@ -109,7 +107,7 @@ class Training:
         model, head, row = training_parts(self.shape, self.drafter, first, self.card.device)
         self.taps, self.final = row.taps, row.final
         whole = replace(self.setup, anchors=max(1, self.setup.chunk // self.setup.block_size))
-        self.step = TrainingStep(model, head, row, whole, None)  # takes its rows of logits from the setup
+        self.step = TrainingStep(model, head, row, whole)  # takes its rows of logits from the setup
 
     def stop(self) -> None:
         """Drop all of it."""

@@ -54,7 +54,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "heads": HEADS,
     "kl": SOFT,
     "augment": MORE,
-    "dflash2": dict(second=True),
+    "dflash2": dict(dflash2=True),
     "muon-decay-0": dict(muon_weight_decay=0.0),
     "augment-half-kl": {**MORE, **HALF},
     "augment-wide": {**MORE, **WIDE},

@@ -1,1 +1,1 @@
-"""What fits: account, fake-tensor count, measurement, fit, advice."""
+"""What fits: account, planner, advice, the question before a run, measurement."""

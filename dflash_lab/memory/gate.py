@@ -1,32 +1,25 @@
-"""The question a run asks before it starts: does it fit, and if not, what to change; and how right the
-answer was.
+"""The question a run asks before it starts: does it fit, and if not, what to change.
 
-A run that is predicted not to fit does not start unless it is forced. The prediction is of its worst batch
-or step. Afterwards `outcome` puts the prediction beside what the device says.
+A run that is predicted not to fit does not start unless it is forced. Where memory lacks all the same, what
+was live is explained; afterwards `outcome` says how right the prediction was.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dflash_lab import files
 from dflash_lab.errors import InputError
-from dflash_lab.memory.account import Account
-from dflash_lab.memory.advise import Advice, advise_extraction, advise_training
-from dflash_lab.memory.calibrated import Basis, extraction_prediction
-from dflash_lab.memory.crash import explain_crash, requested_bytes
-from dflash_lab.memory.fit import CALIBRATED, Calibration
+from dflash_lab.memory.account import Account, extraction_account
+from dflash_lab.memory.advice import Advice, advise_extraction, advise_training
+from dflash_lab.memory.crash import explain_crash, on_failure, requested_bytes
 from dflash_lab.memory.planner import MARGIN, extraction_budget, length_buckets, padded, usable
-from dflash_lab.memory.setups import ExtractionSetup, Kernels, TrainingSetup
-from dflash_lab.memory.shapes import CHUNK, GIB, target_shape
-from dflash_lab.memory.snapshot import on_failure
-
-FORMULAS = Basis("formulas alone")
+from dflash_lab.memory.shapes import CHUNK, GIB, ExtractionSetup, Kernels, TrainingSetup, target_shape
 
 
 class DoesNotFit(InputError):
@@ -58,7 +51,6 @@ class Clearance:
     token_budget: int = 0
     max_batch: int = 0
     advice: Advice | None = None  # on that batch or step under that memory
-    basis: str = ""  # what the prediction rests on: formulas alone, or a calibration
 
 
 @dataclass(frozen=True)
@@ -85,11 +77,8 @@ def clear_extraction(
     cuda: bool = True,
     force: bool = False,
     margin: float = MARGIN,
-    basis: Basis = FORMULAS,
 ) -> Clearance:
     """Clear an extraction of samples of up to `longest` tokens; `token_budget` 0 takes the planner's.
-
-    `basis` is what `find_calibration` found for these layers.
 
     Raises `DoesNotFit` when the worst batch under the budgets is predicted not to fit `budget_gib` and
     `force` is false; `InputError` when not even one sample fits.
@@ -121,16 +110,16 @@ def clear_extraction(
             max_batch=max_batch,
             cuda=cuda,
             margin=margin,
-            calibration=basis.calibration,
         )
         token_budget = planned.token_budget
-        max_batch = min(max_batch, planned.batches[min(planned.batches)])
-    how: dict[str, Any] = dict(cuda=cuda, calibration=basis.calibration)
-    worst = worst_batch(config, setup, token_budget, max_batch, **how)
-    account = extraction_prediction(shape, worst, **how)
+        # Where one sample of the longest is all that fits, shorter ones may not fill its tokens.
+        short = [rows for edge, rows in planned.batches.items() if rows * padded(shape, edge) < token_budget]
+        max_batch = min(max_batch, planned.batches[min(planned.batches)], *short)
+    worst = worst_batch(config, setup, token_budget, max_batch, cuda=cuda)
+    account = extraction_account(shape, worst, cuda=cuda)
     fits = account.peak <= usable(budget_gib, margin)
     budget = f"{budget_gib:.2f} GiB ({100 * margin:.0f}% kept free)"
-    advice = advise_extraction(shape, worst, budget_gib, margin=margin, **how)
+    advice = advise_extraction(shape, worst, budget_gib, margin=margin, cuda=cuda)
     if not fits and not force:
         raise DoesNotFit(
             f"A batch of {worst.batch} x {worst.length:,} tokens is predicted to need "
@@ -138,7 +127,7 @@ def clear_extraction(
             "token_budget or max_batch; ignore_memory starts it all the same.",
             advice,
         )
-    return Clearance(account, budget_gib, not fits, token_budget, max_batch, advice, basis.words)
+    return Clearance(account, budget_gib, not fits, token_budget, max_batch, advice)
 
 
 def worst_batch(
@@ -148,7 +137,6 @@ def worst_batch(
     max_batch: int,
     *,
     cuda: bool = True,
-    calibration: Calibration | None = None,
 ) -> ExtractionSetup:
     """Return the batch of the largest predicted peak that budgets allow, for samples of up to `setup.length`.
 
@@ -165,8 +153,7 @@ def worst_batch(
         for length in lengths
         if 1 <= length <= setup.length
     ]
-    how: dict[str, Any] = dict(cuda=cuda, calibration=calibration)
-    return max(batches, key=lambda batch: extraction_prediction(shape, batch, **how).peak)
+    return max(batches, key=lambda batch: extraction_account(shape, batch, cuda=cuda).peak)
 
 
 def clear_training(
@@ -179,7 +166,6 @@ def clear_training(
     cuda: bool = True,
     force: bool = False,
     margin: float = MARGIN,
-    basis: Basis = FORMULAS,
     **options: Any,
 ) -> Clearance:
     """Clear a training run by its step; `options` are fields of `TrainingSetup`. Raises `DoesNotFit` as
@@ -187,9 +173,7 @@ def clear_training(
     """
     shape = target_shape(target_config)
     setup = TrainingSetup(anchors=anchors, context=context, block_size=drafter_config.block_size, **options)
-    advice = advise_training(
-        shape, drafter_config, setup, budget_gib, margin=margin, cuda=cuda, calibration=basis.calibration
-    )
+    advice = advise_training(shape, drafter_config, setup, budget_gib, margin=margin, cuda=cuda)
     if not advice.fits and not force:
         raise DoesNotFit(
             f"A step of {anchors} anchors x {setup.block_size} is predicted to need "
@@ -197,7 +181,7 @@ def clear_training(
             f"({100 * margin:.0f}% kept free). {suggestion(advice)} ignore_memory starts it all the same.",
             advice,
         )
-    return Clearance(advice.account, budget_gib, not advice.fits, advice=advice, basis=basis.words)
+    return Clearance(advice.account, budget_gib, not advice.fits, advice=advice)
 
 
 def suggestion(advice: Advice) -> str:
@@ -208,6 +192,77 @@ def suggestion(advice: Advice) -> str:
         return "It fits as it is."
     term, size = advice.account.largest(1)[0]
     return f"Nothing listed makes it fit; the largest part is {term}, {size / GIB:.2f} GiB."
+
+
+# Processes that share GPUs ---------------------------------------------------------------------------------
+# Each could ask for itself, but would find free what its neighbour is about to take.
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """What a process is predicted to hold on a device. `advise` gives advice on it for a budget in GiB, where
+    something can be changed; `extra` are bytes beside its account (libraries that talk to other devices).
+    """
+
+    name: str
+    device: str
+    account: Account
+    advise: Callable[[float], Advice] | None = None
+    extra: int = 0
+
+    @property
+    def peak(self) -> int:
+        return self.account.peak + self.extra
+
+
+def clear_devices(
+    processes: Sequence[GpuProcess],
+    budgets_gib: Mapping[str, float],
+    *,
+    force: bool = False,
+    margin: float = MARGIN,
+) -> list[str]:
+    """Return the devices that are predicted to hold too much, of which `force` says to start all the same.
+
+    `budgets_gib` are by device. Raises `DoesNotFit` for the first of them without `force`.
+    """
+    over = []
+    for device in dict.fromkeys(process.device for process in processes):
+        here = [process for process in processes if process.device == device]
+        peak, budget_gib = sum(process.peak for process in here), budgets_gib[device]
+        if peak <= usable(budget_gib, margin):
+            continue
+        over.append(device)
+        if not force:
+            raise _refusal(device, here, peak, budget_gib, margin)
+    return over
+
+
+def _refusal(
+    device: str, here: Sequence[GpuProcess], peak: int, budget_gib: float, margin: float
+) -> DoesNotFit:
+    """Advice is on the process that can be changed, for the memory that the others leave it."""
+    told = max(here, key=lambda process: (process.advise is not None, process.peak))
+    left_gib = budget_gib - (peak - told.account.peak) / GIB / (1 - margin)
+    if told.advise is not None and left_gib > 0:
+        advice = told.advise(left_gib)
+    else:
+        account = told.account
+        advice = Advice(account, budget_gib, False, 0, (), (), account, account.explain())
+    holds = " + ".join(f"{process.name} {process.peak / GIB:.2f}" for process in here)
+    budget = f"{budget_gib:.2f} GiB ({100 * margin:.0f}% kept free)"
+    error = DoesNotFit(
+        f"{device} is predicted to hold {holds} = {peak / GIB:.2f} GiB, the budget is {budget}. "
+        f"{suggestion(advice)} Or place a process elsewhere; ignore_memory starts it all the same.",
+        advice,
+    )
+    parts = {process.name: round(process.peak / GIB, 3) for process in here}
+    whole = {"predicted_peak_gib": round(peak / GIB, 3), "budget_gib": round(budget_gib, 3)}
+    error.details |= {"device": device, **whole, **parts}
+    return error
+
+
+# A lack of memory all the same, and how right the prediction was -------------------------------------------
 
 
 @contextlib.contextmanager
@@ -257,12 +312,6 @@ def _explain(
         lacked = max(1, crash.requested - free)
         changes = getattr(clearance, "advice", None)
         told = [crash.explain(), *([would_have_given(changes, lacked)] if changes else [])]
-        basis = getattr(clearance, "basis", "")
-        if basis.startswith(CALIBRATED):
-            told.append(
-                f"The run was cleared by a prediction {basis}: run memory_sweep again, or remove that file "
-                "to plan by the formulas alone."
-            )
         error.advice = " ".join(told)
     if not getattr(error, "details", None) and refused is not None:
         held = {

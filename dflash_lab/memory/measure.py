@@ -1,32 +1,37 @@
 """Measure what a batch takes: on CUDA from the allocator and the driver, on a CPU by counting live tensors.
 
-A point is measured in a fresh state (nothing cached, peaks reset) after one run of the same shape, which
-pays for compilation and autotuning. A lack of memory is a result: the message's request is kept, the state
-is cleaned after the `except` block (an exception holds its frames, and they their tensors), and the sweep
-goes on. Sizes are measured rising and falling, since an allocator that grew step by step is fragmented
-differently from one that started large.
+A lack of memory is a result: the message's request is kept, and the sweep goes on.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from dflash_lab.drafter.attention import row_layout
 from dflash_lab.drafter.compiling import compiling
+from dflash_lab.drafter.loss.config import LossConfig
+from dflash_lab.drafter.loss.plan import ChunkPlan
+from dflash_lab.drafter.model import Drafter, RMSNorm
+from dflash_lab.drafter.objective import Objective
+from dflash_lab.drafter.optimizer import Optimizer, OptimizerConfig
+from dflash_lab.drafter.rows import Row
+from dflash_lab.drafter.settings import TrainSettings
+from dflash_lab.errors import InputError
 from dflash_lab.extraction.oom import classify
-from dflash_lab.memory.account import Account
 from dflash_lab.memory.crash import requested_bytes
-from dflash_lab.memory.fake import layer_labels
-from dflash_lab.memory.fake_training import TrainingStep, training_parts
-from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
-from dflash_lab.memory.shapes import GIB, TargetShape, target_shape
-from dflash_lab.memory.tracker import LiveTensors, module_scopes
-from dflash_lab.memory.training_account import with_chunk
+from dflash_lab.memory.shapes import GIB, ExtractionSetup, TargetShape, TrainingSetup, target_shape
+from dflash_lab.memory.training import with_chunk
 from dflash_lab.release import release
+from dflash_lab.target.head import TargetHead
 from dflash_lab.target.taps import Taps
 
 
@@ -58,12 +63,6 @@ class Measurement:
         """Bytes that the batch brought, tensors only."""
         return self.allocated - self.static
 
-    def account(self, title: str) -> Account:
-        """Return the measurement as an account of kind ``measured``."""
-        terms = {"before the batch": self.static, "the batch": self.moving}
-        terms |= {"fragmentation": self.fragmentation, "outside torch": self.outside}
-        return Account("measured", title, terms)
-
 
 def measure_cuda(
     run: Callable[[], Any], device: torch.device | str = "cuda", *, warm: bool = True
@@ -74,7 +73,7 @@ def measure_cuda(
     """
     device = torch.device(device)
     clean(device)
-    message = attempt(run) if warm else ""
+    message = attempt(run) if warm else ""  # the first run pays for compilation and autotuning
     if message:
         return _failed(device, torch.cuda.memory_allocated(device), message)
     clean(device)
@@ -103,18 +102,21 @@ def measure_extraction(target: Any, setup: ExtractionSetup, *, seed: int = 0) ->
     CUDA also: `reserved_gib` is what the allocator took, `fragmentation_gib` what of it was in no live block,
     `outside_gib` the device's memory outside torch, `failed_gib` the largest request that was refused.
     """
-    start = time.perf_counter()
     if target.device.type != "cuda":
-        account, _ = count_forward(target, setup, seed=seed)
-        seconds = time.perf_counter() - start
-        return _row(account.peak, account.moving, seconds)
+        return _row(count_forward(target, setup, seed=seed))
     found = measure_cuda(lambda: forward_once(target, setup, seed), target.device)
-    return {**_row(found.allocated, found.moving, found.seconds), **_device_part(found)}
+    return {**_row(found), **_device_part(found)}
 
 
-def _row(peak: int, moving: int, seconds: float) -> dict[str, Any]:
-    measured = {"measured_gib": peak / GIB, "measured_moving": moving, "reserved_gib": None}
-    return {**measured, "out_of_memory": False, "seconds": seconds}
+def _row(found: Measurement, given: int = 0) -> dict[str, Any]:
+    """A table's row of a measurement; `given` are bytes of the batch that lay there before."""
+    return {
+        "measured_gib": found.allocated / GIB,
+        "measured_moving": found.moving + given,
+        "reserved_gib": None,
+        "out_of_memory": False,
+        "seconds": found.seconds,
+    }
 
 
 def _device_part(found: Measurement) -> dict[str, Any]:
@@ -147,7 +149,7 @@ def measure_training(
         ):
             found = measure_cuda(step.run, device)
         given = sum(tensor.nbytes for tensor in (step.row.taps, step.row.final) if tensor is not None)
-    return {**_row(found.allocated, found.moving + given, found.seconds), **_device_part(found)}
+    return {**_row(found, given), **_device_part(found)}
 
 
 def _training_step(
@@ -157,7 +159,94 @@ def _training_step(
     if setup.compiled:
         torch.compiler.reset()  # shapes of other points count against the compiler's limit
         model.compile_layers()
-    return TrainingStep(model, head, row, setup, None)
+    return TrainingStep(model, head, row, setup)
+
+
+def training_parts(
+    shape: TargetShape, drafter: Any, setup: TrainingSetup, device: torch.device
+) -> tuple[Any, Any, Any]:
+    """Build the drafter, a head and one packed row of `setup` on `device` (values are zeros where they are
+    real).
+    """
+    config = dataclasses.replace(drafter, block_size=setup.block_size)
+    dtype = getattr(torch, setup.dtype)
+    with device:
+        model = Drafter(config).to(dtype)
+        embedding = torch.zeros(shape.vocab, shape.hidden, dtype=dtype)
+        weight = embedding if shape.tied else torch.zeros(shape.vocab, shape.hidden, dtype=dtype)
+        norm = RMSNorm(shape.hidden, 1e-6).to(dtype).requires_grad_(False)
+    model.gradient_checkpointing = setup.checkpointing == "layers"
+    head = TargetHead(embedding_weight=embedding, norm=norm, weight=weight)
+    return model.train(), head, _packed_row(config, setup, device)
+
+
+def _packed_row(config: Any, setup: TrainingSetup, device: torch.device) -> Any:
+    """Return a row of `setup.context` tokens with `setup.anchors` blocks in which every slot but the anchor
+    counts.
+    """
+    context, anchors, block = setup.context, setup.anchors, setup.block_size
+    if anchors > context - 1:
+        raise InputError(f"{anchors} anchors need at least {anchors + 1} context tokens, not {context}.")
+    places = torch.linspace(1, context - 1, anchors).round().long()
+    dtype = getattr(torch, setup.dtype)
+    slots = torch.arange(block)
+    mask = (slots > 0).expand(anchors, block)
+    row = Row(
+        input_ids=torch.zeros(context, dtype=torch.long),
+        taps=torch.zeros(context, len(config.tap_ids) * config.hidden_size, dtype=dtype, device=device),
+        final=torch.zeros(context, config.hidden_size, dtype=dtype, device=device)
+        if setup.soft_targets
+        else None,
+        layout=row_layout([places.tolist()], [context], block),
+        block_ids=torch.zeros(anchors, block, dtype=torch.long),
+        labels=torch.zeros(anchors, block, dtype=torch.long),
+        slot_mask=mask,
+        target_rows=(places[:, None] + slots - 1).clamp(0, context - 1),
+        hashes=("",),
+        tokens=context,
+        blocks=anchors,
+    )
+    return row.to(device)
+
+
+class TrainingStep:
+    """One optimizer step as the training loop makes it."""
+
+    def __init__(self, model: Any, head: Any, row: Any, setup: TrainingSetup) -> None:
+        self.model, self.row = model, row
+        soft = 0.15 if setup.soft_targets else 0.0
+        settings = TrainSettings(
+            max_steps=1,
+            context_tokens=setup.context,
+            anchors=setup.anchors,
+            loss=LossConfig(hard_weight=1.0 - soft, soft_weight=soft),
+            attention="dense" if model.fc.weight.device.type == "cpu" else "flex",
+        )
+        self.objective = Objective(head, model.config, settings)
+        self.objective.fused.plan = ChunkPlan(rows=max(setup.block_size, min(setup.chunk, setup.rows)))
+        moments = "int8" if setup.optimizer == "adamw8bit" else "fp32"
+        kind, offload = "muon" if setup.optimizer == "muon" else "adamw", setup.optimizer == "cpu-offload"
+        config = OptimizerConfig(kind=kind, moments=moments, offload=offload)
+        self.optimizer = Optimizer(model.named_parameters(), config)
+
+    def run(self) -> None:
+        """Run forward, loss, backward and update."""
+        self.backward(self.loss())
+        self.update()
+
+    def loss(self) -> Any:
+        """Run the forward and the loss."""
+        return self.objective(self.model, self.model, self.row, self.row.taps, teacher=False)
+
+    def backward(self, loss: Any) -> None:
+        """Fill the gradients."""
+        (loss.total / self.row.labels.numel()).backward()
+
+    def update(self) -> None:
+        """Step the optimizer, after the norm that the loop clips by."""
+        torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        self.optimizer.step(1.0, 1.0)
+        self.optimizer.zero_grad()
 
 
 def forward_once(
@@ -182,37 +271,80 @@ def _tokens(target: Any, setup: ExtractionSetup, seed: int) -> torch.Tensor:
     return torch.randint(0, target.vocab_size, shape, generator=generator).to(target.device)
 
 
-def count_forward(target: Any, setup: ExtractionSetup, *, seed: int = 0) -> tuple[Account, LiveTensors]:
-    """Run one extraction batch of random tokens on `target` for real and count its live tensors (kind
-    ``measured``).
+def count_forward(target: Any, setup: ExtractionSetup, *, seed: int = 0) -> Measurement:
+    """Run one extraction batch of random tokens on `target` for real and count its live tensors.
 
     On a CPU this is the whole truth but for scratch inside kernels. The target has to be loaded up to its
     last tap.
     """
+    start = time.perf_counter()
     ids = _tokens(target, setup, seed)
-    tracker = LiveTensors()
-    labels = layer_labels(target.body)
-    taps = Taps(target.layers, list(setup.tap_ids))
-    with torch.inference_mode(), taps, module_scopes(tracker, labels), tracker:
-        tracker.add(target.body.parameters(), "target weights")
-        tracker.add(target.body.buffers(), "target weights")
-        tracker.add([ids], "token ids")
-        tracker.start_peak_here()
-        target.body(input_ids=ids, use_cache=setup.use_cache)
-        states = taps.take()
-        for state in states:
-            tracker.relabel(state, "captured states")
-        if setup.packed:
-            with tracker.scope("packed states"):
-                packed = torch.cat([state.flatten(0, 1) for state in states], dim=-1)
-                del packed
-    account = Account(
-        kind="measured",
-        title=f"extraction {setup.batch} x {setup.length}",
-        terms=tracker.by_label(),
-        notes=("Live tensors counted in a real run.",),
-    )
-    return account, tracker
+    live = LiveTensors()
+    with live:
+        live.add(target.body.parameters())
+        live.add(target.body.buffers())
+        weights = live.current
+        live.add([ids])
+        live.start_peak_here()
+        forward_once(target, setup, ids=ids)
+    seconds = time.perf_counter() - start
+    return Measurement(live.peak, 0, weights, 0, 0, False, seconds)
+
+
+class LiveTensors(TorchDispatchMode):
+    """Count the bytes of tensors made while the mode is on; `peak` is the highest sum seen, in bytes.
+
+    A dispatch mode sees every tensor an operation returns; a weak reference on its storage says when the
+    bytes are given back. Storages are counted once, whatever views exist. Not seen is memory inside a kernel
+    (cuBLAS, cuDNN, Triton scratch) and the allocator's rounding.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = 0
+        self.peak = 0
+        self._alive: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self._visit(result)
+        return result
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors that existed before."""
+        for tensor in tensors:
+            self._see(tensor)
+
+    def start_peak_here(self) -> None:
+        """Forget the peak so far: the next one is looked for from now on."""
+        self.peak = self.current
+
+    def made(self, key: int, tensor: torch.Tensor, size: int) -> None:
+        """Count a new storage of `size` bytes, first shown by `tensor`; `key` is its own while it lives."""
+        self.current += size
+        self.peak = max(self.peak, self.current)
+
+    def gone(self, key: int, size: int) -> None:
+        """Count a storage that was given back."""
+        self.current -= size
+
+    def _visit(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._see(value)
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                self._visit(item)
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if size and key not in self._alive:
+            self._alive[key] = weakref.ref(storage, partial(self._forget, key, size))
+            self.made(key, tensor, size)
+
+    def _forget(self, key: int, size: int, _reference: Any) -> None:
+        del self._alive[key]
+        self.gone(key, size)
 
 
 def attempt(run: Callable[[], Any]) -> str:
@@ -226,7 +358,7 @@ def attempt(run: Callable[[], Any]) -> str:
         message = failure.message
     else:
         message = ""
-    return message
+    return message  # only now are the frames gone that the exception held, and their tensors with them
 
 
 def _failed(device: torch.device, static: int, message: str) -> Measurement:

@@ -1,9 +1,7 @@
 """What fits a budget: the largest batch of each length bucket, the largest number of anchors, yes or no.
 
-Other rooms ask here before a run starts. Answers come from the analytic account (milliseconds, no device),
-corrected by a calibration where one is given, and leave `MARGIN` of the budget free for what no account
-sees. A budget for extraction is not the largest batch: throughput is flat beyond a knee (the 27B shape on an
-H200 runs at 96% of its best rate at 8 x 335 tokens and at 99.6% at 32 x 335), so more memory buys nothing.
+Answers come from the formulas, in milliseconds and without a device, and leave `MARGIN` of the budget free
+for what no account sees.
 """
 
 from __future__ import annotations
@@ -14,13 +12,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dflash_lab.errors import InputError
-from dflash_lab.memory.account import Account
-from dflash_lab.memory.calibrated import extraction_prediction, training_prediction
-from dflash_lab.memory.fit import Calibration
-from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
-from dflash_lab.memory.shapes import CHUNK, GIB, MIB, TargetShape, target_shape
+from dflash_lab.memory.account import STATIC_TERMS, Account, extraction_account
+from dflash_lab.memory.shapes import (
+    CHUNK,
+    GIB,
+    MIB,
+    ExtractionSetup,
+    Placement,
+    TargetShape,
+    TrainingSetup,
+    target_shape,
+)
+from dflash_lab.memory.training import training_account
 
-MARGIN = 0.04  # of the budget, left for fragmentation and kernel scratch
+# Of a budget, left free: 4 % for fragmentation and kernel scratch, and what the formulas were further off
+# than that allows for, at worst 2.1 % (steps of the 27B shape on an H200: docs/memory.md).
+MARGIN = 0.061
 KNEE_TOKENS = (8192, 65536)
 _KNEE_FLOP = 6.4e12  # of one layer: 16 ms at 400 TFLOP/s, beside which launches vanish
 CPU_KNEE_TOKENS = 2048
@@ -124,7 +131,6 @@ def extraction_budget(
     knee_tokens: int = 0,
     cuda: bool = True,
     margin: float = MARGIN,
-    calibration: Calibration | None = None,
 ) -> ExtractionBudget:
     """Plan the batches of an extraction of samples of up to `longest` tokens under `budget_gib` of device
     memory.
@@ -149,7 +155,7 @@ def extraction_budget(
 
         def account(batch: int, setup: ExtractionSetup = setup) -> Account:
             sized = replace(setup, batch=batch)
-            return extraction_prediction(shape, sized, cuda=cuda, calibration=calibration)
+            return extraction_account(shape, sized, cuda=cuda)
 
         found = largest(lambda batch, account=account: account(batch).peak <= room, max_batch)  # type: ignore[misc]
         one = account(max(found, 1))
@@ -183,7 +189,6 @@ def training_fits(
     block_size: int = 0,
     cuda: bool = True,
     margin: float = MARGIN,
-    calibration: Calibration | None = None,
     **options: Any,
 ) -> TrainingFit:
     """Say whether a training step fits `budget_gib`, and how many anchors would. `options`: see
@@ -197,7 +202,7 @@ def training_fits(
 
     def account(count: int) -> Account:
         sized = replace(setup, anchors=count)
-        return training_prediction(shape, drafter_config, sized, cuda=cuda, calibration=calibration)
+        return training_account(shape, drafter_config, sized, cuda=cuda)
 
     eighths = largest(lambda count: account(8 * count).peak <= room, max(1, (context - 1) // 8))
     asked = account(anchors)
@@ -211,7 +216,99 @@ def expandable_segments() -> bool:
 
 
 def _largest_moving(account: Account) -> str:
-    from dflash_lab.memory.account import STATIC_TERMS
-
     moving = {name: size for name, size in account.terms.items() if name not in STATIC_TERMS and size > MIB}
     return max(moving, key=lambda name: moving[name]) if moving else "target weights"
+
+
+# A slider's question ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the sliders say. `vocabulary` 0 keeps the target's."""
+
+    budget_gib: float
+    batch: int
+    length: int
+    anchors: int
+    block_size: int
+    vocabulary: int
+    chunk: int
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Both accounts, whether each fits, and the largest batch and number of anchors that would."""
+
+    extraction: Account
+    training: Account
+    extraction_fits: bool
+    training_fits: bool
+    largest_batch: int
+    largest_anchors: int
+
+
+def answer(
+    question: Question,
+    shape: TargetShape,
+    drafter: Any,
+    extraction: ExtractionSetup,
+    training: TrainingSetup,
+    *,
+    cuda: bool = True,
+    margin: float = MARGIN,
+) -> Answer:
+    """Answer `question`; `extraction` and `training` hold what no slider moves."""
+    room = usable(question.budget_gib, margin)
+    target = replace(shape, vocab=question.vocabulary) if question.vocabulary else shape
+    one = replace(extraction, batch=question.batch, length=question.length)
+    step = replace(
+        training,
+        anchors=question.anchors,
+        block_size=question.block_size,
+        chunk=question.chunk,
+        placement=question.placement,
+        context=max(training.context, question.anchors + 1),
+    )
+
+    def extracted(batch: int) -> Account:
+        setup = replace(one, batch=batch)
+        return extraction_account(target, setup, cuda=cuda)
+
+    def trained(anchors: int) -> Account:
+        setup = replace(step, anchors=anchors)
+        return training_account(target, drafter, setup, cuda=cuda)
+
+    batch, anchors = extracted(question.batch), trained(question.anchors)
+    return Answer(
+        extraction=batch,
+        training=anchors,
+        extraction_fits=batch.peak <= room,
+        training_fits=anchors.peak <= room,
+        largest_batch=largest(lambda count: extracted(count).peak <= room, 4096),
+        largest_anchors=8 * largest(lambda n: trained(8 * n).peak <= room, (step.context - 1) // 8),
+    )
+
+
+def peak_map(
+    shape: TargetShape,
+    setup: ExtractionSetup,
+    batches: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    cuda: bool = True,
+) -> list[list[float]]:
+    """Return predicted peaks in GiB, one row a length, one column a batch."""
+
+    def peak(batch: int, length: int) -> float:
+        sized = replace(setup, batch=batch, length=length)
+        return extraction_account(shape, sized, cuda=cuda).peak / GIB
+
+    return [[peak(batch, length) for batch in batches] for length in lengths]
+
+
+def ladder(low: int, high: int, steps: int) -> list[int]:
+    """Return about `steps` whole numbers from `low` to `high` in even ratios, both ends among them."""
+    span = max(steps - 1, 1)
+    return sorted({round(low * (high / low) ** (step / span)) for step in range(steps)} | {low, high})

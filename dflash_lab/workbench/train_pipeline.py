@@ -148,8 +148,8 @@ def target_process(values: dict[str, Any], number: int, pipes: list[Connection])
     from dflash_lab.memory.gate import explained
     from dflash_lab.target.sources import load_config
     from dflash_lab.workbench.stages.clearance import SNAPSHOT
+    from dflash_lab.workbench.stages.train_gpu_processes import target_figures
     from dflash_lab.workbench.stages.train_setup import live_taps, open_live, packed_rows
-    from dflash_lab.workbench.stages.train_tenants import target_figures
 
     params = _placed(values, "targets", number)
     device, config = torch.device(params.device), load_config(params.target)

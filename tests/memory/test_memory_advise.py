@@ -7,8 +7,8 @@ import pytest
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.errors import InputError
 from dflash_lab.machine import device_budget_gib
-from dflash_lab.memory.advise import advise_extraction, advise_training
-from dflash_lab.memory.extraction_account import extraction_account
+from dflash_lab.memory.account import extraction_account
+from dflash_lab.memory.advice import advise_extraction, advise_training
 from dflash_lab.memory.planner import (
     MARGIN,
     extraction_budget,
@@ -18,8 +18,7 @@ from dflash_lab.memory.planner import (
     training_fits,
     usable,
 )
-from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
-from dflash_lab.memory.shapes import GIB, target_shape
+from dflash_lab.memory.shapes import GIB, ExtractionSetup, TrainingSetup, target_shape
 from dflash_lab.target.shapes import shape_config
 
 TAPS = (1, 16, 31, 46, 61)

@@ -85,9 +85,9 @@ def test_a_batch_of_the_cut_target_meets_the_memory_of_the_whole(runs, tiny_targ
     whole = 4 * cut.shape.body_parameters(cut.taps[-1] + 1)
     assert parameters + cut.weights.nbytes == whole
     setup = replace(cut.setup, batch=3, length=70)
-    counted, _ = count_forward(cut.target, setup)
+    counted = count_forward(cut.target, setup)
     target = common.load(f"random:{tiny_target('qwen3_5')}/config.json", card.device, cut.taps[-1], "float32")
-    whole_counted, _ = count_forward(target, replace(setup, tap_ids=cut.taps))
+    whole_counted = count_forward(target, replace(setup, tap_ids=cut.taps))
     assert counted.moving < whole_counted.moving
     assert counted.moving + cut.missing(3, 70) == pytest.approx(whole_counted.moving, rel=0.01)
 
@@ -170,7 +170,7 @@ def test_the_page_is_written_from_the_result_alone(runs, tmp_path):
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "| 60 GiB | 8,192 | 1,000 | 0 | 48.3 GiB | 90.0 % |" in text and "not compared" in text
     points = figure.points_figure(result)
-    assert sum(len(trace.x) for trace in points.data) == result["figures"]["measured_points"]
+    assert sum(len(trace.x) for trace in points.data) == result["figures"]["points"]
     (trace,) = figure.runs_figure(result).data
     assert list(trace.x) == [4096, 8192, 65536] and list(trace.marker.line.width) == [0, 3, 0]
     assert max(trace.y) == 100 and trace.y[1] == pytest.approx(90.0)

@@ -9,19 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.fake_memory.tracker import LabelledTensors
+from support.fake_memory.training import count_training
 from torch import Tensor
 
 from dflash_lab.drafter import selector_loss
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.model import ContextStates, Layer, rope
 from dflash_lab.errors import InputError
-from dflash_lab.memory.compiled_account import compiled_saved
-from dflash_lab.memory.fake_training import count_training
-from dflash_lab.memory.second_account import SELECTOR_ELEMENTS, convolution_bytes
-from dflash_lab.memory.setups import TrainingSetup
-from dflash_lab.memory.shapes import FULL, GIB, TargetShape
-from dflash_lab.memory.tracker import LiveTensors
-from dflash_lab.memory.training_account import training_account
+from dflash_lab.memory.shapes import FULL, GIB, TargetShape, TrainingSetup
+from dflash_lab.memory.training import SELECTOR_ELEMENTS, layers_kept, training_account
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/h200/training.json"
 SIZES = dict(num_layers=5, mask_token_id=4, num_target_layers=64)
@@ -118,12 +115,12 @@ def test_the_formulas_are_the_cut_that_torch_makes_of_a_layer():
         head_dim=16, block_size=4, mask_token_id=9, tap_ids=(1, 2), num_target_layers=4, rope_theta=1e5,
     )  # fmt: skip
     setup = TrainingSetup(anchors=10, context=56, block_size=4, compiled=True)
-    kept = compiled_saved(config, setup)
+    kept = layers_kept(config, setup)
     layer = sum(size for name, (size, _) in kept.items() if name.startswith("draft layers"))
     assert layer == kept_by_the_cut(config, 10, 56)
 
 
-def second(taps, group):
+def dflash2(taps, group):
     """A small DFlash 2 drafter of one layer."""
     return DrafterConfig(
         vocab_size=1000, hidden_size=64, intermediate_size=200, num_layers=1, num_heads=6, num_kv_heads=2,
@@ -134,17 +131,17 @@ def second(taps, group):
 
 @pytest.mark.parametrize(("taps", "group"), [(2, 16), (2, 8), (3, 16)])
 def test_the_convolutions_of_dflash_2_are_in_the_cut(taps, group):
-    config = second(taps, group)
+    config = dflash2(taps, group)
     setup = TrainingSetup(anchors=10, context=56, block_size=4, compiled=True)
-    plain = compiled_saved(config, setup)
-    layer = sum(size for name, (size, _) in plain.items() if name.startswith("draft layers"))
-    assert layer + convolution_bytes(config, setup)[0] == kept_by_the_cut(config, 10, 56)
+    kept = layers_kept(config, setup)
+    layer = sum(size for name, (size, _) in kept.items() if name.startswith("draft layers"))
+    assert kept["draft layers: convolutions"][0] > 0 and layer == kept_by_the_cut(config, 10, 56)
 
 
 @pytest.mark.parametrize("taps", [2, 3])
 def test_plain_convolutions_keep_kernels_and_shifted_inputs(taps):
     """The real layer's forward with and without them, every live tensor counted."""
-    config, anchors = second(taps, 16), 300
+    config, anchors = dflash2(taps, 16), 300
     live = {}
     for name, chosen in {
         "with": config,
@@ -157,12 +154,13 @@ def test_plain_convolutions_keep_kernels_and_shifted_inputs(taps):
         ctx = torch.zeros(56, 64, requires_grad=True)
         slots = torch.arange(anchors * 4).view(anchors, 4)
         angles = [rope(p, 16, 1e5, torch.float32) for p in (slots, torch.arange(56))]
-        with LiveTensors() as counted:
+        with LabelledTensors() as counted:
             out = layer(h, angles[0], ContextStates(ctx, angles[1]), lambda q, *_: q * 1.0)
             live[name] = counted.current
         del out
     setup = TrainingSetup(anchors=anchors, context=56, block_size=4, dtype="float32")
-    assert live["with"] - live["without"] == pytest.approx(convolution_bytes(config, setup)[0], rel=0.01)
+    kept, _ = layers_kept(config, setup)["draft layers: convolutions"]
+    assert live["with"] - live["without"] == pytest.approx(kept, rel=0.01)
 
 
 def test_a_second_drafter_asks_for_more():
@@ -173,7 +171,7 @@ def test_a_second_drafter_asks_for_more():
     for compiled in (True, False):
         setup = TrainingSetup(anchors=1024, context=8192, block_size=24, compiled=compiled)
         first, other = (training_account(shape_of(d), d, setup) for d in (LARGE, drafter))
-        convolutions = 5 * convolution_bytes(drafter, setup)[0]
+        convolutions, _ = layers_kept(drafter, setup)["draft layers: convolutions"]
         assert other.terms["draft layers: convolutions"] == convolutions > 10 * GIB
         assert SELECTOR_ELEMENTS == selector_loss.ELEMENTS
         assert other.live - first.live >= convolutions + other.terms["selector gradients"]
@@ -222,7 +220,7 @@ def test_compiled_layers_under_checkpointing_keep_their_inputs():
     assert inputs.live < plain.live
     assert inputs.terms["draft layers: MLP"] == plain.terms["draft layers: MLP"] // 5
     setup = TrainingSetup(checkpointing="layers", **sizes)
-    assert compiled_saved(LARGE, setup)["draft layers: inputs"][0] == 5 * 1024 * 24 * 5120 * 2
+    assert layers_kept(LARGE, setup)["draft layers: inputs"][0] == 5 * 1024 * 24 * 5120 * 2
 
 
 def test_compiled_layers_are_not_counted_as_plain_ones():

@@ -7,10 +7,9 @@ import torch
 
 from dflash_lab.errors import InputError
 from dflash_lab.machine import read_processes
-from dflash_lab.memory import snapshot
-from dflash_lab.memory.crash import explain_crash, read_shapes, requested_bytes
+from dflash_lab.memory import crash as crashes
+from dflash_lab.memory.crash import condensed, explain_crash, read_shapes, requested_bytes
 from dflash_lab.memory.shapes import GIB, MIB
-from dflash_lab.memory.snapshot import condensed
 
 MESSAGE = (
     "CUDA out of memory. Tried to allocate 11.37 GiB. GPU 0 has a total capacity of 94.97 GiB of which 3.21 "
@@ -140,19 +139,19 @@ def test_a_snapshot_is_kept_small_and_whole_in_its_sums():
 
 def test_what_goes_wrong_in_the_observer_does_not_hide_the_failure(monkeypatch, caplog):
     """torch raises what its observer raises in place of the lack of memory."""
-    monkeypatch.setattr(snapshot, "_attach", lambda: None)
+    monkeypatch.setattr(crashes, "_attach", lambda: None)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": 7})
     found = []
-    snapshot.observe(0, 1, 2, 0)  # nobody listens
-    with snapshot.on_failure(found.append):
-        snapshot.observe(0, 1, 2, 0)
+    crashes.observe(0, 1, 2, 0)  # nobody listens
+    with crashes.on_failure(found.append):
+        crashes.observe(0, 1, 2, 0)
     assert not found and "no snapshot of the memory could be taken" in caplog.text
 
 
 def test_snapshots_need_a_device():
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(InputError, match="no CUDA device"), snapshot.on_failure(print):
+    with pytest.raises(InputError, match="no CUDA device"), crashes.on_failure(print):
         pass
 
 

@@ -4,14 +4,13 @@ import time
 from dataclasses import replace
 
 import pytest
+from support.fake_memory.extraction import count_extraction, representative_layers
 from support.tiny_targets import tiny_config
 from transformers import AutoConfig
 
 from dflash_lab.errors import InputError
-from dflash_lab.memory.extraction_account import extraction_account, predict_extraction
-from dflash_lab.memory.fake import count_extraction, representative_layers
-from dflash_lab.memory.setups import ExtractionSetup
-from dflash_lab.memory.shapes import GIB, target_shape
+from dflash_lab.memory.account import extraction_account, predict_extraction
+from dflash_lab.memory.shapes import GIB, ExtractionSetup, target_shape
 from dflash_lab.target.shapes import shape_config
 from dflash_lab.target.taps import default_tap_ids
 
@@ -102,9 +101,8 @@ def test_few_layers_count_the_same_as_all(monkeypatch, options, kind, taps):
     config = tiny_config(kind, num_hidden_layers=16)
     setup = ExtractionSetup(batch=3, length=70, tap_ids=taps, dtype="float32", **options)
     few, _ = count_extraction(config, setup)
-    monkeypatch.setattr(
-        "dflash_lab.memory.fake.representative_layers", lambda shape, taps, last: list(range(last + 1))
-    )
+    every = "support.fake_memory.extraction.representative_layers"
+    monkeypatch.setattr(every, lambda shape, taps, last: list(range(last + 1)))
     whole, _ = count_extraction(config, setup)
     assert live(few) == pytest.approx(live(whole), rel=1e-6)
     assert few.terms["target weights"] == whole.terms["target weights"]
@@ -128,7 +126,7 @@ MEASURED = {(8, 335): 0.65, (32, 335): 2.61, (64, 335): 5.21, (8, 4096): 7.85, (
 
 @pytest.mark.parametrize("batch, length", MEASURED)
 def test_the_account_meets_what_an_h200_measured(config_27b, monkeypatch, batch, length):
-    monkeypatch.setattr("dflash_lab.memory.extraction_account.repeats_keys", lambda model_type: True)
+    monkeypatch.setattr("dflash_lab.memory.account.repeats_keys", lambda model_type: True)
     account = predict_extraction(
         config_27b, batch=batch, length=length, tap_ids=TAPS_27B, stop_early=False, cuda=False
     )

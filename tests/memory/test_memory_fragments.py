@@ -1,12 +1,12 @@
 """Fragments: the allocator's model gives them, the account assumes a share, expandable ones have fewer."""
 
 import pytest
+from support.fake_memory.allocator import replay
+from support.fake_memory.extraction import count_extraction
 
-from dflash_lab.memory.allocator import replay
-from dflash_lab.memory.extraction_account import FRAGMENTS, predict_extraction
-from dflash_lab.memory.fake import count_extraction
+from dflash_lab.memory.account import FRAGMENTS, predict_extraction
 from dflash_lab.memory.planner import expandable_segments
-from dflash_lab.memory.setups import ExtractionSetup
+from dflash_lab.memory.shapes import ExtractionSetup
 from dflash_lab.target.shapes import shape_config
 from dflash_lab.target.taps import default_tap_ids
 

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from dflash_lab.drafter.config import DrafterConfig
-from dflash_lab.memory.extraction_account import predict_extraction
-from dflash_lab.memory.loop_account import resident_target_bytes
-from dflash_lab.memory.setups import TrainingSetup
-from dflash_lab.memory.shapes import GIB, target_shape
-from dflash_lab.memory.training_account import drafter_parameters, training_account
+from dflash_lab.memory.account import predict_extraction
+from dflash_lab.memory.shapes import GIB, TrainingSetup, target_shape
+from dflash_lab.memory.training import drafter_parameters, resident_target_bytes, training_account
 from dflash_lab.target.shapes import shape_config
 
 PIPELINE = Path(__file__).parents[2] / "benchmarks/results/h200-x2/pipeline.json"
@@ -108,12 +106,12 @@ def test_a_process_that_makes_rows_holds_what_was_counted(tiny_target, tmp_path)
     """A live target fills a row while the row before is still on its way; live tensors counted."""
     import numpy as np
     import torch
+    from support.fake_memory.tracker import LabelledTensors
 
     from dflash_lab.data.samples import Sample, write_samples
     from dflash_lab.drafter.live import LiveItems
     from dflash_lab.drafter.rows import PackedRows
-    from dflash_lab.memory.process_account import target_process
-    from dflash_lab.memory.tracker import LiveTensors
+    from dflash_lab.memory.training import target_process
     from dflash_lab.target.loading import load_target
 
     target = load_target(str(tiny_target("llama")), dtype="float32")
@@ -126,7 +124,7 @@ def test_a_process_that_makes_rows_holds_what_was_counted(tiny_target, tmp_path)
         tmp_path / "samples.parquet", target, tap_ids=list(drafter.tap_ids), context_tokens=2000
     )
     rows = PackedRows(items, np.arange(4), drafter, context_tokens=2000, anchors=8, seed=0)
-    with torch.no_grad(), LiveTensors() as live:
+    with torch.no_grad(), LabelledTensors() as live:
         live.add([*target.body.parameters(), target.head.weight], "target weights")
         before = items.fill(rows.row(0, 0), 0, 0)
         live.start_peak_here()
@@ -139,7 +137,7 @@ def test_a_process_that_makes_rows_holds_what_was_counted(tiny_target, tmp_path)
 
 
 def test_a_recorded_forward_of_a_process_keeps_its_pool_and_its_outputs_beside_two_rows():
-    from dflash_lab.memory.process_account import head_process, target_process
+    from dflash_lab.memory.training import head_process, target_process
 
     row = 8192 * 6 * 4096 * 2
     plain, recorded = (
@@ -156,7 +154,7 @@ def test_a_recorded_forward_of_a_process_keeps_its_pool_and_its_outputs_beside_t
 
 
 def test_the_gpu_of_a_head_holds_a_tied_matrix_once_and_final_states_for_soft_targets_only():
-    from dflash_lab.memory.process_account import head_process
+    from dflash_lab.memory.training import head_process
 
     def terms(tied: bool, soft: bool) -> dict[str, int]:
         return head_process(replace(SHAPE, tied=tied), DRAFTER, replace(STEP, soft_targets=soft)).terms
@@ -164,18 +162,3 @@ def test_the_gpu_of_a_head_holds_a_tied_matrix_once_and_final_states_for_soft_ta
     apart, tied = terms(False, True), terms(True, True)
     assert apart["head and embedding"] == 2 * tied["head and embedding"] > 0
     assert apart["target final states"] > 0 and not terms(False, False).get("target final states", 0)
-
-
-def test_a_calibrated_step_keeps_what_the_formulas_say_of_a_change_that_was_not_measured():
-    from dflash_lab.memory.calibrated import training_prediction
-    from dflash_lab.memory.fit import Point, fit
-
-    step = replace(STEP, soft_targets=False)
-    sizes = [replace(step, anchors=a, block_size=b) for a in (64, 128, 256, 512) for b in (4, 8, 16)]
-    points = [Point(one, 10**6 * one.rows, 8 * 10**6 * one.rows) for one in sizes]
-    calibration = fit(points)
-    soft = replace(step, soft_targets=True)
-    assert calibration.measured(soft) == step
-    bare, more = (training_account(SHAPE, DRAFTER, one) for one in (step, soft))
-    plain, other = (training_prediction(SHAPE, DRAFTER, one, calibration=calibration) for one in (step, soft))
-    assert plain.kind == "calibrated" and other.peak - plain.peak == more.peak - bare.peak != 0

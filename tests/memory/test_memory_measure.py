@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from support.fake_memory.extraction import count_extraction
+from support.fake_memory.training import count_training
 
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.extraction.fast.apply import speed_up
 from dflash_lab.memory import measure
+from dflash_lab.memory.account import extraction_account
 from dflash_lab.memory.crash import requested_bytes
-from dflash_lab.memory.extraction_account import extraction_account
-from dflash_lab.memory.fake import count_extraction
-from dflash_lab.memory.fake_training import count_training
 from dflash_lab.memory.measure import (
     Measurement,
     count_forward,
@@ -17,8 +17,7 @@ from dflash_lab.memory.measure import (
     measure_extraction,
     measure_training,
 )
-from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
-from dflash_lab.memory.shapes import MIB, target_shape
+from dflash_lab.memory.shapes import MIB, ExtractionSetup, TrainingSetup, target_shape
 from dflash_lab.target.loading import load_target
 from dflash_lab.target.shapes import shape_config
 from dflash_lab.target.sources import load_config
@@ -30,14 +29,13 @@ def test_a_real_run_counts_what_the_fake_one_did(tiny_target, kind, batch, lengt
     folder = str(tiny_target(kind))
     target = load_target(folder, dtype="float32", last_layer=5, with_head=False)
     setup = ExtractionSetup(batch=batch, length=length, tap_ids=(1, 3, 5), dtype="float32", kernels="torch")
-    measured, _ = count_forward(target, setup)
+    measured = count_forward(target, setup)
     counted, _ = count_extraction(load_config(folder), setup)
     fake = counted.moving - counted.terms.get("fragmentation", 0)
-    assert measured.kind == "measured"
     assert fake == pytest.approx(measured.moving, rel=0.005)
     analytic = extraction_account(target_shape(load_config(folder)), setup, cuda=False)
     assert analytic.moving == pytest.approx(measured.moving, rel=0.06)
-    assert analytic.terms["target weights"] == pytest.approx(measured.terms["target weights"], rel=0.001)
+    assert analytic.terms["target weights"] == pytest.approx(measured.static, rel=0.001)
 
 
 def test_a_row_has_what_the_table_needs(tiny_target):
@@ -45,17 +43,6 @@ def test_a_row_has_what_the_table_needs(tiny_target):
     row = measure_extraction(target, ExtractionSetup(batch=2, length=30, tap_ids=(1, 3), dtype="float32"))
     assert row["measured_moving"] > 0 and not row["out_of_memory"] and row["seconds"] > 0
     assert row["measured_gib"] * 2**30 > row["measured_moving"]
-
-
-def test_a_measurement_is_an_account_of_its_kind():
-    measured = Measurement(900, 1000, 400, 50, 0, False, 0.1).account("x")
-    assert measured.kind == "measured"
-    assert dict(measured.terms) == {
-        "before the batch": 400,
-        "the batch": 500,
-        "fragmentation": 100,
-        "outside torch": 50,
-    }
 
 
 def test_a_drafter_whose_parts_do_not_fit_is_a_result(monkeypatch):

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from support.fake_memory.allocator import CachingAllocator, replay
+from support.fake_memory.tracker import LabelledTensors, module_scopes
 
-from dflash_lab.memory.allocator import CachingAllocator, replay
 from dflash_lab.memory.shapes import MIB
-from dflash_lab.memory.tracker import LiveTensors, module_scopes
 
 
 def test_bytes_are_counted_once_and_given_back():
-    with LiveTensors() as live:
+    with LabelledTensors() as live:
         x = torch.zeros(256, 4)  # 4096 bytes
         view = x.view(4, 256)[1:]
         y = x + 1
@@ -26,7 +26,7 @@ def test_bytes_are_counted_once_and_given_back():
 
 def test_what_autograd_saves_is_held_until_the_backward():
     x = torch.randn(64, 64, requires_grad=True)
-    with LiveTensors() as live:
+    with LabelledTensors() as live:
         y = x.exp()
         loss = y.sum()
         held = live.current
@@ -40,7 +40,7 @@ def test_what_autograd_saves_is_held_until_the_backward():
 
 def test_labels_name_what_made_the_bytes():
     layer = torch.nn.Linear(8, 16, bias=False)
-    live = LiveTensors()
+    live = LabelledTensors()
     with module_scopes(live, {layer: "projection"}), live, torch.no_grad():
         live.add(layer.parameters(), "weights")
         given = torch.zeros(4, 8)
@@ -52,7 +52,7 @@ def test_labels_name_what_made_the_bytes():
 
 
 def test_a_later_peak_is_found_when_asked_for():
-    with LiveTensors() as live:
+    with LabelledTensors() as live:
         torch.zeros(1000)
         live.start_peak_here()
         kept = torch.zeros(10)
@@ -105,7 +105,7 @@ def test_a_limit_flushes_the_cache_before_it_gives_up():
 
 
 def test_the_replay_repeats_the_count():
-    with LiveTensors() as live:
+    with LabelledTensors() as live:
         x = torch.zeros(4 * MIB)
         y = x + x
         del x

@@ -5,22 +5,23 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
+from support.fake_memory.tracker import LabelledTensors
+from support.fake_memory.training import CountedStep, count_training
 from support.tiny_targets import tiny_config
 from torch.utils.checkpoint import checkpoint
 
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError
-from dflash_lab.memory import optimizer_account
-from dflash_lab.memory.fake_training import TrainingStep, count_training, training_parts
-from dflash_lab.memory.setups import TrainingSetup
-from dflash_lab.memory.shapes import GIB, target_shape
-from dflash_lab.memory.tracker import LiveTensors
-from dflash_lab.memory.training_account import (
+from dflash_lab.memory.measure import training_parts
+from dflash_lab.memory.shapes import GIB, TrainingSetup, target_shape
+from dflash_lab.memory.training import (
     drafter_parameters,
     loss_terms,
+    optimizer_moments,
     predict_training,
     training_account,
+    update_temporaries,
     with_chunk,
 )
 from dflash_lab.target.shapes import shape_config
@@ -100,15 +101,13 @@ def test_muon_keeps_one_momentum_of_the_kernels_of_the_second_kind_too():
         tiny_config("llama"), mask_token_id=260, num_layers=3, block_size=4, is_causal=False, **second
     )
     state = Optimizer(Drafter(drafter).named_parameters(), OptimizerConfig(kind="muon")).tensors()
-    kept, _ = optimizer_account.moments(drafter, "muon", drafter_parameters(drafter)[0])
+    kept, _ = optimizer_moments(drafter, "muon", drafter_parameters(drafter)[0])
     assert kept == sum(tensor.nbytes for tensor in state.values())
 
 
 def test_a_sharded_muon_gathers_the_matrices_it_orthogonalises():
     _, drafter = drafter_of("qwen3-8b")
-    (alone, _), (share, _) = (
-        optimizer_account.update_temporaries(drafter, "muon", 1, element=2, shards=n) for n in (1, 4)
-    )
+    (alone, _), (share, _) = (update_temporaries(drafter, "muon", 1, element=2, shards=n) for n in (1, 4))
     together = 4 * 4096 * 4096
     assert alone == 16 * together + 4 * 4096 * 4096
     assert share == 16 * together + (4 * together + 4 * 4096 * 4096) // 4
@@ -169,13 +168,13 @@ def test_a_real_step_on_the_cpu_holds_what_was_counted_on_fake_tensors():
     config = tiny_config("qwen3", vocab_size=4096)
     drafter = DrafterConfig.from_target(config, mask_token_id=260, num_layers=2, block_size=8)
     setup = TrainingSetup(anchors=16, context=200, block_size=8, dtype="float32", soft_targets=True, chunk=56)
-    live = LiveTensors()
+    live = LabelledTensors()
     torch.manual_seed(0)
     model, head, row = training_parts(target_shape(config), drafter, setup, torch.device("cpu"))
     with live:
         live.add(model.parameters(), "weights")
         live.add([head.weight, head.embedding_weight, row.taps, row.final], "inputs")
-        step = TrainingStep(model, head, row, setup, live)
+        step = CountedStep(model, head, row, setup, live)
         step.run()
         live.start_peak_here()
         step.run()
@@ -265,7 +264,7 @@ def test_autograd_keeps_every_chunk_of_a_loop():
     for way in ("whole", "loop", "checkpoint"):
         x = torch.zeros(rows, hidden, requires_grad=True)
         t, w, y = torch.zeros(rows, hidden), torch.zeros(vocab, hidden), torch.zeros(rows, dtype=torch.long)
-        with LiveTensors() as live:
+        with LabelledTensors() as live:
             parts = [slice(None)] if way == "whole" else [slice(i, i + chunk) for i in range(0, rows, chunk)]
             run = (lambda *a: checkpoint(_ce_kl, *a, use_reentrant=False)) if way == "checkpoint" else _ce_kl
             loss = sum(run(x[part], t[part], w, y[part]) for part in parts)
@@ -297,7 +296,7 @@ def test_what_the_formulas_take_from_the_code_is_what_stands_there():
     """The accounts import no torch, so they repeat two numbers."""
     from dflash_lab.drafter import optimizer
     from dflash_lab.extraction.fast import merge
-    from dflash_lab.memory import fused_account
+    from dflash_lab.memory import account, training
 
-    assert optimizer_account.MUON_ELEMENTS == optimizer.MUON_ELEMENTS
-    assert fused_account._TILE == merge._ROWS
+    assert training.MUON_ELEMENTS == optimizer.MUON_ELEMENTS
+    assert account._TILE == merge._ROWS

@@ -18,12 +18,8 @@ from dflash_lab.drafter.crew import WorkerFailed
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.extraction.fast import apply
 from dflash_lab.files import read_json
-from dflash_lab.memory import gate, planner, snapshot
-from dflash_lab.memory.calibrated import extraction_scope, training_scope
-from dflash_lab.memory.extraction_account import extraction_account
-from dflash_lab.memory.fit import SIZES, Calibration, as_plain
+from dflash_lab.memory import crash, gate, planner
 from dflash_lab.memory.gate import DoesNotFit, NotPredicted
-from dflash_lab.memory.setups import ExtractionSetup, TrainingSetup
 from dflash_lab.memory.shapes import target_shape
 from dflash_lab.target import loading
 from dflash_lab.target.sources import load_config
@@ -38,8 +34,8 @@ from dflash_lab.workbench.stages.clearance import (
 )
 from dflash_lab.workbench.stages.extract import ExtractParams
 from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+from dflash_lab.workbench.stages.train_gpu_processes import clear_processes
 from dflash_lab.workbench.stages.train_memory import PLANNED, with_anchors
-from dflash_lab.workbench.stages.train_tenants import clear_processes
 
 CPU = torch.device("cpu")
 
@@ -247,14 +243,14 @@ def test_what_was_live_when_memory_lacked_lies_beside_the_failure(extraction, mo
     """An allocator that refuses, as torch's would tell it: a snapshot, and what it says, in failure.json."""
     blocks = [{"size": 64 * 2**20, "state": "active_allocated", "frames": []} for _ in range(20)]
     blocks += [{"size": 2**20, "state": "inactive", "frames": []}]
-    monkeypatch.setattr(snapshot, "_attach", lambda: None)
+    monkeypatch.setattr(crash, "_attach", lambda: None)
     monkeypatch.setattr(
         torch.cuda.memory, "_snapshot", lambda: {"segments": [{"device": 0, "blocks": blocks}]}
     )
     params = extraction(max_batch=1024)
 
     def lacking(*_args, **_options):
-        snapshot.observe(0, 3 * 2**30, 80 * 2**30, 2**30)
+        crash.observe(0, 3 * 2**30, 80 * 2**30, 2**30)
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has 1.00 GiB is free"
         )
@@ -306,72 +302,6 @@ def test_layers_that_stay_plain_are_asked_for_again_with_the_memory_there_was(ex
         for layers in ((), (0,), range(64))
     )
     assert fused.account.moving <= part.account.moving < plain.account.moving and plain.budget_gib == 90
-
-
-def calibrated(run, scope, *, factor: float, setup):
-    """Leave a calibration in `run` that multiplies what the formulas say."""
-    kind = "training" if isinstance(setup, TrainingSetup) else "extraction"
-    fields = {name: value for name, value in as_plain(setup).items() if name not in SIZES}
-    found = Calibration({"prediction": factor}, 5, 7, 0.1, 0.2, 1.0, 3.0, fields, scope)
-    found.save(run / "memory_sweep" / f"calibration-{kind}.json")
-
-
-def test_extraction_asks_with_the_calibration_of_its_run_and_says_so(extraction, tiny_target, caplog):
-    params = extraction()
-    before = execute(params).figures
-    assert before["memory_basis"].startswith("formulas alone: nothing was measured in this run")
-    shape = target_shape(load_config(params.target))
-    setup = ExtractionSetup(batch=1, length=1, tap_ids=(1, 3), dtype="float32", kernels="torch")
-    calibrated(params.run_folder, extraction_scope(shape, setup, "cpu"), factor=1.5, setup=setup)
-    with caplog.at_level(logging.INFO):
-        after = execute(extraction(force=True)).figures
-    assert after["predicted_peak_gib"] > before["predicted_peak_gib"]
-    assert after["memory_basis"].startswith("calibrated on 5 points of cpu; 7 held out: median error 0.1%")
-    assert after["memory_basis"] in caplog.text
-    own_store = str(params.run_folder / "narrower")
-    narrower = execute(extraction(dtype="bfloat16", store=own_store, force=True)).figures
-    assert "measured for another dtype (dtype float32, here bfloat16)" in narrower["memory_basis"]
-    other = extraction_scope(shape, setup, "a card")
-    calibrated(params.run_folder, other, factor=1.5, setup=setup)
-    again = execute(extraction(force=True)).figures
-    assert "another device (device a card, here cpu)" in again["memory_basis"]
-    assert again["predicted_peak_gib"] == before["predicted_peak_gib"]
-
-
-def test_a_calibration_decides_what_extraction_may_do(extraction, monkeypatch):
-    params = extraction(token_budget=0)
-    config, ask = load_config(params.target), dict(tap_ids=[1, 3], longest=40)
-    shape = target_shape(config)
-    setup = ExtractionSetup(batch=1, length=1, tap_ids=(1, 3), dtype="float32", kernels="torch")
-    one = extraction_account(shape, dataclasses.replace(setup, batch=30, length=40), cuda=False)
-    monkeypatch.setattr(machine, "device_budget_gib", lambda device: 1.05 * one.peak_gib)
-    bare = ask_extraction(params, config, CPU, **ask)
-    calibrated(params.run_folder, extraction_scope(shape, setup, "cpu"), factor=3.0, setup=setup)
-    wary = ask_extraction(params, config, CPU, **ask)
-    assert wary.max_batch < bare.max_batch and wary.account.kind == "calibrated"
-    with pytest.raises(DoesNotFit):
-        ask_extraction(extraction(token_budget=30 * 40), config, CPU, **ask)
-
-
-def test_training_asks_with_the_calibration_of_its_run_and_plans_anchors_by_it(
-    tiny_target, tmp_path, monkeypatch
-):
-    params = training_run(tiny_target, tmp_path, anchors=0)
-    config, drafter = rest_of(params)
-    bare = ask_training(dataclasses.replace(params, anchors=48), config, drafter, CPU, torch.float32)
-    assert bare.basis.startswith("formulas alone")
-    monkeypatch.setattr(machine, "device_budget_gib", lambda device: 1.06 * bare.account.peak_gib)
-    assert with_anchors(params).anchors == 48
-    setup = TrainingSetup(anchors=1, context=64, block_size=4, dtype="float32", soft_targets=False)
-    scope = training_scope(target_shape(config), drafter, setup, "cpu")
-    calibrated(params.run_folder, scope, factor=1.5, setup=setup)
-    assert with_anchors(params).anchors == 48  # a run that was planned keeps its anchors
-    (params.folder / PLANNED).unlink()
-    assert 0 < with_anchors(params).anchors < 48
-    found = execute(dataclasses.replace(params, anchors=8)).figures
-    assert found["memory_basis"].startswith("calibrated on 5 points of cpu")
-    found = execute(dataclasses.replace(params, anchors=8, optimizer="muon", force=True)).figures
-    assert "another optimizer (optimizer adamw, here muon)" in found["memory_basis"]
 
 
 def test_the_gpu_of_a_head_is_asked_for_too(monkeypatch):

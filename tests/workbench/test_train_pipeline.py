@@ -28,18 +28,17 @@ from dflash_lab.drafter.checkpoint import load_checkpoint
 from dflash_lab.drafter.crew import WorkerFailed
 from dflash_lab.errors import InputError, UnsupportedTarget
 from dflash_lab.memory import shapes
-from dflash_lab.memory.gate import DoesNotFit
+from dflash_lab.memory.gate import DoesNotFit, clear_devices
 from dflash_lab.memory.planner import MARGIN
 from dflash_lab.memory.shapes import GIB
-from dflash_lab.memory.tenants import clear_devices
 from dflash_lab.target import loading
 from dflash_lab.workbench.figures import train_drafter as figures
 from dflash_lab.workbench.progress import Stopped
 from dflash_lab.workbench.stage import execute
 from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+from dflash_lab.workbench.stages.train_gpu_processes import clear_processes, gpu_processes
 from dflash_lab.workbench.stages.train_memory import with_anchors
 from dflash_lab.workbench.stages.train_placement import check_placement, check_queue, queue_row_bytes
-from dflash_lab.workbench.stages.train_tenants import clear_processes, tenants
 
 TINY = dict(
     device="cpu",
@@ -227,7 +226,7 @@ def gpus(monkeypatch, tiny_target):
 def test_what_shares_a_gpu_is_added_up(samples, tiny_target, tmp_path, gpus):
     common = dict(device="cuda", target="random:qwen3-8b", context_tokens=4096, anchors=512, tap_ids=[])
     chosen = params(tmp_path, samples, tiny_target, targets=[0, 1], drafters=[1, 3], head=2, **common)
-    found = {(tenant.name, tenant.device): tenant for tenant in tenants(chosen)}
+    found = {(process.name, process.device): process for process in gpu_processes(chosen)}
     assert set(found) == {
         ("drafter-0", "cuda:1"), ("drafter-1", "cuda:3"), ("target-0", "cuda:0"), ("target-1", "cuda:1"),
         ("head of drafter-0", "cuda:2"), ("head of drafter-1", "cuda:2"),
@@ -255,8 +254,8 @@ def test_the_heads_of_several_processes_are_added_up_on_their_gpu(samples, tiny_
     """Also with the process that trains there, whose head is its own."""
     common = dict(device="cuda", target="random:qwen3-8b", context_tokens=4096, anchors=512, tap_ids=[])
     chosen = params(tmp_path, samples, tiny_target, gpus=3, head=0, **common)
-    found = tenants(chosen)
-    assert [(tenant.name, tenant.device) for tenant in found] == [
+    found = gpu_processes(chosen)
+    assert [(process.name, process.device) for process in found] == [
         ("drafter-0", "cuda:0"), ("drafter-1", "cuda:1"), ("head of drafter-1", "cuda:0"),
         ("drafter-2", "cuda:2"), ("head of drafter-2", "cuda:0"),
     ]  # fmt: skip
@@ -264,8 +263,8 @@ def test_the_heads_of_several_processes_are_added_up_on_their_gpu(samples, tiny_
     budgets = {f"cuda:{number}": 1.1 * found[number].peak / GIB for number in range(3)}
     with pytest.raises(DoesNotFit, match=r"cuda:0 .* head of drafter-1 .* \+ head of drafter-2"):
         clear_devices(found, budgets)
-    one = tenants(params(tmp_path, samples, tiny_target, head=1, **common))
-    assert [(tenant.name, tenant.device) for tenant in one] == [
+    one = gpu_processes(params(tmp_path, samples, tiny_target, head=1, **common))
+    assert [(process.name, process.device) for process in one] == [
         ("drafter-0", "cuda:0"), ("head of drafter-0", "cuda:1")
     ]  # fmt: skip
 
@@ -273,7 +272,7 @@ def test_the_heads_of_several_processes_are_added_up_on_their_gpu(samples, tiny_
 def test_planned_anchors_leave_targets_their_memory(samples, tiny_target, tmp_path, monkeypatch):
     """They are those with which the processes that share the memory are cleared together."""
     chosen = params(tmp_path, samples, tiny_target, targets=[0, 0], drafters=[0], anchors=40)
-    budget_gib = 1.06 * sum(tenant.peak for tenant in tenants(chosen)) / GIB
+    budget_gib = 1.06 * sum(process.peak for process in gpu_processes(chosen)) / GIB
     monkeypatch.setattr(machine, "device_budget_gib", lambda device: budget_gib)
     counts = {}
     for targets in ([0], [0, 0]):

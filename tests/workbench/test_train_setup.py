@@ -15,7 +15,7 @@ from dflash_lab.workbench.stages.train_setup import drafter_config, train_settin
 BASE = dict(device="cpu", source="live", num_layers=2, sliding_layers=[0], max_steps=9, interactive=False)
 CHANGED = dict(
     tap_ids=[1, 2], num_layers=3, block_size=5, sliding_layers=[1], sliding_window=7, mask_token_id=270,
-    num_heads=8, num_kv_heads=1, head_dim=8, intermediate_size=32, second=True, selector_weight=0.5,
+    num_heads=8, num_kv_heads=1, head_dim=8, intermediate_size=32, dflash2=True, selector_weight=0.5,
     context_tokens=100, anchors=7, accumulate=3, noise_std=0.1, gamma=3.0, weighting="dpace", dpace_alpha=0.1,
     denominator="mask", labels="argmax", hard_weight=0.5, soft_weight=0.5, temperature=2.0, cap_weight=0.1,
     tv_weight=0.1, lk_weight=0.1, length_weight=0.1, acceptance="overlap", optimizer="muon", lr=1e-5,

@@ -29,7 +29,7 @@ READERS = {  # script -> its arguments, FILE being read
     "pipeline_figure": ["FILE", "OUT"],
     "loss": ["--json", "FILE", "--only", "none"],
     "many_gpus": ["--json", "OUT", "--merge", "FILE", "FILE"],
-    "memory": ["--refit", "FILE"],
+    "memory": ["--again", "FILE"],
     "training": ["--json", "FILE", "--pipeline", "FILE"],
     "quality_report": ["FILE", "OUT"],
 }

@@ -46,7 +46,7 @@ def test_text_is_escaped():
 
 
 def test_a_sentence_stands_below_the_columns_on_a_line_of_its_own():
-    words = "formulas alone: nothing was measured in this run"
-    shown = headline({"memory_basis": words, "steps": 3, "anchors": 8})._repr_html_()
-    assert shown.index("anchors") < shown.index("memory basis") and shown.count("<tr>") == 2
+    words = "Memory of model type odd is not understood"
+    shown = headline({"memory_not_predicted": words, "steps": 3, "anchors": 8})._repr_html_()
+    assert shown.index("anchors") < shown.index("memory not predicted") and shown.count("<tr>") == 2
     assert 'colspan="5"' in shown and shown.count(words) == 1

@@ -12,7 +12,7 @@ import polars as pl
 from dflash_lab.workbench.figures.style import RED, SEQUENTIAL
 
 if TYPE_CHECKING:
-    from dflash_lab.workbench.stages.memory_sweep import Scene
+    from dflash_lab.workbench.stages.memory_sweep import SweepInputs
 
 MAP_STEPS = 15
 
@@ -91,20 +91,19 @@ def peak_map(
 
 def map_axes(points: pl.DataFrame) -> tuple[list[int], list[int]]:
     """Return the batches and lengths that a map of these points spans: the grid and somewhat beyond."""
-    from dflash_lab.memory.explore import ladder
+    from dflash_lab.memory.planner import ladder
 
     batch, length = points.select(pl.col("batch", "length").max()).row(0)
     return ladder(1, max(batch * 8, 64), MAP_STEPS), ladder(16, max(length * 4, 4096), MAP_STEPS)
 
 
-def scene_map(found: Scene, points: pl.DataFrame, budget_gib: float | None = None) -> go.Figure:
+def budget_map(inputs: SweepInputs, points: pl.DataFrame, budget_gib: float | None = None) -> go.Figure:
     """The map of a finished stage, spanning its grid and somewhat beyond."""
-    from dflash_lab.memory.explore import peak_map as compute
+    from dflash_lab.memory.planner import peak_map as compute
 
-    budget = budget_gib or found.budget_gib
+    budget = budget_gib or inputs.budget_gib
     batches, lengths = map_axes(points)
-    how: dict[str, Any] = dict(cuda=found.cuda, calibration=found.calibrated[0])
-    gib = compute(found.shape, found.extraction, batches, lengths, **how)
+    gib = compute(inputs.shape, inputs.extraction, batches, lengths, cuda=inputs.cuda)
     return peak_map(batches, lengths, gib, budget, points)
 
 
@@ -117,7 +116,7 @@ def _budget_words(budget_gib: float, crossed: bool, *, fits: bool) -> str:
 def _measured_text(row: Mapping[str, Any]) -> str:
     if row["out_of_memory"]:
         return "did not fit"
-    return f"measured {row['measured_gib']:.2f} GiB, predicted {row['fake_gib']:.2f}"
+    return f"measured {row['measured_gib']:.2f} GiB, predicted {row['analytic_gib']:.2f}"
 
 
 def _ticks(low: float, high: float) -> list[float]:

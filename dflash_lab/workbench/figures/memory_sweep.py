@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import plotly.graph_objects as go
 import polars as pl
 
-from dflash_lab.memory.account import BEYOND
 from dflash_lab.workbench.figures.style import BLUE, GREEN, GREY, LOG_AXIS, ORANGE, PURPLE, RED, SKY, escape
 
 if TYPE_CHECKING:
@@ -86,15 +85,9 @@ GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "cache, mask, indices": (RED, ("cache", "mask", "positions", "token ids")),
     "workspace and fragments": (
         GREY,
-        ("workspace", "fragmentation", "recorded forward's pool", "outside torch", BEYOND),
+        ("workspace", "fragmentation", "recorded forward's pool", "outside torch"),
     ),
 }
-
-KINDS = {
-    "analytic": "formulas",
-    "calibrated": "calibrated",
-    "fake": "counted on fake tensors",
-}  # how a peak was predicted
 
 
 def account_bars(bars: Mapping[str, Account], budget_gib: float) -> go.Figure:
@@ -107,18 +100,18 @@ def account_bars(bars: Mapping[str, Account], budget_gib: float) -> go.Figure:
 
 
 def term_bars(terms: pl.DataFrame, budget_gib: float) -> go.Figure:
-    """The stage's accounts side by side: extraction and training, by formula, calibrated, and by count."""
+    """The stage's accounts side by side: extraction and training."""
     sizes: dict[str, dict[str, float]] = {}
     formulas: dict[str, dict[str, str]] = {}
     for row in terms.iter_rows(named=True):
-        label = f"{row['title'].replace(', ', '<br>')}<br>{KINDS[row['kind']].split(' on ')[0]}"
+        label = row["title"].replace(", ", "<br>")
         sizes.setdefault(label, {})[row["term"]] = row["gib"]
         formulas.setdefault(label, {})[row["term"]] = row["formula"]
     return _stacked(sizes, formulas, budget_gib, "What fills the memory at the peak")
 
 
 def predicted_measured(points: pl.DataFrame) -> go.Figure:
-    """What a batch brings, predicted against measured, in both kinds; on the line is right."""
+    """What a batch brings, predicted against measured; on the line is right."""
     measured = points.filter(pl.col("measured_moving").is_not_null() & ~pl.col("out_of_memory"))
     figure = go.Figure()
     ends = [1e-3, 1e-2]
@@ -128,22 +121,21 @@ def predicted_measured(points: pl.DataFrame) -> go.Figure:
     figure.add_scatter(
         x=ends, y=ends, mode="lines", line={"color": GREY, "dash": "dot"}, name="exact", hoverinfo="skip"
     )
-    for kind, colour, symbol in (("analytic", ORANGE, "circle"), ("fake", BLUE, "x")):
-        rows = measured.with_columns(
-            predicted=pl.col(f"{kind}_moving") / GIB, measured=pl.col("measured_moving") / GIB
-        ).to_dicts()
-        figure.add_scatter(
-            x=[row["measured"] for row in rows],
-            y=[row["predicted"] for row in rows],
-            mode="markers",
-            marker={"color": colour, "symbol": symbol, "size": 9},
-            name=KINDS[kind],
-            customdata=[
-                [row["batch"], row["length"], 100 * (row["predicted"] / row["measured"] - 1)] for row in rows
-            ],
-            hovertemplate="%{customdata[0]:,} x %{customdata[1]:,}<br>measured %{x:.4f} GiB"
-            "<br>predicted %{y:.4f} GiB (%{customdata[2]:+.1f} %)<extra></extra>",
-        )
+    rows = measured.with_columns(
+        predicted=pl.col("analytic_moving") / GIB, measured=pl.col("measured_moving") / GIB
+    ).to_dicts()
+    figure.add_scatter(
+        x=[row["measured"] for row in rows],
+        y=[row["predicted"] for row in rows],
+        mode="markers",
+        marker={"color": BLUE, "symbol": "circle", "size": 9},
+        name="predicted",
+        customdata=[
+            [row["batch"], row["length"], 100 * (row["predicted"] / row["measured"] - 1)] for row in rows
+        ],
+        hovertemplate="%{customdata[0]:,} x %{customdata[1]:,}<br>measured %{x:.4f} GiB"
+        "<br>predicted %{y:.4f} GiB (%{customdata[2]:+.1f} %)<extra></extra>",
+    )
     figure.update_layout(
         title="What a batch brings: predicted against measured",
         xaxis={"title": "measured, GiB", **LOG_AXIS},
@@ -153,7 +145,7 @@ def predicted_measured(points: pl.DataFrame) -> go.Figure:
 
 
 def step_bars(steps: pl.DataFrame, budget_gib: float) -> go.Figure:
-    """Peaks of training steps over anchors x block size: by formula, by count, and as measured."""
+    """Peaks of training steps over anchors x block size: predicted, and as measured."""
     table = steps.sort(pl.col("anchors") * pl.col("block_size"), "block_size", "order")
     several = steps.select("anchors", "block_size").is_duplicated().any()  # measured in both orders
     labels = [
@@ -161,11 +153,7 @@ def step_bars(steps: pl.DataFrame, budget_gib: float) -> go.Figure:
         for row in table.iter_rows(named=True)
     ]
     figure = go.Figure()
-    for column, name, colour in (
-        ("analytic_gib", "formulas", ORANGE),
-        ("fake_gib", "counted on fake tensors", BLUE),
-        ("measured_gib", "measured", GREEN),
-    ):
+    for column, name, colour in (("analytic_gib", "predicted", BLUE), ("measured_gib", "measured", GREEN)):
         figure.add_bar(
             x=labels,
             y=table[column].to_list(),
@@ -174,9 +162,7 @@ def step_bars(steps: pl.DataFrame, budget_gib: float) -> go.Figure:
             hovertemplate=f"%{{x}}: %{{y:.3f}} GiB {name}<extra></extra>",
         )
     figure.add_hline(y=budget_gib, line={"color": RED, "dash": "dash"})
-    top = max(
-        [value or 0.0 for column in ("analytic_gib", "fake_gib") for value in table[column]], default=1.0
-    )
+    top = max(table["analytic_gib"], default=1.0)
     high = max(top, budget_gib) if budget_gib < 4 * top else top
     figure.update_layout(
         title=f"Peak of a training step; the red line is {budget_gib:.4g} GiB",

@@ -1,8 +1,7 @@
 """Extraction and training ask the memory room before they start, and say afterwards how right its answer was.
 
 A run that is predicted not to fit does not start, unless `ignore_memory` is set. A target whose memory is not
-understood starts without an answer, and log and result say why: only measuring can tell. They also say what a
-prediction rests on: a calibration that `memory_sweep` left in this run, or the formulas alone, and why.
+understood starts without an answer, and log and result say why: only measuring can tell.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     import torch
 
     from dflash_lab.drafter.config import DrafterConfig
-    from dflash_lab.memory.calibrated import Basis
     from dflash_lab.memory.gate import Clearance, NotPredicted
     from dflash_lab.workbench.stages.extract import ExtractParams
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
@@ -44,9 +42,7 @@ def ask_extraction(
     from dflash_lab.extraction.loop import BUFFERS
     from dflash_lab.machine import device_budget_gib
     from dflash_lab.memory.gate import clear_extraction
-    from dflash_lab.memory.setups import ExtractionSetup
     from dflash_lab.target.loading import choose_dtype
-    from dflash_lab.workbench.stages.memory_calibration import extraction_basis
 
     cuda = device.type == "cuda"
     layers: dict[str, Any] = dict(
@@ -55,7 +51,6 @@ def ask_extraction(
         fused=cuda and params.fast != "off",
     )
     try:
-        setup = ExtractionSetup(batch=1, length=1, tap_ids=tuple(tap_ids), **layers)
         return clear_extraction(
             config,
             budget_gib or device_budget_gib(device),
@@ -68,7 +63,6 @@ def ask_extraction(
             max_batch=params.max_batch,
             cuda=cuda,
             force=params.ignore_memory,
-            basis=_said(extraction_basis(params, config, setup, device)),
             **layers,
         )
     except UnsupportedTarget as error:
@@ -107,7 +101,7 @@ def ask_training(
     """
     from dflash_lab.machine import device_budget_gib
     from dflash_lab.memory.gate import clear_training
-    from dflash_lab.workbench.stages.train_memory import basis_of, setup_options
+    from dflash_lab.workbench.stages.train_memory import setup_options
 
     try:
         options = setup_options(params, config, device, dtype, final_states=final_states, rows=rows)
@@ -119,7 +113,6 @@ def ask_training(
             context=params.context_tokens,
             cuda=device.type == "cuda",
             force=params.ignore_memory,
-            basis=_said(basis_of(params, config, drafter, device, options)),
             **options,
         )
     except UnsupportedTarget as error:
@@ -127,23 +120,14 @@ def ask_training(
 
 
 def memory_figures(cleared: Clearance | NotPredicted, device: torch.device) -> dict[str, float | int | str]:
-    """Return predicted and measured peak for the run's result, what the prediction rests on, and whether it
-    was started by force; or why nothing was predicted.
+    """Return predicted and measured peak for the run's result, and whether it was started by force; or why
+    nothing was predicted.
     """
     from dflash_lab.memory.gate import NotPredicted, outcome
 
     if isinstance(cleared, NotPredicted):
         return {"memory_not_predicted": cleared.reason}
-    return {
-        **outcome(cleared, device),
-        "memory_basis": cleared.basis,
-        "memory_forced": int(cleared.forced),
-    }
-
-
-def _said(basis: Basis) -> Basis:
-    logger.info("memory predicted: %s", basis.words)
-    return basis
+    return {**outcome(cleared, device), "memory_forced": int(cleared.forced)}
 
 
 def _unpredicted(error: UnsupportedTarget) -> NotPredicted:

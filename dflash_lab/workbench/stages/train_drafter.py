@@ -34,7 +34,7 @@ class TrainDrafterParams(StageParams):
 
     stage: ClassVar[str] = "train_drafter"
     passing: ClassVar[tuple[str, ...]] = (*StageParams.passing, "ignore_memory")
-    renamed: ClassVar[Mapping[str, str]] = {"processes": "gpus"}
+    renamed: ClassVar[Mapping[str, str]] = {"processes": "gpus", "second": "dflash2"}
 
     source: str = param(
         "store", "of states: a feature store, or the live target", choices=("store", "live"), group="data"
@@ -57,7 +57,7 @@ class TrainDrafterParams(StageParams):
     num_kv_heads: int = param(0, "key/value heads; 0: the target's", low=0, high=4096)
     head_dim: int = param(0, "size of a head; 0: the target's", low=0, high=4096)
     intermediate_size: int = param(0, "feed-forward width; 0: the target's", low=0, high=2**20)
-    second: bool = param(False, "DFlash 2: dynamic convolutions and a candidate selector")
+    dflash2: bool = param(False, "DFlash 2: dynamic convolutions and a candidate selector")
     selector_weight: float = param(
         1.0, "factor of the selector's cross-entropy (DFlash 2)", low=0.0, high=1e4
     )
@@ -283,10 +283,10 @@ def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> Train
     from dflash_lab.drafter.serving import write_serving_notes
     from dflash_lab.target.sources import served_name
     from dflash_lab.workbench.stages import train_setup
+    from dflash_lab.workbench.stages.train_gpu_processes import clear_processes
     from dflash_lab.workbench.stages.train_here import train_here
     from dflash_lab.workbench.stages.train_memory import with_anchors
     from dflash_lab.workbench.stages.train_placement import check_placement
-    from dflash_lab.workbench.stages.train_tenants import clear_processes
     from dflash_lab.workbench.train_launch import train_apart
     from dflash_lab.workbench.train_pipeline import train_pipeline
 

@@ -16,7 +16,6 @@ from dflash_lab.errors import InputError, StoreError, UnsupportedTarget
 if TYPE_CHECKING:
     import torch
 
-    from dflash_lab.memory.calibrated import Basis
     from dflash_lab.workbench.stages.memory_sweep import MemorySweepParams
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
@@ -89,17 +88,6 @@ def target_options(
     )
 
 
-def basis_of(
-    params: TrainDrafterParams, config: Any, drafter: Any, device: torch.device, options: dict[str, Any]
-) -> Basis:
-    """Return what the prediction of such a step rests on; `options` are those of `setup_options`."""
-    from dflash_lab.memory.setups import TrainingSetup
-    from dflash_lab.workbench.stages.memory_calibration import training_basis
-
-    one = TrainingSetup(anchors=1, context=params.context_tokens, block_size=drafter.block_size, **options)
-    return training_basis(params, config, drafter, one, device)
-
-
 def with_anchors(params: TrainDrafterParams) -> TrainDrafterParams:
     """Return the parameters with the planner's most anchors where they say 0.
 
@@ -146,16 +134,10 @@ def with_anchors(params: TrainDrafterParams) -> TrainDrafterParams:
             return dataclasses.replace(params, anchors=anchors)
     sizes: dict[str, Any] = dict(context=params.context_tokens, cuda=device.type == "cuda", **options)
     budget_gib = _least_budget_gib(params, device, config, drafter)
-    basis = basis_of(params, config, drafter, device, options)
-    margin, calibration = MARGIN + _SPARE, basis.calibration
-    found = training_fits(
-        config, drafter, budget_gib, anchors=8, margin=margin, calibration=calibration, **sizes
-    )
+    found = training_fits(config, drafter, budget_gib, anchors=8, margin=MARGIN + _SPARE, **sizes)
     anchors = min(found.largest_anchors, params.context_tokens - 1)
     if not anchors:  # refused with advice, or forced to the least
-        clear_training(
-            config, drafter, budget_gib, anchors=8, force=params.ignore_memory, basis=basis, **sizes
-        )
+        clear_training(config, drafter, budget_gib, anchors=8, force=params.ignore_memory, **sizes)
         anchors = min(8, params.context_tokens - 1)
     logger.info("anchors = %d: the most that %.2f GiB are predicted to hold", anchors, budget_gib)
     params.folder.mkdir(parents=True, exist_ok=True)
@@ -168,9 +150,9 @@ def _least_budget_gib(params: TrainDrafterParams, device: torch.device, config: 
     there is left to them.
     """
     from dflash_lab.machine import device_budget_gib
-    from dflash_lab.memory.extraction_account import OUTSIDE_TORCH
+    from dflash_lab.memory.account import OUTSIDE_TORCH
     from dflash_lab.memory.planner import MARGIN
-    from dflash_lab.workbench.stages.train_tenants import placed, target_account
+    from dflash_lab.workbench.stages.train_gpu_processes import placed, target_account
 
     beside: dict[int, float] = {}
     for number in params.targets:

@@ -204,10 +204,10 @@ def own_shape(params: TrainDrafterParams | MemorySweepParams) -> dict[str, Any]:
     """The drafter's sizes that the parameters give, None for the target's, and what makes it a DFlash 2."""
     names = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size")
     # As DFlash 2 was released: bidirectional in every layer, the convolutions being causal.
-    second: dict[str, Any] = dict(
+    dflash2: dict[str, Any] = dict(
         conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16, is_causal=False
     )
-    return {name: getattr(params, name) or None for name in names} | (second if params.second else {})
+    return {name: getattr(params, name) or None for name in names} | (dflash2 if params.dflash2 else {})
 
 
 def train_settings(params: TrainDrafterParams, items: States, config: DrafterConfig) -> TrainSettings:

@@ -16,25 +16,25 @@ if TYPE_CHECKING:
     import ipywidgets
     import plotly.graph_objects as go
 
-    from dflash_lab.memory.explore import Answer, Question
-    from dflash_lab.workbench.stages.memory_sweep import MemorySweepParams, MemorySweepResult, Scene
+    from dflash_lab.memory.planner import Answer, Question
+    from dflash_lab.workbench.stages.memory_sweep import MemorySweepParams, MemorySweepResult, SweepInputs
 
 
 class Planner:
     """What the sliders show, without any widget: both figures and a verdict for a question."""
 
-    def __init__(self, found: Scene, points: Any) -> None:
-        self.found, self.points = found, points
+    def __init__(self, inputs: SweepInputs, points: Any) -> None:
+        self.inputs, self.points = inputs, points
         self.batches, self.lengths = map_axes(points)
         self._peaks = lru_cache(maxsize=8)(self._compute)
 
     def answer(self, question: Question) -> Answer:
         """Both accounts and the largest sizes that fit."""
-        from dflash_lab.memory.explore import answer
+        from dflash_lab.memory.planner import answer
 
-        found = self.found
-        parts = (found.shape, found.drafter, found.extraction, found.training)
-        return answer(question, *parts, cuda=found.cuda, calibrated=found.calibrated)
+        inputs = self.inputs
+        parts = (inputs.shape, inputs.drafter, inputs.extraction, inputs.training)
+        return answer(question, *parts, cuda=inputs.cuda)
 
     def draw(self, question: Question) -> tuple[go.Figure, go.Figure, str]:
         """Return (map with the budget's contour, stacked bars, verdict as HTML)."""
@@ -47,11 +47,11 @@ class Planner:
     def _compute(self, vocabulary: int) -> list[list[float]]:
         from dataclasses import replace
 
-        from dflash_lab.memory.explore import peak_map as compute
+        from dflash_lab.memory.planner import peak_map as compute
 
-        shape = self.found.shape if not vocabulary else replace(self.found.shape, vocab=vocabulary)
-        how: dict[str, Any] = dict(cuda=self.found.cuda, calibration=self.found.calibrated[0])
-        return compute(shape, self.found.extraction, self.batches, self.lengths, **how)
+        shape, extraction = self.inputs.shape, self.inputs.extraction
+        shape = replace(shape, vocab=vocabulary) if vocabulary else shape
+        return compute(shape, extraction, self.batches, self.lengths, cuda=self.inputs.cuda)
 
 
 def verdict(question: Question, told: Answer) -> str:
@@ -84,22 +84,22 @@ def planner(result: MemorySweepResult, params: MemorySweepParams) -> ipywidgets.
     """
     import ipywidgets as widgets
 
-    from dflash_lab.memory.explore import Question
-    from dflash_lab.memory.training_account import with_chunk
-    from dflash_lab.workbench.stages.memory_sweep import PLACEMENTS, scene
+    from dflash_lab.memory.planner import Question
+    from dflash_lab.memory.training import with_chunk
+    from dflash_lab.workbench.stages.memory_sweep import PLACEMENTS, sweep_inputs
 
-    found = scene(params)
-    brain = Planner(found, result.points)
-    chunk = with_chunk(found.training, found.shape.vocab, cuda=found.cuda).chunk
+    inputs = sweep_inputs(params)
+    brain = Planner(inputs, result.points)
+    chunk = with_chunk(inputs.training, inputs.shape.vocab, cuda=inputs.cuda).chunk
     controls: dict[str, Any] = {
         "budget_gib": widgets.FloatLogSlider(
-            value=found.budget_gib, base=10, min=-1, max=3, step=0.01, readout_format=".2f"
+            value=inputs.budget_gib, base=10, min=-1, max=3, step=0.01, readout_format=".2f"
         ),
         "batch": _slider(max(params.batches), 1, 4096),
         "length": _slider(max(params.lengths), 1, 65536),
         "anchors": _slider(params.anchors, 8, 4096),
         "block_size": _slider(params.block_size, 2, 64),
-        "vocabulary": _slider(found.shape.vocab, 1024, 524288),
+        "vocabulary": _slider(inputs.shape.vocab, 1024, 524288),
         "chunk": _slider(chunk, 16, 8192),
         "placement": widgets.Dropdown(options=list(PLACEMENTS), value=params.placement),
     }
@@ -177,8 +177,7 @@ class SweepRun:
     def _work(self) -> None:
         from dflash_lab.release import release
         from dflash_lab.workbench.progress import Stopped
-        from dflash_lab.workbench.stages.memory_points import measure_points
-        from dflash_lab.workbench.stages.memory_sweep import scene
+        from dflash_lab.workbench.stages.memory_sweep import measure_points, sweep_inputs
 
         def report(description: str, done: int, total: int, **_fields: Any) -> None:
             self.done, self.total = done, total
@@ -194,7 +193,7 @@ class SweepRun:
         # A size that several orders measured is one point to measure again.
         start = list({(row["batch"], row["length"]): {**row, **fresh} for row in self.rows}.values())
         try:
-            measure_points(self.params, scene(self.params), start, report, each=keep)
+            measure_points(self.params, sweep_inputs(self.params), start, report, each=keep)
         except Stopped:
             self.error = "stopped; what was measured stays"
         except Exception as error:  # shown, for a thread's exception reaches nobody
@@ -244,7 +243,7 @@ def _slider(value: int, low: int, high: int) -> ipywidgets.Widget:
     """A slider over whole numbers in even ratios, the given value among them."""
     import ipywidgets as widgets
 
-    from dflash_lab.memory.explore import ladder
+    from dflash_lab.memory.planner import ladder
 
     steps = sorted({*ladder(low, max(high, value), 80), value})
     return widgets.SelectionSlider(options=[(f"{step:,}", step) for step in steps], value=value)

@@ -9,21 +9,16 @@ stored states) is added exactly. A test compares this with the whole depth.
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 import torch
+from support.fake_memory.allocator import replay
+from support.fake_memory.fused_layers import fuse
+from support.fake_memory.kernels import kernels_of
+from support.fake_memory.tracker import Counted, LabelledTensors, module_scopes
 
-from dflash_lab.memory.account import Account
-from dflash_lab.memory.allocator import replay
-from dflash_lab.memory.extraction_account import cache_bytes, target_weight_bytes
-from dflash_lab.memory.fused_layers import fuse
-from dflash_lab.memory.kernels import kernels_of
-from dflash_lab.memory.setups import ExtractionSetup
-from dflash_lab.memory.shapes import TargetShape, dtype_bytes, target_shape
-from dflash_lab.memory.tracker import LiveTensors, module_scopes
-
-log = logging.getLogger(__name__)
+from dflash_lab.memory.account import cache_bytes, target_weight_bytes
+from dflash_lab.memory.shapes import ExtractionSetup, TargetShape, dtype_bytes, target_shape
 
 
 def representative_layers(shape: TargetShape, taps: tuple[int, ...], last: int) -> list[int]:
@@ -49,8 +44,8 @@ def _latest_plain(shape: TargetShape, setup: ExtractionSetup, last: int) -> set[
     return {index for at in latest.values() for index in (at - 1, at) if index >= 0}
 
 
-def count_extraction(config: Any, setup: ExtractionSetup) -> tuple[Account, LiveTensors]:
-    """Run one batch on fake tensors; return the account (kind ``fake``) and the tracker with its trace.
+def count_extraction(config: Any, setup: ExtractionSetup) -> tuple[Counted, LabelledTensors]:
+    """Run one batch on fake tensors; return the account and the tracker with its trace.
 
     `config` is a transformers config; nothing is downloaded. Raises `UnsupportedTarget` as `target_shape`
     does.
@@ -63,7 +58,7 @@ def count_extraction(config: Any, setup: ExtractionSetup) -> tuple[Account, Live
     kept = representative_layers(shape, taps, last)
     if setup.fused and setup.plain_layers:
         kept = sorted({*kept, *_latest_plain(shape, setup, last)})
-    tracker = LiveTensors()
+    tracker = LabelledTensors()
     with FakeTensorMode(), torch.no_grad(), kernels_of(shape.model_type, setup.kernels):
         model = fake_model(config, kept, setup.dtype, head=setup.logits)
         if setup.fused:
@@ -98,8 +93,7 @@ def count_extraction(config: Any, setup: ExtractionSetup) -> tuple[Account, Live
     missing_bytes = terms["target weights"] - sum(
         block.size for number, block in enumerate(tracker.blocks) if tracker.label(number) == "target weights"
     )
-    account = Account(
-        kind="fake",
+    account = Counted(
         title=f"extraction {setup.batch} x {setup.length}",
         terms=terms,
         formulas={"fragmentation": "simulated caching allocator: reserved - live at the peak"},
@@ -152,7 +146,7 @@ _CHILDREN = {
 
 
 def _run(
-    model: Any, ids: torch.Tensor, setup: ExtractionSetup, taps: list[int], tracker: LiveTensors
+    model: Any, ids: torch.Tensor, setup: ExtractionSetup, taps: list[int], tracker: LabelledTensors
 ) -> None:
     """Run the batch with taps on the layers at `taps`, keeping every result alive until the end."""
     captured: dict[int, torch.Tensor] = {}
@@ -191,7 +185,7 @@ def _run(
     del output
 
 
-def moment_of(tracker: LiveTensors) -> str:
+def moment_of(tracker: LabelledTensors) -> str:
     """Name what was made last before the peak."""
     blocks = tracker.blocks
     last = tracker.trace[tracker.peak_event - 1][0] if tracker.peak_event else 0

@@ -11,13 +11,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from support.fake_memory.tracker import LabelledTensors
 from torch import Tensor
 
 from dflash_lab.extraction.fast import layers
 from dflash_lab.extraction.fast.ops import Ops
 from dflash_lab.extraction.fast.reference import Gates
 from dflash_lab.memory.shapes import CHUNK
-from dflash_lab.memory.tracker import LiveTensors
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -84,7 +84,7 @@ COUNTING = Ops(
 class _Labelled:
     """A mixer or feed-forward whose tensors are counted under a label."""
 
-    def __init__(self, inner: Any, label: str, tracker: LiveTensors) -> None:
+    def __init__(self, inner: Any, label: str, tracker: LabelledTensors) -> None:
         self._inner, self._label, self._tracker = inner, label, tracker
 
     def __call__(self, *args: Any) -> Tensor:
@@ -96,7 +96,7 @@ class _Labelled:
             return self._inner.add_to(*args)
 
 
-def fuse(model: Any, tracker: LiveTensors, *, plain: Sequence[int] = ()) -> None:
+def fuse(model: Any, tracker: LabelledTensors, *, plain: Sequence[int] = ()) -> None:
     """Give the layers of a fake decoder their fused forward; those that have none, and those at the places
     `plain`, keep their plain one.
     """

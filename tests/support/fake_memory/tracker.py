@@ -1,22 +1,20 @@
-"""Count live tensor bytes, operation by operation, for real tensors and fake ones alike.
+"""Live tensors by what they are, operation by operation, for real tensors and fake ones alike.
 
-A dispatch mode sees every tensor an operation returns; a weak reference on its storage says when the bytes
-are given back. What it cannot see is memory inside a kernel (cuBLAS, cuDNN, Triton scratch) and the
-allocator's rounding: `allocator.py` adds the latter by replaying the trace kept here. Storages are counted
-once, whatever views exist.
+`allocator.py` adds the allocator's rounding by replaying the trace kept here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from dflash_lab.memory.account import Account
+from dflash_lab.memory.measure import LiveTensors
 
 
 @dataclass(frozen=True)
@@ -30,41 +28,58 @@ class Block:
     label: str
 
 
-class LiveTensors(TorchDispatchMode):
-    """Count the bytes of tensors made while the mode is on; `peak` is the highest sum seen, in bytes.
+class LabelledTensors(LiveTensors):
+    """Live tensors with what each is: made inside a `scope`, or named by `relabel` afterwards.
 
-    Tensors that exist already (weights, inputs) are counted once given to `add`. `scope` names what is made
-    inside it; `relabel` names a tensor afterwards. `trace` holds ``(block number, +1 | -1)`` in order.
+    `trace` holds ``(block number, +1 | -1)`` in order, so that an allocator can be replayed.
     """
 
     def __init__(self, *, device: str = "") -> None:
         """Count tensors on `device` only (``"cuda"``, ``"meta"``), or everywhere when it is empty."""
         super().__init__()
         self.device = device
-        self.current = 0
-        self.peak = 0
         self.blocks: list[Block] = []
         self.trace: list[tuple[int, int]] = []
         self.peak_event = 0
-        self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._operation = "given"
+        self._numbers: dict[int, int] = {}
         self._labels: list[str] = ["activations"]
         self._renamed: dict[int, str] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        self._visit(result, str(function))
-        return result
+        self._operation = str(function)
+        return super().__torch_dispatch__(function, types, args, kwargs)
 
-    def add(self, tensors: Iterable[torch.Tensor], label: str) -> None:
+    def add(self, tensors: Iterable[torch.Tensor], label: str = "activations") -> None:
         """Count tensors that existed before."""
-        for tensor in tensors:
-            self._see(tensor, "given", label)
+        self._operation = "given"
+        with self.scope(label):
+            super().add(tensor for tensor in tensors if self.device in ("", tensor.device.type))
+
+    def made(self, key: int, tensor: torch.Tensor, size: int) -> None:
+        """Count a storage, unless it is on another device."""
+        if self.device not in ("", tensor.device.type):
+            return
+        number = self._numbers[key] = len(self.blocks)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.blocks.append(Block(size, tuple(tensor.shape), dtype, self._operation, self._labels[-1]))
+        self.trace.append((number, 1))
+        before = self.peak
+        super().made(key, tensor, size)
+        if self.peak > before:
+            self.peak_event = len(self.trace)
+
+    def gone(self, key: int, size: int) -> None:
+        """Count a storage that was given back."""
+        if key in self._numbers:
+            super().gone(key, size)
+            self.trace.append((self._numbers.pop(key), -1))
 
     def relabel(self, tensor: torch.Tensor, label: str) -> None:
         """Name the storage of a tensor that was counted already."""
-        alive = self._alive.get(tensor.untyped_storage()._cdata)
-        if alive is not None:
-            self.rename(alive[0], label)
+        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        if number is not None:
+            self.rename(number, label)
 
     def rename(self, number: int, label: str) -> None:
         """Name block `number`."""
@@ -85,7 +100,8 @@ class LiveTensors(TorchDispatchMode):
 
     def start_peak_here(self) -> None:
         """Forget the peak so far: the next one is looked for from now on."""
-        self.peak, self.peak_event = self.current, len(self.trace)
+        super().start_peak_here()
+        self.peak_event = len(self.trace)
 
     def live_at_peak(self) -> list[int]:
         """Return the numbers of the blocks that were live at the peak."""
@@ -105,43 +121,19 @@ class LiveTensors(TorchDispatchMode):
             sums[label] = sums.get(label, 0) + self.blocks[number].size
         return sums
 
-    def _visit(self, value: Any, operation: str) -> None:
-        if isinstance(value, torch.Tensor):
-            self._see(value, operation, self._labels[-1])
-        elif isinstance(value, (tuple, list)):
-            for item in value:
-                self._visit(item, operation)
 
-    def _see(self, tensor: torch.Tensor, operation: str, label: str) -> None:
-        if self.device and tensor.device.type != self.device:
-            return
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._alive:
-            return
-        size = storage.nbytes()
-        if not size:
-            return
-        number = len(self.blocks)
-        self.blocks.append(
-            Block(size, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), operation, label)
-        )
-        self._alive[key] = (number, weakref.ref(storage, partial(self._gone, key, number)))
-        self.trace.append((number, 1))
-        self.current += size
-        if self.current > self.peak:
-            self.peak, self.peak_event = self.current, len(self.trace)
+@dataclass(frozen=True)
+class Counted(Account):
+    """An account that was counted. `reserved` is what the allocator would hold with room to spare,
+    `allocated` the live tensors in whole blocks.
+    """
 
-    def _gone(self, key: int, number: int, _reference: Any) -> None:
-        self.current -= self.blocks[number].size
-        self.trace.append((number, -1))
-        alive = self._alive.get(key)
-        if alive is not None and alive[0] == number:
-            del self._alive[key]
+    reserved: int = 0
+    allocated: int = 0
 
 
 @contextlib.contextmanager
-def module_scopes(tracker: LiveTensors, names: dict[torch.nn.Module, str]) -> Iterator[None]:
+def module_scopes(tracker: LabelledTensors, names: dict[torch.nn.Module, str]) -> Iterator[None]:
     """Label what each of the modules in `names` makes in its forward, until the block ends."""
     handles = []
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
+from support.fake_memory.tracker import LabelledTensors
+
 from dflash_lab.memory.shapes import MIB
-from dflash_lab.memory.tracker import LiveTensors
 
 ROUND = 512
 SMALL = MIB
@@ -182,7 +183,7 @@ class CachingAllocator:
 
 
 def replay(
-    tracker: LiveTensors, *, static_labels: tuple[str, ...] = (), expandable: bool = False, start: int = 0
+    tracker: LabelledTensors, *, static_labels: tuple[str, ...] = (), expandable: bool = False, start: int = 0
 ) -> Replayed:
     """Replay a tracker's trace and return what the allocator would have reserved and needed.
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from dflash_lab.drafter.config import DrafterConfig
     from dflash_lab.memory.account import Account
-    from dflash_lab.memory.tenants import Tenant
+    from dflash_lab.memory.gate import GpuProcess
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
 logger = logging.getLogger(__name__)
@@ -30,36 +30,34 @@ def clear_processes(params: TrainDrafterParams) -> None:
     """`DoesNotFit` where a GPU of the run is predicted to be named for more than it holds, unless
     forced; a target whose memory is not understood is told in the log.
     """
-    from dflash_lab.memory.tenants import clear_devices
+    from dflash_lab.memory.gate import clear_devices
 
     try:
-        found = tenants(params)
+        found = gpu_processes(params)
     except UnsupportedTarget as error:
         logger.warning("started without a prediction of its memory: %s", error)
         return
     here = params.world == 1 and not params.targets  # what this process holds unused is its own to take
-    budgets_gib = free_gib(sorted({tenant.device for tenant in found}), here=here)
+    budgets_gib = free_gib(sorted({process.device for process in found}), here=here)
     over = clear_devices(found, budgets_gib, force=params.ignore_memory)
-    for tenant in found:
-        words = "too much together with the others, forced" if tenant.device in over else "cleared"
+    for process in found:
+        words = "too much together with the others, forced" if process.device in over else "cleared"
         logger.info(
-            "%s on %s: %.2f GiB predicted, %s", tenant.name, tenant.device, tenant.peak / 2**30, words
+            "%s on %s: %.2f GiB predicted, %s", process.name, process.device, process.peak / 2**30, words
         )
 
 
-def tenants(params: TrainDrafterParams) -> list[Tenant]:
+def gpu_processes(params: TrainDrafterParams) -> list[GpuProcess]:
     """Return what each process of the run is predicted to hold, on each device that it uses."""
-    from dflash_lab.memory.advise import advise_training
-    from dflash_lab.memory.calibrated import training_prediction
-    from dflash_lab.memory.extraction_account import OUTSIDE_TORCH
-    from dflash_lab.memory.process_account import head_process
-    from dflash_lab.memory.setups import TrainingSetup
-    from dflash_lab.memory.shapes import target_shape
-    from dflash_lab.memory.tenants import Tenant
+    from dflash_lab.memory.account import OUTSIDE_TORCH
+    from dflash_lab.memory.advice import advise_training
+    from dflash_lab.memory.gate import GpuProcess
+    from dflash_lab.memory.shapes import TrainingSetup, target_shape
+    from dflash_lab.memory.training import head_process, training_account
     from dflash_lab.target.loading import choose_device
     from dflash_lab.target.sources import load_config
     from dflash_lab.workbench.stages import train_setup
-    from dflash_lab.workbench.stages.train_memory import basis_of, setup_options
+    from dflash_lab.workbench.stages.train_memory import setup_options
 
     store = train_setup.open_bare(params) if params.source == "store" else None
     config, drafter = load_config(params.target), train_setup.drafter_config(params, store)
@@ -74,24 +72,23 @@ def tenants(params: TrainDrafterParams) -> list[Tenant]:
         setup = TrainingSetup(
             anchors=params.anchors, context=params.context_tokens, block_size=drafter.block_size, **options
         )
-        known: dict[str, Any] = dict(
-            cuda=cuda, calibration=basis_of(params, config, drafter, device, options).calibration
-        )
         found.append(
-            Tenant(
+            GpuProcess(
                 f"drafter-{number}",
                 str(device),
-                training_prediction(shape, drafter, setup, **known),
-                partial(advise_training, shape, drafter, setup, **known),
+                training_account(shape, drafter, setup, cuda=cuda),
+                partial(advise_training, shape, drafter, setup, cuda=cuda),
                 OUTSIDE_TORCH if cuda and len(gpus) > 1 else 0,  # NCCL's buffers
             )
         )
         if setup.head_elsewhere:
             account = head_process(shape, drafter, setup, cuda=cuda)
-            found.append(Tenant(f"head of drafter-{number}", str(placed(home, params.head)), account))
+            found.append(GpuProcess(f"head of drafter-{number}", str(placed(home, params.head)), account))
     for number, gpu in enumerate(params.targets):
         device = placed(home, gpu)
-        found.append(Tenant(f"target-{number}", str(device), target_account(params, config, drafter, device)))
+        found.append(
+            GpuProcess(f"target-{number}", str(device), target_account(params, config, drafter, device))
+        )
     return found
 
 
@@ -99,9 +96,8 @@ def target_account(
     params: TrainDrafterParams, config: Any, drafter: DrafterConfig, device: torch.device, rows: str = ""
 ) -> Account:
     """Return the account of a target's process; `rows`: see `clearance.ask_training`."""
-    from dflash_lab.memory.process_account import target_process
-    from dflash_lab.memory.setups import TrainingSetup
-    from dflash_lab.memory.shapes import target_shape
+    from dflash_lab.memory.shapes import TrainingSetup, target_shape
+    from dflash_lab.memory.training import target_process
     from dflash_lab.workbench.stages.train_memory import target_options
 
     setup = TrainingSetup(

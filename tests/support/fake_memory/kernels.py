@@ -21,8 +21,7 @@ from unittest import mock
 import torch
 
 from dflash_lab.errors import InputError
-from dflash_lab.memory.setups import Kernels
-from dflash_lab.memory.shapes import CHUNK, HYBRID_MODULES
+from dflash_lab.memory.shapes import CHUNK, HYBRID_MODULES, Kernels
 
 _RULE = "torch_chunk_gated_delta_rule"
 
