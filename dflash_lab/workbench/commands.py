@@ -50,7 +50,7 @@ def run(options: argparse.Namespace, extra: list[str]) -> int:
 def new(options: argparse.Namespace, extra: list[str]) -> int:
     """Make the parameters of a run, and say what to type next."""
     from dflash_lab.workbench.kernel import enter_workspace
-    from dflash_lab.workbench.run_params import new_run
+    from dflash_lab.workbench.named_runs import new_run
 
     typed_in = Path.cwd()
     enter_workspace()

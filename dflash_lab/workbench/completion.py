@@ -6,7 +6,6 @@ The script holds the words themselves, so that completing never starts Python.
 from __future__ import annotations
 
 from dflash_lab.workbench.commands import COMMANDS
-from dflash_lab.workbench.param_files import known_names
 from dflash_lab.workbench.registry import STAGES, params_class
 
 
@@ -16,7 +15,7 @@ def script(shell: str) -> str:
 
 
 def _names() -> dict[str, str]:
-    return {stage: " ".join(sorted(known_names(params_class(stage)))) for stage in STAGES}
+    return {stage: " ".join(sorted(params_class(stage).model_fields)) for stage in STAGES}
 
 
 def _bash() -> str:

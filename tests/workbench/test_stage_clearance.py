@@ -226,10 +226,10 @@ def test_anchors_are_the_planners_where_none_are_given_and_stay_the_same(tiny_ta
     (params.folder / PLANNED).unlink()
     fewer = with_anchors(params).anchors
     assert 0 < fewer < 56 and fewer % 8 == 0
-    cleared = ask_training(dataclasses.replace(params, anchors=fewer), *rest_of(params), CPU, torch.float32)
+    cleared = ask_training(params.changed(anchors=fewer), *rest_of(params), CPU, torch.float32)
     assert not cleared.forced
     with pytest.raises(DoesNotFit):
-        ask_training(dataclasses.replace(params, anchors=fewer + 8), *rest_of(params), CPU, torch.float32)
+        ask_training(params.changed(anchors=fewer + 8), *rest_of(params), CPU, torch.float32)
     monkeypatch.setattr(machine, "device_budget_gib", lambda device: 1e-5)
     (params.folder / PLANNED).unlink()
     with pytest.raises(DoesNotFit, match="8 anchors"):
@@ -358,7 +358,7 @@ def test_training_asks_with_the_calibration_of_its_run_and_plans_anchors_by_it(
 ):
     params = training_run(tiny_target, tmp_path, anchors=0)
     config, drafter = rest_of(params)
-    bare = ask_training(dataclasses.replace(params, anchors=48), config, drafter, CPU, torch.float32)
+    bare = ask_training(params.changed(anchors=48), config, drafter, CPU, torch.float32)
     assert bare.basis.startswith("formulas alone")
     monkeypatch.setattr(machine, "device_budget_gib", lambda device: 1.06 * bare.account.peak_gib)
     assert with_anchors(params).anchors == 48
@@ -368,9 +368,9 @@ def test_training_asks_with_the_calibration_of_its_run_and_plans_anchors_by_it(
     assert with_anchors(params).anchors == 48  # a run that was planned keeps its anchors
     (params.folder / PLANNED).unlink()
     assert 0 < with_anchors(params).anchors < 48
-    found = execute(dataclasses.replace(params, anchors=8)).figures
+    found = execute(params.changed(anchors=8)).figures
     assert found["memory_basis"].startswith("calibrated on 5 points of cpu")
-    found = execute(dataclasses.replace(params, anchors=8, optimizer="muon", force=True)).figures
+    found = execute(params.changed(anchors=8, optimizer="muon", force=True)).figures
     assert "another optimizer (optimizer adamw, here muon)" in found["memory_basis"]
 
 
@@ -383,6 +383,6 @@ def test_the_gpu_of_a_head_is_asked_for_too(monkeypatch):
         DoesNotFit, match=r"cuda:1 is predicted to hold head of drafter-0 .*head and embedding"
     ):
         clear_processes(params)
-    clear_processes(dataclasses.replace(params, ignore_memory=True))
+    clear_processes(params.changed(ignore_memory=True))
     free["cuda:1"] = 10.0
     clear_processes(params)

@@ -78,7 +78,7 @@ def made(tmp_path, tiny_target):
 
 def again(params):
     """Run a finished stage once more, as a person who asks for it does."""
-    return execute(dataclasses.replace(params, force=True))
+    return execute(params.changed(force=True))
 
 
 def counts(figures):

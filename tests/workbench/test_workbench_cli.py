@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from dflash_lab.errors import InputError
 from dflash_lab.workbench import cli, kernel, launch
 from dflash_lab.workbench.papermill_words import literal
-from dflash_lab.workbench.param_files import Given, known_names, read_given
-from dflash_lab.workbench.params import defaults, from_mapping
+from dflash_lab.workbench.param_files import Given, read_given
+from dflash_lab.workbench.params import defaults
 from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.run_params import from_notebook
 from dflash_lab.workbench.stages.extract import ExtractParams
@@ -69,7 +69,7 @@ def test_stage_help_lists_each_parameter_with_type_and_default(stage, capsys):
         cli.main([stage, "--help"])
     text = capsys.readouterr().out
     assert left.value.code == 0
-    for name in known_names(params_class(stage)):
+    for name in params_class(stage).model_fields:
         assert f"  {name} (" in text
     assert "default" in text and "--run RUN" in text
 
@@ -220,13 +220,17 @@ def test_an_earlier_name_of_a_parameter_is_told_with_the_one_of_today(tmp_path, 
     with pytest.raises(InputError, match=told):
         from_notebook(TrainDrafterParams, cell)
     with pytest.raises(InputError, match=told):
-        from_mapping(TrainDrafterParams, {"processes": 2})  # such as a launch.json of then
+        TrainDrafterParams(processes=2)  # such as a launch.json of then
 
 
 @pytest.mark.parametrize(
     ("lines", "typed", "words"),
     [
-        ("seed: 1\nlimit: 1.5\n", [], r"limit=1\.5: expected a whole number \(.*prepare\.yaml:2\)"),
+        (
+            "seed: 1\nlimit: 1.5\n",
+            [],
+            r"limit=1\.5: expected a whole number, got float 1\.5 \(.*prepare\.yaml:2\)",
+        ),
         ("limit: -1\n", [], r"limit=-1: must be at least 0 .*prepare\.yaml:1\)"),
         ('"force": maybe\n', [], r"force='maybe': expected true or false.*prepare\.yaml:1\)"),
         ('input: "\\ud800"\n', [], r"input=.*half of one \(.*prepare\.yaml:1\)"),

@@ -54,7 +54,6 @@ POINT_SCHEMA: dict[str, Any] = {
 STEP_SCHEMA = {"anchors": pl.Int64, "block_size": pl.Int64, **dict(list(POINT_SCHEMA.items())[2:])}
 
 
-@dataclass(frozen=True, kw_only=True)
 class MemorySweepParams(StageParams):
     """Parameters of `memory_sweep`."""
 
