@@ -5,7 +5,7 @@ again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def _has(named: NamedRun, stage: str) -> bool:
 def _shards(stage: str, typed: Typed) -> Iterator[StageParams]:
     first = resolve(params_class(stage), typed)
     for shard in range(getattr(first, "num_shards", 1)):
-        yield replace(first, shard=shard) if hasattr(first, "shard") else first  # type: ignore[call-arg]
+        yield first.changed(shard=shard) if hasattr(first, "shard") else first
 
 
 def _state(params: StageParams) -> tuple[str, str]:

@@ -1,6 +1,5 @@
 """memory_sweep: predictions hold against counted runs, tables load again, sliders answer, the sweep stops."""
 
-import dataclasses
 import json
 import re
 import threading
@@ -182,7 +181,7 @@ def test_on_a_cpu_the_points_that_fit_the_time_are_measured(
     assert f"the other {len(seen)} took {now[0]:.0f};" in told
     enough = int(re.search(r"-p measure_s (\d+) -p force True$", told)[1])
     assert enough >= now[0] + 0.01 * sum(sizes) and told in caplog.text
-    more = execute(dataclasses.replace(params, measure_s=enough, force=True))
+    more = execute(params.changed(measure_s=enough, force=True))
     assert more.figures["points_measured"] == 20 and "not_measured" not in more.figures
 
 
@@ -571,7 +570,7 @@ def test_a_sweep_leaves_a_calibration_that_its_own_plan_uses(tmp_path, tiny_targ
     measured = result.points.filter(batch=5, length=200)["measured_gib"].max()
     errors = [abs(account.live / 2**30 - measured) for account in (told.extraction, bare.extraction)]
     assert errors[0] < errors[1]
-    other = scene(replace(params, dtype="bfloat16"))
+    other = scene(params.changed(dtype="bfloat16"))
     assert other.calibrated == (None, None) and "another dtype" in other.bases[0].words
 
 
@@ -615,7 +614,7 @@ def test_compiled_steps_are_measured_without_a_count_and_calibrate_what_train_dr
     shown = headline(known, points, steps, buckets)
     assert shown["step_worst_error_pct"] > 4 and shown["step_calibrated_worst_error_pct"] < 1
     figures.step_bars(steps, 0.5).to_json()
-    plain = scene(replace(params, compile_steps=False))
+    plain = scene(params.changed(compile_steps=False))
     assert plain.calibrated[1] == known.calibrated[1]  # the plan is of compiled layers either way
 
 

@@ -3,7 +3,6 @@ input."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shutil
@@ -599,7 +598,7 @@ def test_samples_of_older_mask_rules_are_refused_by_name(made, caplog):
     for stage in (extract, train):
         with pytest.raises(InputError, match=told):
             check_ready(stage)
-        check_ready(dataclasses.replace(stage, force=True))
+        check_ready(stage.changed(force=True))
 
 
 def test_the_date_that_templates_print_is_a_day(made):
