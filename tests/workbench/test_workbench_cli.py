@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dflash_lab.errors import InputError
 from dflash_lab.workbench import cli, kernel, launch
-from dflash_lab.workbench.papermill_words import literal
+from dflash_lab.workbench.launch import literal
 from dflash_lab.workbench.param_files import Given, read_given
 from dflash_lab.workbench.params import defaults
 from dflash_lab.workbench.registry import STAGES, params_class
