@@ -315,3 +315,15 @@ def test_workspace_is_found_from_the_notebooks_folder(tmp_path):
     (tmp_path / "params").mkdir()
     assert kernel.workspace(tmp_path / "notebooks" / "deep") == tmp_path
     assert kernel.workspace(tmp_path.parent) == tmp_path.parent
+
+
+@pytest.mark.parametrize("folder", ["", "notebooks"])
+@pytest.mark.parametrize("words", [["report", "nowhere"], ["runs"], ["runs", "--compare", "demo", "mine"]])
+def test_commands_about_runs_enter_the_workspace(tmp_path, monkeypatch, capsys, folder, words):
+    for name in ("notebooks", "params", "runs/demo", "runs/mine"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / folder)
+    code = cli.main(words)
+    said = capsys.readouterr()
+    assert Path.cwd() == tmp_path and code == (words[0] == "report"), said
+    assert "no such folder of runs" not in said.err
