@@ -17,7 +17,6 @@ that DFLASH_CLIENTS names). `study` trains rows for the same number of steps, so
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import json
 import logging
@@ -120,7 +119,7 @@ def train_row(args: argparse.Namespace, row: str, out: Path) -> dict[str, Any]:
         **{"seed": args.seed, **values},
     )
     if start_layers:
-        params = dataclasses.replace(params, start_from=str(warm_start(params, start_layers, device)))
+        params = params.changed(start_from=str(warm_start(params, start_layers, device)))
     if device.type == "cuda":
         gc.collect()  # of the row before
         torch.cuda.empty_cache()

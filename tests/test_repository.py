@@ -20,11 +20,10 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from dflash_lab.workbench.browse import RunsParams
-from dflash_lab.workbench.param_files import known_names
+from dflash_lab.workbench.named_runs import find_run
 from dflash_lab.workbench.param_words import cell_source, fields_table
 from dflash_lab.workbench.params import field_types
 from dflash_lab.workbench.registry import STAGES, params_class, result_class, run_function
-from dflash_lab.workbench.run_params import find_run
 from dflash_lab.workbench.strict_yaml import read_parameter_file
 
 REPO = Path(__file__).resolve().parents[1]
@@ -128,7 +127,7 @@ def test_parameter_files_mean_something():
         cls = params_class(path.stem)
         common = path.with_name("common.yaml")
         merged = {**(read_parameter_file(common) if common.exists() else {}), **values}
-        assert set(merged) <= known_names(cls), path
+        assert set(merged) <= set(cls.model_fields), path
         assert not {"run", "run_dir", "interactive", "force"} & set(merged), (
             f"{path}: the folder's name is the run's, and who starts it says whether it is headless"
         )

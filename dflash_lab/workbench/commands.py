@@ -50,7 +50,7 @@ def run(options: argparse.Namespace, extra: list[str]) -> int:
 def new(options: argparse.Namespace, extra: list[str]) -> int:
     """Make the parameters of a run, and say what to type next."""
     from dflash_lab.workbench.kernel import enter_workspace
-    from dflash_lab.workbench.run_params import new_run
+    from dflash_lab.workbench.named_runs import new_run
 
     typed_in = Path.cwd()
     enter_workspace()
@@ -112,8 +112,11 @@ def runs(options: argparse.Namespace, extra: list[str]) -> int:
     """List runs, or compare the given ones."""
     import polars as pl
 
+    from dflash_lab.workbench.kernel import enter_workspace
     from dflash_lab.workbench.runs import compare_closing, compare_parameters, overview
 
+    typed_in = Path.cwd()
+    enter_workspace()
     with pl.Config(
         tbl_rows=-1,
         tbl_cols=-1,
@@ -124,27 +127,30 @@ def runs(options: argparse.Namespace, extra: list[str]) -> int:
         float_precision=2,
     ):
         if options.compare:
-            folders = [_run_folder(name) for name in options.compare]
+            folders = [_run_folder(name, typed_in) for name in options.compare]
             print("What was measured:", compare_closing(folders), sep="\n")
             print("Parameters that differ:", compare_parameters(folders), sep="\n")
         else:
-            print(overview(Path(options.root)))
+            print(overview(Path(_from_here(options.root, typed_in))))
     return 0
 
 
 def report(options: argparse.Namespace, extra: list[str]) -> int:
     """Write a run's report and the index beside all runs."""
+    from dflash_lab.workbench.kernel import enter_workspace
     from dflash_lab.workbench.report import write_index, write_report
 
-    folder = _run_folder(options.run)
+    typed_in = Path.cwd()
+    enter_workspace()
+    folder = _run_folder(options.run, typed_in)
     print(write_report(folder))
     print(write_index(folder.resolve().parent))
     return 0
 
 
-def _run_folder(given: str) -> Path:
-    """Return a run's folder by its path or name."""
-    path = Path(given)
+def _run_folder(given: str, typed_in: Path) -> Path:
+    """Return a run's folder by its path, as typed in that folder, or its name."""
+    path = Path(_from_here(given, typed_in))
     return path if path.is_dir() or len(path.parts) > 1 else Path("runs") / given
 
 
@@ -180,7 +186,7 @@ def completion(options: argparse.Namespace, extra: list[str]) -> int:
     """Print the completion script of a shell."""
     from dflash_lab.workbench.completion import script
 
-    sys.stdout.write(script(options.shell))
+    sys.stdout.write(script(options.shell, COMMANDS))
     return 0
 
 

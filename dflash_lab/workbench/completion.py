@@ -5,21 +5,21 @@ The script holds the words themselves, so that completing never starts Python.
 
 from __future__ import annotations
 
-from dflash_lab.workbench.commands import COMMANDS
-from dflash_lab.workbench.param_files import known_names
+from collections.abc import Sequence
+
 from dflash_lab.workbench.registry import STAGES, params_class
 
 
-def script(shell: str) -> str:
+def script(shell: str, commands: Sequence[str]) -> str:
     """Return the completion script for bash, zsh or fish."""
-    return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell]()
+    return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](" ".join(commands))
 
 
 def _names() -> dict[str, str]:
-    return {stage: " ".join(sorted(known_names(params_class(stage)))) for stage in STAGES}
+    return {stage: " ".join(sorted(params_class(stage).model_fields)) for stage in STAGES}
 
 
-def _bash() -> str:
+def _bash(commands: str) -> str:
     cases = "\n".join(f"        {stage}) names='{names}' ;;" for stage, names in _names().items())
     return f"""\
 _dflash_lab() {{
@@ -28,7 +28,7 @@ _dflash_lab() {{
 {cases}
     esac
     if [ "$COMP_CWORD" = 1 ]; then
-        COMPREPLY=($(compgen -W '{" ".join(COMMANDS)}' -- "$word"))
+        COMPREPLY=($(compgen -W '{commands}' -- "$word"))
     elif [ "$before" = -p ] || [ "$before" = -r ]; then
         COMPREPLY=($(compgen -W "$names" -- "$word"))
     elif [[ "$word" == -* ]]; then
@@ -41,12 +41,12 @@ complete -o filenames -F _dflash_lab dflash-lab
 """
 
 
-def _zsh() -> str:
-    return "autoload -U +X bashcompinit && bashcompinit\n" + _bash()
+def _zsh(commands: str) -> str:
+    return "autoload -U +X bashcompinit && bashcompinit\n" + _bash(commands)
 
 
-def _fish() -> str:
-    lines = [f"complete -c dflash-lab -n __fish_use_subcommand -f -a '{' '.join(COMMANDS)}'"]
+def _fish(commands: str) -> str:
+    lines = [f"complete -c dflash-lab -n __fish_use_subcommand -f -a '{commands}'"]
     for stage, names in _names().items():
         lines.append(f"complete -c dflash-lab -n '__fish_seen_subcommand_from {stage}' -s p -x -a '{names}'")
     return "\n".join(lines) + "\n"

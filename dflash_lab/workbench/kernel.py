@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 from dflash_lab.errors import InputError
+from dflash_lab.workbench.registry import STAGES
 
-_RUNNERS = ("papermill", "dflash-lab", "dflash_lab.workbench.cli")
+_RUNNERS = ("papermill", "dflash-lab", "dflash_lab.workbench.cli", "dflash_lab.workbench.papermill_command")
 
 
 def workspace(start: Path | None = None) -> Path:
@@ -53,3 +54,23 @@ def notebook_path(stage: str) -> Path:
     raise InputError(
         f"{stage}: no notebooks/{stage}.ipynb in {Path.cwd()} nor in {checkout}. Start in the repository."
     )
+
+
+def stage_notebook(word: str, cwd: Path) -> tuple[str, Path] | None:
+    """Return the stage and path of the notebook of ours that a word typed in `cwd` means; None for others.
+
+    A path that exists is that file and no other. One that does not may be typed as if from the workspace or
+    from its `notebooks/`.
+    """
+    given = Path(word)
+    if given.suffix != ".ipynb" or given.stem not in STAGES:
+        return None
+    inside = Path("notebooks") / given.name
+    ours = workspace(cwd) / inside
+    if (cwd / given).exists():
+        checkout = Path(__file__).resolve().parents[2]
+        roots = [path for path in (ours, checkout / inside) if path.exists() and path.samefile(cwd / given)]
+    else:
+        roots = [ours] if ours.exists() and given in (inside, Path(given.name)) else []
+    # Another project may have a notebooks/prepare.ipynb beside a params/ of its own.
+    return next(((given.stem, path) for path in roots if b"dflash_lab" in path.read_bytes()), None)

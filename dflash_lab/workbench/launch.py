@@ -9,6 +9,7 @@ for a dead kernel, 143 after SIGTERM; whether the stage is done is said by its `
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -18,19 +19,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from dflash_lab.files import make_folder, read_json
+from dflash_lab.files import make_folder, read_json, write_bytes
 from dflash_lab.workbench.finished import FAILURE, RESULT, check_ready, input_fingerprints, is_finished
 from dflash_lab.workbench.kernel import enter_workspace, notebook_path
+from dflash_lab.workbench.named_runs import check_owner
 from dflash_lab.workbench.papermill_engine import ENGINE, QuietEngine
-from dflash_lab.workbench.papermill_saving import save_whole
-from dflash_lab.workbench.papermill_words import literal
 from dflash_lab.workbench.param_files import Given, read_given
 from dflash_lab.workbench.params import StageParams
 from dflash_lab.workbench.registry import params_class
 from dflash_lab.workbench.replace import settle
-from dflash_lab.workbench.run_params import check_owner
-from dflash_lab.workbench.secrets import RedactingFormatter
+from dflash_lab.workbench.secrets import RedactingFormatter, redact
 
 OK, FAILED, USAGE, DEAD_KERNEL, TERMINATED = 0, 1, 2, 138, 143
 KILL_AFTER_S = 25.0  # a kernel that is still there this long after SIGTERM is killed; its finished files stay
@@ -49,6 +49,44 @@ def attempt_notebook(params: StageParams) -> Path:
     """Return where it stands until it has ended well: beside that place, where there is a result to lose."""
     output = output_notebook(params)
     return output.with_suffix(".attempt.ipynb") if (params.folder / RESULT).exists() else output
+
+
+def literal(path: Path) -> str:
+    """Return a path that survives papermill's `{name}` formatting."""
+    return str(path).replace("{", "{{").replace("}", "}}")
+
+
+def save_whole(output: Path, attempt: Path) -> None:
+    """Let papermill in this process save the notebook `output` whole or not at all, and without secrets. It
+    stands at `attempt`, which may be the same path, until every cell of it has ended well; what is at
+    `output` stays until then. (papermill's own writer leaves half a notebook on a full disk.)
+    """
+    from papermill.iorw import LocalHandler, papermill_io
+
+    class Whole(LocalHandler):
+        def write(self, buf: str, path: str) -> None:
+            write_bytes(attempt, redact(buf).encode())
+            if attempt != output and ended_well(buf):
+                os.replace(attempt, output)
+
+    # A scheme is what a path begins with; the last one is asked first.
+    papermill_io.register(str(output), Whole())
+
+
+def ended_well(text: str) -> bool:
+    """Say whether a notebook that papermill saves is at its end: it has one, and every cell had its answer.
+
+    papermill's own state of a cell is `completed` also where the kernel died in it, and for those after it.
+    """
+    notebook = json.loads(text)
+    record = notebook["metadata"]["papermill"]
+    run = [cell for cell in notebook["cells"] if cell["cell_type"] == "code" and _source(cell)]
+    answered = all("shell.execute_reply" in cell["metadata"].get("execution", {}) for cell in run)
+    return bool(record.get("end_time")) and not record.get("exception") and answered
+
+
+def _source(cell: dict[str, Any]) -> str:
+    return "".join(cell["source"]).strip()
 
 
 def run_notebook(stage: str, given: Given, extra: list[str]) -> int:

@@ -6,39 +6,29 @@ The file's text only says who held it last; the lock, which a killed process los
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from dflash_lab.errors import InputError
-from dflash_lab.file_errors import naming
-from dflash_lab.locks import open_lock, sign, signature, try_lock
+from dflash_lab.locks import lock_holder, sole_lock
 
 LOCK = ".lock"
 
 
-@contextlib.contextmanager
-def stage_lock(folder: Path) -> Iterator[None]:
+def stage_lock(folder: Path) -> AbstractContextManager[None]:
     """Hold the folder's lock, making the folder.
 
     `InputError` when another process holds it, `FileError` when the folder cannot be written to.
     """
-    with open_lock(folder / LOCK) as file:
-        if not try_lock(file):
-            raise InputError(
-                f"{folder}: in use by another process {signature(file)}. Wait for it, or stop it."
-            )
-        sign(file, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
-        yield
+    return sole_lock(
+        folder / LOCK,
+        json.dumps({"pid": os.getpid(), "host": socket.gethostname()}),
+        lambda who: f"{folder}: in use by another process {who}. Wait for it, or stop it.",
+    )
 
 
 def is_held(folder: Path) -> bool:
     """Say whether a process on this machine works in the stage's folder now."""
-    path = folder / LOCK
-    if not path.exists():
-        return False
-    with naming(path), open(path, "rb") as file:
-        return not try_lock(file, shared=True)
+    return lock_holder(folder / LOCK) is not None

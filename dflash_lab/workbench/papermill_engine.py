@@ -1,28 +1,21 @@
-"""What papermill loads of ours, by the entry point in pyproject.toml: an engine, and in a process that is the
-`papermill` command, what its user left out on the line.
-
-papermill loads every engine that installed packages declare while it is imported, before it reads its command
-line. A script of ours named `papermill` would be overwritten whenever papermill is installed again; an entry
-point belongs to this package and stays. Nothing of papermill is imported at the top: it is in the middle of
-its own import when it loads this module.
+"""What papermill loads of ours, by the entry point in pyproject.toml: an engine; and a process that is the
+`papermill` command and means one of our notebooks goes on as `papermill_command`.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from dflash_lab.errors import LabError
-from dflash_lab.files import make_folder
-from dflash_lab.workbench.papermill_saving import save_whole
-from dflash_lab.workbench.papermill_words import filled_in
-from dflash_lab.workbench.secrets import redact
+from dflash_lab.workbench.kernel import stage_notebook
 
 ENGINE = "dflash-lab"
+COMMAND = "dflash_lab.workbench.papermill_command"
 logger = logging.getLogger(__name__)
-
 
 _NOT_READY = "died before replying"  # what jupyter_client says of a kernel that ended before its first word
 # A kernel's start-up warnings go straight to the terminal, past every filter; the one it always gives (no
@@ -92,23 +85,9 @@ def is_papermill(argv: list[str], original: list[str]) -> bool:
     return parts[-1:] == ("papermill",) or parts[-2:] == ("papermill", "__main__.py")
 
 
-def fill_in_the_command_line() -> None:
-    """Put what papermill's user left out into `sys.argv`; or end with one sentence on stderr, exit code 1."""
-    try:
-        filled = filled_in(sys.argv[1:], Path.cwd())
-        if filled.output:
-            make_folder(filled.output.parent)
-    except (LabError, OSError) as error:
-        sys.stderr.write(f"papermill: {redact(str(error))}\n")
-        sys.exit(1)
-    sys.argv[1:] = filled.words
-    if filled.ours and not any(word.partition("=")[0] == "--engine" for word in filled.words):
-        sys.argv[1:1] = ["--engine", ENGINE]
-    if filled.output and filled.attempt:
-        save_whole(filled.output, filled.attempt)
-        until = f"; until it ends well, to {filled.attempt.name}" if filled.attempt != filled.output else ""
-        sys.stderr.write(f"papermill: the executed notebook goes to {filled.output}{until}\n")
-
-
-if is_papermill(sys.argv, sys.orig_argv):
-    fill_in_the_command_line()
+# papermill loads the engines that installed packages declare while it is imported, before it reads its
+# command line. In the middle of its own import it cannot be asked how it reads it: another process does that.
+# (A script of ours named `papermill` would be overwritten whenever papermill is installed again.)
+if is_papermill(sys.argv, sys.orig_argv) and any(stage_notebook(word, Path.cwd()) for word in sys.argv[1:]):
+    alone = [] if sys.argv[0] == "-m" else ["-P"]  # a script's folder of modules is not the one it stands in
+    os.execv(sys.executable, [sys.executable, *alone, "-m", COMMAND, *sys.argv[1:]])

@@ -8,7 +8,6 @@ impossible value stops before a kernel starts, with the file and line.
 from __future__ import annotations
 
 import base64
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +15,10 @@ from typing import Any
 
 from dflash_lab.errors import InputError
 from dflash_lab.workbench.coerce import number_or_text
-from dflash_lab.workbench.params import Params, check_names, field_types
+from dflash_lab.workbench.named_runs import COMMON
+from dflash_lab.workbench.params import check_names, field_types
 from dflash_lab.workbench.registry import STAGES, params_class
-from dflash_lab.workbench.run_params import COMMON, S, resolve
+from dflash_lab.workbench.run_params import S, resolve
 from dflash_lab.workbench.strict_yaml import parse_parameters, read_parameter_file
 
 
@@ -97,11 +97,6 @@ def read_given(cls: type[S], given: Given) -> S:
     if run := given.named_run(cls.stage):
         typed["run"] = (run, "given by name")
     return resolve(cls, typed)
-
-
-def known_names(cls: type[Params]) -> set[str]:
-    """Return the names of a stage's parameters."""
-    return {item.name for item in dataclasses.fields(cls)}
 
 
 def _decode(text: str) -> str:

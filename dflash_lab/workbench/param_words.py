@@ -4,16 +4,14 @@ origin.
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import json
+import typing
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_lab.workbench.coerce import type_name
-from dflash_lab.workbench.params import Params, StageParams, defaults, field_types
+from dflash_lab.workbench.params import Params, StageParams, about, defaults, field_types
 
 UNSET = """\
 # What follows is unset (None): its value is that of params/<run>/common.yaml and {stage}.yaml, else
@@ -35,33 +33,16 @@ class FieldRow:
 
 def fields_table(cls: type[Params]) -> list[FieldRow]:
     """Return what help shows of each parameter: the run, the stage's own by group, those every stage has."""
-    kinds, default = field_types(cls), defaults(cls)
-    shared = {field.name for field in dataclasses.fields(StageParams)}
     rows, group = [], ""
-    for field in sorted(dataclasses.fields(cls), key=lambda field: field.name in shared - {"run"}):
-        data = field.metadata
-        group = data.get("group") or group
-        rows.append(
-            FieldRow(
-                field.name,
-                type_name(kinds[field.name]),
-                default[field.name],
-                data.get("unit", ""),
-                _allowed(data),
-                data.get("help", ""),
-                group,
-            )
-        )
+    shared, default = StageParams.model_fields.keys() - {"run"}, defaults(cls)
+    for name, kind in sorted(field_types(cls).items(), key=lambda one: one[0] in shared):
+        told = about(cls, name)
+        group = told["group"] or group
+        written = str(kind) if typing.get_args(kind) else kind.__name__
+        ends = ["" if end is None else str(end) for end in (told["low"], told["high"])]
+        allowed = " | ".join(map(str, told["choices"])) or ("..".join(ends) if any(ends) else "")
+        rows.append(FieldRow(name, written, default[name], told["unit"], allowed, told["help"], group))
     return sorted(rows, key=lambda row: row.name != "run")
-
-
-def _allowed(metadata: Mapping[str, Any]) -> str:
-    low, high = metadata.get("low"), metadata.get("high")
-    if metadata.get("choices"):
-        return " | ".join(map(str, metadata["choices"]))
-    if low is None and high is None:
-        return ""
-    return f"{'' if low is None else low}..{'' if high is None else high}"
 
 
 def cell_source(cls: type[StageParams]) -> str:

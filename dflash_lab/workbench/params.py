@@ -1,4 +1,4 @@
-"""The typed parameters of a stage: one frozen dataclass a stage, checked when it is made.
+"""The typed parameters of a stage: one frozen class a stage, checked when it is made.
 
 Where the values come from (a run's folder in `params/`, the notebook's cell, the command line) is the matter
 of `run_params`; all of them end here, because papermill itself would only warn about `-p shrad 0` and run
@@ -6,8 +6,7 @@ shard 0.
 
 A stage declares its own fields after the shared ones; `group` heads the fields from there on:
 
->>> @dataclass(frozen=True, kw_only=True)
-... class GreetParams(StageParams):
+>>> class GreetParams(StageParams):
 ...     stage: ClassVar[str] = "greet"
 ...     times: int = param(1, "how often to greet", low=1, high=100, group="greeting")
 ...     lr: float = param(1e-3, "peak learning rate", low=0.0)
@@ -19,33 +18,50 @@ A stage declares its own fields after the shared ones; `group` heads the fields 
 ...         self.require(self.mode == "plain" or self.times < 10, "times", "a loud one at most 9 times")
 >>> GreetParams(lr="1e-4", times=3.0).lr
 0.0001
->>> GreetParams(times=0)
+>>> GreetParams(times=0, tmies=2)
 Traceback (most recent call last):
     ...
-dflash_lab.errors.InputError: greet: times=0: must be between 1 and 100 (how often to greet)
->>> from_mapping(GreetParams, {"tmies": 2})
-Traceback (most recent call last):
-    ...
-dflash_lab.errors.InputError: greet: unknown parameter 'tmies' (did you mean 'times'?). ...
+dflash_lab.workbench.params.WrongParameters: greet: times=0: must be between 1 and 100 (how often to greet)
+greet: unknown parameter 'tmies' (did you mean 'times'?). ...
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from dflash_lab.errors import InputError, near
 from dflash_lab.workbench.coerce import coerce
 from dflash_lab.workbench.replace import Move
 from dflash_lab.workbench.secrets import redact_tree
 
-P = TypeVar("P", bound="Params")
+LARGEST = 10**12  # of every number that declares no upper end: beyond it, libraries overflow in their words
+EXPECTED: dict[Any, str] = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "true or false",
+    str: "text; quote it in YAML, or pass it with -r instead of -p",
+    list: "a list such as [1, 2] or 1,2",
+    dict: 'a mapping such as {"a": 1}',
+}
+SEEN = {type(None): "nothing (null)", bool: "the boolean {}", str: "the text {}"}
+
+
+class WrongParameters(InputError):
+    """Parameters that a class refuses, all of them at once: in `wrong`, by name, what is wrong with each."""
+
+    def __init__(self, stage: str, wrong: Mapping[str, str]) -> None:
+        super().__init__(stage, wrong)
+        self.stage, self.wrong = stage, wrong
+
+    def __str__(self) -> str:
+        return "\n".join(f"{self.stage}: {words}" for words in self.wrong.values())
 
 
 def param(
@@ -63,65 +79,140 @@ def param(
     For a list the range and the choices hold for each item. `group` is the heading that this parameter and
     those after it stand under in notebooks and help.
     """
-    metadata = {
-        "help": help,
-        "unit": unit,
-        "low": low,
-        "high": high,
-        "choices": tuple(choices),
-        "group": group,
-    }
-    if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=default.copy, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    about: dict[str, Any] = {"unit": unit, "low": low, "high": high, "choices": [*choices], "group": group}
+    return Field(default, description=help, json_schema_extra=about)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Params:
+def about(cls: type[Params], name: str) -> dict[str, Any]:
+    """Return what `param` was told of a parameter: help, unit, low, high, choices, group."""
+    field = cls.model_fields[name]
+    return {"help": field.description or "", **typing.cast(dict, field.json_schema_extra)}
+
+
+class Params(BaseModel):
     """Parameters checked when they are made: types, ranges, choices, no access token, then the class's own
-    rules.
+    rules. Raises `WrongParameters`.
     """
 
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True
+    )
     stage: ClassVar[str] = ""
     renamed: ClassVar[Mapping[str, str]] = {}  # names of earlier versions, and those of today
 
-    def __post_init__(self) -> None:
-        kinds = field_types(type(self))
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            try:
-                value = coerce(value, kinds[field.name])
-            except ValueError as error:
-                raise InputError(f"{self.stage}: {field.name}={_shown(value)}: {error}") from None
-            if isinstance(value, str) and value.startswith("~/"):  # a path in a file, which no shell has seen
-                value = os.path.expanduser(value)
-            object.__setattr__(self, field.name, value)
-            _check_range(self.stage, field, value)
-            if redact_tree(value) != value:
-                raise InputError(
-                    f"{self.stage}: {field.name}: holds an access token, and notebooks save parameters. "
-                    "Put it in the environment (HF_TOKEN) instead."
-                )
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as refused:
+            raise WrongParameters(self.stage, _wrong(type(self), refused, values)) from None
         self.check()
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _meant(cls, value: Any, info: ValidationInfo) -> Any:
+        return coerce(value, field_types(cls)[str(info.field_name)])
+
+    @field_validator("*")
+    @classmethod
+    def _allowed(cls, value: Any, info: ValidationInfo) -> Any:
+        if redact_tree(value) != value:
+            raise ValueError(
+                "holds an access token, and notebooks save parameters. Put it in the environment (HF_TOKEN) "
+                "instead."
+            )
+        told = about(cls, str(info.field_name))
+        for item in value if isinstance(value, list) else [value]:
+            if words := _refused(item, told):
+                raise ValueError(words)
+        # A path in a file, which no shell has seen.
+        return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
     def check(self) -> None:
         """Check rules between fields; a subclass overrides it."""
 
     def require(self, holds: bool, name: str, why: str) -> None:
-        """Raise an `InputError` that names the field and its value unless `holds`."""
+        """Raise `WrongParameters` that names the field and its value unless `holds`."""
         if not holds:
-            raise InputError(f"{self.stage}: {name}={_shown(getattr(self, name))}: {why}")
+            raise WrongParameters(self.stage, {name: f"{name}={_shown(getattr(self, name))}: {why}"})
 
     def as_dict(self) -> dict[str, Any]:
         """Return the parameters as plain JSON values, in declaration order."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: getattr(self, name) for name in type(self).model_fields}
+
+    def changed(self, **values: Any) -> Self:
+        """Return these parameters with some values changed, and checked again."""
+        return type(self)(**{**self.as_dict(), **values})
+
+
+def _refused(item: Any, told: Mapping[str, Any]) -> str:
+    """Say why a value of the right type is not allowed, empty if it is."""
+    low, high, choices = told["low"], told["high"], told["choices"]
+    if isinstance(item, str) and (odd := re.search("[\0\ud800-\udfff]", item)):
+        what = "NUL" if odd[0] == "\0" else "half of one"
+        return f"expected text, and character {odd.start() + 1} is {what}"
+    if choices and item not in choices:
+        return f"must be one of {', '.join(map(str, choices))}{near(str(item), map(str, choices))}"
+    if isinstance(item, str | bool | dict):
+        return ""
+    if high is None and abs(item) > LARGEST:
+        return f"must be at most {LARGEST:,} ({told['help']})"
+    if (low is None or item >= low) and (high is None or item <= high):
+        return ""
+    least, most = f"at least {low}", f"at most {high}"
+    ends = most if low is None else least if high is None else f"between {low} and {high}"
+    return f"must be {ends}{told['unit'] and ' ' + told['unit']} ({told['help']})"
+
+
+def _wrong(cls: type[Params], refused: ValidationError, values: Mapping[str, Any]) -> dict[str, str]:
+    """Return by name what pydantic refused, in our words; of a list the first wrong item."""
+    found: dict[str, str] = {}
+    for error in refused.errors(include_url=False):
+        name, *item = map(str, error["loc"])
+        if error["type"] == "extra_forbidden":
+            found[name] = _unknown(cls, name)
+            continue
+        given, got = (redact_tree(one) for one in (values.get(name), error["input"]))
+        kind = field_types(cls)[name]
+        kind = typing.get_args(kind)[0] if item else typing.get_origin(kind) or kind
+        seen = SEEN.get(type(got), f"{type(got).__name__} {{}}").format(_shown(got))
+        words = f"expected {EXPECTED[kind]}, got {seen}"
+        found.setdefault(name, f"{name}={_shown(given)}: {error.get('ctx', {}).get('error', words)}")
+    return found
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:100] + "..."
+
+
+def _unknown(cls: type[Params], name: Any, where: str = "") -> str:
+    place = f" in {where}" if where else ""
+    if new := cls.renamed.get(name):
+        return f"{name}{place} is now called {new}. Type {new} in its place."
+    known = cls.model_fields
+    return f"unknown parameter {_shown(name)}{place}{near(str(name), known)}. Parameters: {', '.join(known)}."
+
+
+def check_names(cls: type[Params], values: Mapping[Any, Any], *, where: str = "") -> None:
+    """Raise `WrongParameters` with the near match for each name that is no parameter of `cls`."""
+    if wrong := {name: _unknown(cls, name, where) for name in values if name not in cls.model_fields}:
+        raise WrongParameters(cls.stage, wrong)
+
+
+def defaults(cls: type[Params]) -> dict[str, Any]:
+    """Return the default of each parameter of `cls`."""
+    return {name: field.get_default() for name, field in cls.model_fields.items()}
+
+
+def field_types(cls: type[Params]) -> dict[str, Any]:
+    """Return the type of each parameter of `cls`."""
+    return {name: field.annotation for name, field in cls.model_fields.items()}
 
 
 BROKEN = "what it left is not whole any more"
 RUN_NAME = re.compile(r"\w[\w.+-]*")  # a folder's name that no shell, path or flag reads otherwise
 
 
-@dataclass(frozen=True, kw_only=True)
 class StageParams(Params):
     """What every stage takes. A subclass sets `stage`, adds fields, and may override the methods below."""
 
@@ -148,11 +239,19 @@ class StageParams(Params):
     interactive: bool = param(True, "widgets and live bars; headless runs have none")
     force: bool = param(False, "do it again, and replace what is finished")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        named = bool(RUN_NAME.fullmatch(self.run_name))
-        self.require(named, "run", "a run's name is letters, digits, - . + and _, such as mine")
-        self.require(bool(self.target), "target", "name a target, such as smollm2")
+    @field_validator("run")
+    @classmethod
+    def _is_named(cls, run: str) -> str:
+        if not RUN_NAME.fullmatch(Path(run).name):
+            raise ValueError("a run's name is letters, digits, - . + and _, such as mine")
+        return run
+
+    @field_validator("target")
+    @classmethod
+    def _has_target(cls, target: str) -> str:
+        if not target:
+            raise ValueError("name a target, such as smollm2")
+        return target
 
     @property
     def run_name(self) -> str:
@@ -233,70 +332,3 @@ class StageParams(Params):
         with `growing` parameters overrides this.
         """
         return ""
-
-
-def defaults(cls: type[Params]) -> dict[str, Any]:
-    """Return the default of each parameter of `cls` that has one."""
-    found = {}
-    for field in dataclasses.fields(cls):
-        if field.default_factory is not dataclasses.MISSING:
-            found[field.name] = field.default_factory()
-        elif field.default is not dataclasses.MISSING:
-            found[field.name] = field.default
-    return found
-
-
-def field_types(cls: type[Params]) -> dict[str, Any]:
-    """Return the resolved type of each parameter of `cls`."""
-    hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-
-
-LARGEST = (
-    10**12
-)  # of every number that declares no upper end: beyond it, libraries overflow in their own words
-
-
-def _check_range(stage: str, field: dataclasses.Field, value: Any) -> None:
-    low, high = field.metadata.get("low"), field.metadata.get("high")
-    choices, unit = field.metadata.get("choices", ()), field.metadata.get("unit", "")
-    head = f"{stage}: {field.name}={_shown(value)}: must be"
-    for item in value if isinstance(value, list) else [value]:
-        if high is None and isinstance(item, int | float) and abs(item) > LARGEST:
-            raise InputError(f"{head} at most {LARGEST:,} ({field.metadata['help']})")
-        if (low is not None and item < low) or (high is not None and item > high):
-            words = _range_words(low, high) + (f" {unit}" if unit else "")
-            raise InputError(f"{head} {words} ({field.metadata['help']})")
-        if choices and item not in choices:
-            listed = ", ".join(map(str, choices))
-            raise InputError(f"{head} one of {listed}{near(str(item), map(str, choices))}")
-
-
-def _range_words(low: float | None, high: float | None) -> str:
-    if high is None:
-        return f"at least {low}"
-    return f"at most {high}" if low is None else f"between {low} and {high}"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else text[:100] + "..."
-
-
-def check_names(cls: type[Params], values: Mapping[Any, Any], *, where: str = "") -> None:
-    """Raise an `InputError` with the near match for a name that is no parameter of `cls`."""
-    known = [field.name for field in dataclasses.fields(cls)]
-    for name in values:
-        if name in cls.renamed:
-            new, place = cls.renamed[name], f" in {where}" if where else ""
-            raise InputError(f"{cls.stage}: {name}{place} is now called {new}. Type {new} in its place.")
-        if name not in known:
-            place = (f" in {where}" if where else "") + near(str(name), known)
-            listed = ", ".join(known)
-            raise InputError(f"{cls.stage}: unknown parameter {_shown(name)}{place}. Parameters: {listed}.")
-
-
-def from_mapping(cls: type[P], values: Mapping[str, Any], *, where: str = "") -> P:
-    """Make parameters from names and values; an unknown name is an `InputError` with the near match."""
-    check_names(cls, values, where=where)
-    return cls(**values)

@@ -22,12 +22,12 @@ from dflash_lab.workbench.finished import (
 )
 from dflash_lab.workbench.kernel import enter_workspace
 from dflash_lab.workbench.launch import OK, output_notebook, run_notebook
-from dflash_lab.workbench.param_files import Given, known_names, read_given
+from dflash_lab.workbench.named_runs import PARAMS, check_owner, find_run
+from dflash_lab.workbench.param_files import Given, read_given
 from dflash_lab.workbench.progress import duration
 from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.replace import settle
 from dflash_lab.workbench.report import REPORT, write_index, write_report
-from dflash_lab.workbench.run_params import PARAMS, check_owner, find_run
 from dflash_lab.workbench.runs import leave_plan
 from dflash_lab.workbench.secrets import redact_tree
 
@@ -96,7 +96,7 @@ def plan(given: Given) -> list[tuple[str, Given]]:
 
 def _only_known(stage: str, given: Given) -> Given:
     """Keep the `-p` and `-r` values that this stage has a parameter for."""
-    known = known_names(params_class(stage))
+    known = params_class(stage).model_fields
     return dataclasses.replace(
         given,
         typed=[(name, text) for name, text in given.typed if name in known],
@@ -105,7 +105,7 @@ def _only_known(stage: str, given: Given) -> Given:
 
 
 def _refuse_names_of_no_stage(stages: list[str], given: Given) -> None:
-    known = {name for stage in stages for name in known_names(params_class(stage))}
+    known = {name for stage in stages for name in params_class(stage).model_fields}
     for name, _ in [*given.typed, *given.raw]:
         if name not in known:
             raise InputError(f"no stage has a parameter {name[:80]!r}{near(name, known)}.")

@@ -8,10 +8,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_lab.errors import InputError, near
-from dflash_lab.workbench.params import StageParams
+
+if TYPE_CHECKING:
+    from dflash_lab.workbench.params import StageParams
 
 PURPOSES = {
     "prepare": "turn conversations into tokenised samples with a loss mask",

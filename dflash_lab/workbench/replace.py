@@ -13,7 +13,7 @@ import ctypes
 import errno
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from dflash_lab.errors import StoreError
 from dflash_lab.file_errors import FileError
 from dflash_lab.files import atomic_path, make_folder, read_json, sync_folder, write_json
-from dflash_lab.locks import open_lock, wait_for_lock
+from dflash_lab.locks import waiting_lock
 
 JOURNAL = ".replacing.json"
 _LOCK = ".replacing.lock"
@@ -43,7 +43,7 @@ def replace(run: Path, moves: Iterable[Move], removed: Iterable[Path] = ()) -> N
     """Put each of `moves` that is there into its place and take `removed` away, as one change of the run's
     folder.
     """
-    with _locked(run):
+    with waiting_lock(run / _LOCK):
         _finish(run)  # of another shard, perhaps, that has moved the same
         wanted = [_entry(run, _on_one_disk(move)) for move in moves if move.new.exists()]
         write_json(
@@ -55,7 +55,7 @@ def replace(run: Path, moves: Iterable[Move], removed: Iterable[Path] = ()) -> N
 def settle(run: Path) -> None:
     """End a change that a killed process had begun. Costs nothing where there is none."""
     if (run / JOURNAL).exists():
-        with _locked(run):
+        with waiting_lock(run / _LOCK):
             _finish(run)
 
 
@@ -98,13 +98,6 @@ def _entry(run: Path, move: Move) -> dict[str, Any]:
         "place": os.path.relpath(place, run.resolve()),
     }
     return {**names, "whole": whole, "inode": new.stat().st_ino}
-
-
-@contextlib.contextmanager
-def _locked(run: Path) -> Iterator[None]:
-    with open_lock(run / _LOCK) as file:
-        wait_for_lock(file)
-        yield
 
 
 def _finish(run: Path) -> None:

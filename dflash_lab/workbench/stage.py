@@ -42,11 +42,11 @@ from dflash_lab.workbench.finished import (
 )
 from dflash_lab.workbench.kernel import in_kernel
 from dflash_lab.workbench.lock import stage_lock
+from dflash_lab.workbench.named_runs import check_owner, claim
 from dflash_lab.workbench.params import StageParams
 from dflash_lab.workbench.progress import Progress, ProgressCallback, StopFlag, Stopped, duration
 from dflash_lab.workbench.registry import result_class, run_function
 from dflash_lab.workbench.replace import replace, settle
-from dflash_lab.workbench.run_params import check_owner, claim
 from dflash_lab.workbench.secrets import RedactingFormatter, redact_tree
 
 UNSTOPPED_S = 20.0  # a stage that has not reached a report this long after SIGTERM is ended by force

@@ -5,16 +5,17 @@ again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash_lab.errors import LabError
 from dflash_lab.workbench.finished import RESULT, differences, older_rules, stale_after
+from dflash_lab.workbench.named_runs import NamedRun, find_run
 from dflash_lab.workbench.params import StageParams
 from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.replace import settle
-from dflash_lab.workbench.run_params import NamedRun, Typed, find_run, resolve
+from dflash_lab.workbench.run_params import Typed, resolve
 from dflash_lab.workbench.runs import folder_state
 
 
@@ -70,7 +71,7 @@ def _has(named: NamedRun, stage: str) -> bool:
 def _shards(stage: str, typed: Typed) -> Iterator[StageParams]:
     first = resolve(params_class(stage), typed)
     for shard in range(getattr(first, "num_shards", 1)):
-        yield replace(first, shard=shard) if hasattr(first, "shard") else first  # type: ignore[call-arg]
+        yield first.changed(shard=shard) if hasattr(first, "shard") else first
 
 
 def _state(params: StageParams) -> tuple[str, str]:

@@ -152,12 +152,11 @@ def main(path: str) -> None:
     """One process: train, and on rank 0 leave the report."""
     import torch.distributed as dist
 
-    from dflash_lab.workbench.params import from_mapping
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
     from dflash_lab.workbench.stages.train_here import train_here
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    params = from_mapping(TrainDrafterParams, json.loads(Path(path).read_bytes()))
+    params = TrainDrafterParams(**json.loads(Path(path).read_bytes()))
     try:
         report = train_here(params, stoppable(params))
     except Stop:

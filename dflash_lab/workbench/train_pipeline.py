@@ -7,7 +7,6 @@ its diary in `train_drafter/workers/` of the run's folder.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import socket
@@ -182,16 +181,15 @@ def _placed(values: dict[str, Any], side: str, number: int) -> TrainDrafterParam
     import torch
 
     from dflash_lab.target.loading import choose_device
-    from dflash_lab.workbench.params import from_mapping
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    params = from_mapping(TrainDrafterParams, values)
+    params = TrainDrafterParams(**values)
     if choose_device(params.device).type != "cuda":
-        return dataclasses.replace(params, device="cpu")
+        return params.changed(device="cpu")
     device = f"cuda:{getattr(params, side)[number]}"
     torch.cuda.set_device(device)
-    return dataclasses.replace(params, device=device)
+    return params.changed(device=device)
 
 
 def _free_port() -> int:

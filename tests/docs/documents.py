@@ -15,7 +15,7 @@ from pathlib import Path
 import papermill
 
 from dflash_lab.workbench import cli, commands
-from dflash_lab.workbench.param_files import known_names, read_given
+from dflash_lab.workbench.param_files import read_given
 from dflash_lab.workbench.pipeline import plan
 from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.status import run_status
@@ -119,7 +119,7 @@ def _check_lab(words: list[str]) -> None:
         given = commands._given(options)
         assert plan(given)
         for parameter, _ in [*given.typed, *given.raw]:
-            assert any(parameter in known_names(params_class(stage)) for stage in STAGES), parameter
+            assert any(parameter in params_class(stage).model_fields for stage in STAGES), parameter
     elif options.command in STAGES:
         read_given(params_class(options.command), commands._given(options))
 

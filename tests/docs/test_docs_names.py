@@ -8,7 +8,6 @@ from functools import cache
 import documents
 import pytest
 
-from dflash_lab.workbench.param_files import known_names
 from dflash_lab.workbench.registry import STAGES, params_class
 
 REPO = documents.REPO
@@ -58,5 +57,5 @@ def test_names_in_running_text_exist(page):
 def test_parameters_that_a_sentence_gives_are_some_stage_s(page):
     spans = re.findall(r"`(-p [^`\n]+)`", _FENCED.sub("", page.read_text(encoding="utf-8")))
     given = {name for span in spans for name in re.findall(r"-[pr] (\w+) ", f"{span} ")}
-    known = {name for stage in STAGES for name in known_names(params_class(stage))}
+    known = {name for stage in STAGES for name in params_class(stage).model_fields}
     assert given - known == set()

@@ -5,7 +5,6 @@ result. Prints the number of kills.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import importlib
 import os
@@ -74,7 +73,7 @@ def made(stage: str, run: Path, **values: Any) -> StageParams:
 def each_shard(stage: str, run: Path, **values: Any) -> list[StageParams]:
     first = made(stage, run, **values)
     return [
-        dataclasses.replace(first, shard=n) if stage == "extract" else first
+        first.changed(shard=n) if stage == "extract" else first
         for n in range(getattr(first, "num_shards", 1))
     ]
 
@@ -125,7 +124,7 @@ def main(case: str) -> None:
 
     def act(folder: Path) -> None:
         for params in each_shard(stage, goal, **new):
-            execute(dataclasses.replace(params, force=True))
+            execute(params.changed(force=True))
 
     def check(folder: Path) -> None:
         for name in ("result.json",):

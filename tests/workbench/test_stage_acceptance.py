@@ -44,7 +44,7 @@ def run_of(tiny_target, tmp_path_factory):
 def llama_result(run_of):
     target, run = run_of("llama")
     params = AcceptanceParams(run_dir=str(run), target=str(target), diagnose="always", force=True, **FAST)
-    return dataclasses.replace(params, force=False), execute(params)
+    return params.changed(force=False), execute(params)
 
 
 def test_states_come_from_the_target_where_the_store_is_that_of_a_trial(run_of, tmp_path, caplog):

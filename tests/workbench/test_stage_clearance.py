@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import subprocess
 from types import SimpleNamespace
@@ -222,10 +221,10 @@ def test_anchors_are_the_planners_where_none_are_given_and_stay_the_same(tiny_ta
     (params.folder / PLANNED).unlink()
     fewer = with_anchors(params).anchors
     assert 0 < fewer < 56 and fewer % 8 == 0
-    cleared = ask_training(dataclasses.replace(params, anchors=fewer), *rest_of(params), CPU, torch.float32)
+    cleared = ask_training(params.changed(anchors=fewer), *rest_of(params), CPU, torch.float32)
     assert not cleared.forced
     with pytest.raises(DoesNotFit):
-        ask_training(dataclasses.replace(params, anchors=fewer + 8), *rest_of(params), CPU, torch.float32)
+        ask_training(params.changed(anchors=fewer + 8), *rest_of(params), CPU, torch.float32)
     monkeypatch.setattr(machine, "device_budget_gib", lambda device: 1e-5)
     (params.folder / PLANNED).unlink()
     with pytest.raises(DoesNotFit, match="8 anchors"):
@@ -313,6 +312,6 @@ def test_the_gpu_of_a_head_is_asked_for_too(monkeypatch):
         DoesNotFit, match=r"cuda:1 is predicted to hold head of drafter-0 .*head and embedding"
     ):
         clear_processes(params)
-    clear_processes(dataclasses.replace(params, ignore_memory=True))
+    clear_processes(params.changed(ignore_memory=True))
     free["cuda:1"] = 10.0
     clear_processes(params)

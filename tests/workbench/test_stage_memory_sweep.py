@@ -1,6 +1,5 @@
 """memory_sweep: predictions hold against counted runs, tables load again, sliders answer, the sweep stops."""
 
-import dataclasses
 import json
 import re
 import threading
@@ -177,7 +176,7 @@ def test_on_a_cpu_the_points_that_fit_the_time_are_measured(
     assert f"the other {len(seen)} took {now[0]:.0f};" in told
     enough = int(re.search(r"-p measure_s (\d+) -p force True$", told)[1])
     assert enough >= now[0] + 0.01 * sum(sizes) and told in caplog.text
-    more = execute(dataclasses.replace(params, measure_s=enough, force=True))
+    more = execute(params.changed(measure_s=enough, force=True))
     assert more.figures["points_measured"] == 20 and "not_measured" not in more.figures
 
 
@@ -515,7 +514,7 @@ def test_on_a_device_the_plan_is_of_compiled_layers_beside_plain_ones(tmp_path, 
     params = params_for(tmp_path, tiny_target("llama"))
     inputs = sweep_inputs(params)
     assert inputs.training.compiled and not inputs.measured_step.compiled
-    assert sweep_inputs(replace(params, compile_steps=True)).measured_step == inputs.training
+    assert sweep_inputs(params.changed(compile_steps=True)).measured_step == inputs.training
     terms = term_frame(params, inputs).filter(what="training")
     peaks = {title: part["gib"].sum() for (title,), part in terms.group_by("title")}
     compiled, plain = sorted(peaks, key=len, reverse=True)

@@ -3,7 +3,6 @@ input."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shutil
@@ -78,7 +77,7 @@ def made(tmp_path, tiny_target):
 
 def again(params):
     """Run a finished stage once more, as a person who asks for it does."""
-    return execute(dataclasses.replace(params, force=True))
+    return execute(params.changed(force=True))
 
 
 def counts(figures):
@@ -599,7 +598,7 @@ def test_samples_of_older_mask_rules_are_refused_by_name(made, caplog):
     for stage in (extract, train):
         with pytest.raises(InputError, match=told):
             check_ready(stage)
-        check_ready(dataclasses.replace(stage, force=True))
+        check_ready(stage.changed(force=True))
 
 
 def test_the_date_that_templates_print_is_a_day(made):

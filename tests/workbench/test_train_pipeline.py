@@ -4,7 +4,6 @@ them ends the run with its traceback.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import resource
@@ -212,7 +211,7 @@ def test_a_pipeline_that_does_not_fit_is_refused_before_a_process_starts(
     record = json.loads((chosen.folder / "failure.json").read_text())
     assert {"drafter-0", "target-0", "target-1", "device"} <= set(record["details"]) and record["advice"]
     assert not (chosen.folder / "workers").exists()
-    figures = execute(dataclasses.replace(chosen, ignore_memory=True)).figures  # its processes find enough
+    figures = execute(chosen.changed(ignore_memory=True)).figures  # its processes find enough
     assert figures["target_predicted_peak_gib"] > 0 and figures["predicted_peak_gib"] > 0
 
 
@@ -276,9 +275,7 @@ def test_planned_anchors_leave_targets_their_memory(samples, tiny_target, tmp_pa
     monkeypatch.setattr(machine, "device_budget_gib", lambda device: budget_gib)
     counts = {}
     for targets in ([0], [0, 0]):
-        asked = dataclasses.replace(
-            chosen, run_dir=str(tmp_path / str(len(targets))), anchors=0, targets=targets
-        )
+        asked = chosen.changed(run_dir=str(tmp_path / str(len(targets))), anchors=0, targets=targets)
         planned = with_anchors(asked)
         clear_processes(planned)
         counts[len(targets)] = planned.anchors
@@ -334,7 +331,7 @@ def test_a_queue_too_large_is_refused_with_the_number_that_fits(samples, tiny_ta
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=room))
     with pytest.raises(InputError, match=r"5 queue_rows of 96 tokens from 2 targets .*Give queue_rows = 3\."):
         check_queue(chosen, torch.device("cpu"), 3, 64)
-    check_queue(dataclasses.replace(chosen, queue_rows=3), torch.device("cpu"), 3, 64)
+    check_queue(chosen.changed(queue_rows=3), torch.device("cpu"), 3, 64)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=each // 2))
     with pytest.raises(InputError, match="Give fewer context_tokens, targets or tap_ids"):
         check_queue(chosen, torch.device("cpu"), 3, 64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
@@ -15,7 +14,6 @@ from dflash_lab.workbench.advice import advice_for, details_of
 from dflash_lab.workbench.params import StageParams, param
 
 
-@dataclass(frozen=True, kw_only=True)
 class ToyParams(StageParams):
     stage: ClassVar[str] = "toy"
     max_batch: int = param(8, "batch")

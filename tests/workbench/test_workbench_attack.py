@@ -4,7 +4,6 @@ library's traceback is never the answer.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import sys
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 from dflash_lab.errors import InputError, LabError
 from dflash_lab.file_errors import FileError
-from dflash_lab.workbench.params import field_types, from_mapping
+from dflash_lab.workbench.params import about, field_types
 from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.stage import execute
 
@@ -66,11 +65,12 @@ ODD: list[Any] = [
 @given(data=st.data())
 def test_any_value_of_any_parameter_is_taken_or_refused_by_its_name(stage, data):
     cls = params_class(stage)
-    fields = [field.name for field in dataclasses.fields(cls)]
-    chosen = data.draw(st.lists(st.sampled_from([*fields, "shrad"]), min_size=1, max_size=3, unique=True))
+    chosen = data.draw(
+        st.lists(st.sampled_from([*cls.model_fields, "shrad"]), min_size=1, max_size=3, unique=True)
+    )
     values = {name: data.draw(st.sampled_from(ODD), label=name) for name in chosen}
     try:
-        made = from_mapping(cls, values)
+        made = cls(**values)
     except InputError as error:
         assert str(error).startswith(f"{stage}: "), error
         assert any(name in str(error) for name in chosen), error
@@ -80,9 +80,9 @@ def test_any_value_of_any_parameter_is_taken_or_refused_by_its_name(stage, data)
             assert isinstance(getattr(made, name), getattr(kinds[name], "__origin__", None) or kinds[name])
 
 
-def values_of(cls: type, field: dataclasses.Field) -> st.SearchStrategy:
+def values_of(cls: type, name: str) -> st.SearchStrategy:
     """Values that construction may take: the ends of the range, small numbers, every choice, odd paths."""
-    kind, declared = field_types(cls)[field.name], field.metadata
+    kind, declared = field_types(cls)[name], about(cls, name)
     low, high = declared.get("low"), declared.get("high")
     ends = [end for end in (low, high) if end is not None and abs(end) <= 4096]
     if declared.get("choices") and kind is str:
@@ -128,9 +128,9 @@ def ready(tmp_path_factory, tiny_target) -> dict[str, Any]:
 @given(data=st.data())
 def test_a_stage_runs_or_says_what_is_wrong(stage, data, ready, tmp_path_factory):
     cls = params_class(stage)
-    fields = [field for field in dataclasses.fields(cls) if field.name not in LEFT_OUT]
-    chosen = data.draw(st.lists(st.sampled_from(fields), min_size=1, max_size=3, unique_by=lambda f: f.name))
-    values = {field.name: data.draw(values_of(cls, field), label=field.name) for field in chosen}
+    fields = [name for name in cls.model_fields if name not in LEFT_OUT]
+    chosen = data.draw(st.lists(st.sampled_from(fields), min_size=1, max_size=3, unique=True))
+    values = {name: data.draw(values_of(cls, name), label=name) for name in chosen}
     run = Path(ready[stage]["run_dir"])
     own = tmp_path_factory.mktemp("own")
     for name in ("samples.parquet", "samples.json", "store", "drafter"):

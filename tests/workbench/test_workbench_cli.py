@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from dflash_lab.errors import InputError
 from dflash_lab.workbench import cli, kernel, launch
-from dflash_lab.workbench.papermill_words import literal
-from dflash_lab.workbench.param_files import Given, known_names, read_given
-from dflash_lab.workbench.params import defaults, from_mapping
+from dflash_lab.workbench.launch import literal
+from dflash_lab.workbench.param_files import Given, read_given
+from dflash_lab.workbench.params import defaults
 from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.run_params import from_notebook
 from dflash_lab.workbench.stages.extract import ExtractParams
@@ -69,7 +69,7 @@ def test_stage_help_lists_each_parameter_with_type_and_default(stage, capsys):
         cli.main([stage, "--help"])
     text = capsys.readouterr().out
     assert left.value.code == 0
-    for name in known_names(params_class(stage)):
+    for name in params_class(stage).model_fields:
         assert f"  {name} (" in text
     assert "default" in text and "--run RUN" in text
 
@@ -220,13 +220,17 @@ def test_an_earlier_name_of_a_parameter_is_told_with_the_one_of_today(tmp_path, 
     with pytest.raises(InputError, match=told):
         from_notebook(TrainDrafterParams, cell)
     with pytest.raises(InputError, match=told):
-        from_mapping(TrainDrafterParams, {"processes": 2})  # such as a launch.json of then
+        TrainDrafterParams(processes=2)  # such as a launch.json of then
 
 
 @pytest.mark.parametrize(
     ("lines", "typed", "words"),
     [
-        ("seed: 1\nlimit: 1.5\n", [], r"limit=1\.5: expected a whole number \(.*prepare\.yaml:2\)"),
+        (
+            "seed: 1\nlimit: 1.5\n",
+            [],
+            r"limit=1\.5: expected a whole number, got float 1\.5 \(.*prepare\.yaml:2\)",
+        ),
         ("limit: -1\n", [], r"limit=-1: must be at least 0 .*prepare\.yaml:1\)"),
         ('"force": maybe\n', [], r"force='maybe': expected true or false.*prepare\.yaml:1\)"),
         ('input: "\\ud800"\n', [], r"input=.*half of one \(.*prepare\.yaml:1\)"),
@@ -311,3 +315,15 @@ def test_workspace_is_found_from_the_notebooks_folder(tmp_path):
     (tmp_path / "params").mkdir()
     assert kernel.workspace(tmp_path / "notebooks" / "deep") == tmp_path
     assert kernel.workspace(tmp_path.parent) == tmp_path.parent
+
+
+@pytest.mark.parametrize("folder", ["", "notebooks"])
+@pytest.mark.parametrize("words", [["report", "nowhere"], ["runs"], ["runs", "--compare", "demo", "mine"]])
+def test_commands_about_runs_enter_the_workspace(tmp_path, monkeypatch, capsys, folder, words):
+    for name in ("notebooks", "params", "runs/demo", "runs/mine"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / folder)
+    code = cli.main(words)
+    said = capsys.readouterr()
+    assert Path.cwd() == tmp_path and code == (words[0] == "report"), said
+    assert "no such folder of runs" not in said.err

@@ -37,7 +37,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 from dflash_lab.workbench.params import StageParams, param
 
-@dataclass(frozen=True, kw_only=True)
 class PrepareParams(StageParams):
     stage: ClassVar[str] = "prepare"
     mode: str = param("work", "what to do")

@@ -119,14 +119,14 @@ def test_a_folder_where_a_disk_is_mounted_takes_what_is_made_within_it(run, monk
 
 
 def test_what_another_process_moved_meanwhile_is_no_error(run, monkeypatch):
-    wait = replacing.wait_for_lock
+    wait = replacing.waiting_lock
 
-    def other_first(file):
-        monkeypatch.setattr(replacing, "wait_for_lock", wait)
-        file.close()  # the other process has it
-        replace(run, moves(run))
+    def other_first(path):
+        monkeypatch.setattr(replacing, "waiting_lock", wait)
+        replace(run, moves(run))  # the other process has it
+        return wait(path)
 
-    monkeypatch.setattr(replacing, "wait_for_lock", other_first)
+    monkeypatch.setattr(replacing, "waiting_lock", other_first)
     replace(run, moves(run))
     assert (run / "store" / "a").read_text() == (run / "samples").read_text() == "new"
 

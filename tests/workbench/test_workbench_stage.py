@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -29,7 +28,6 @@ from dflash_lab.workbench.progress import Stopped
 from dflash_lab.workbench.replace import Move
 
 
-@dataclass(frozen=True, kw_only=True)
 class ToyParams(StageParams):
     stage: ClassVar[str] = "toy"
     steps: int = param(3, "steps", low=1)
@@ -115,11 +113,11 @@ def test_what_an_earlier_version_finished_is_finished(toy, params, monkeypatch):
     assert not finished.is_finished(params)  # an unknown name is another run
     monkeypatch.setattr(ToyParams, "renamed", {"rounds": "steps"})
     assert finished.is_finished(params)
-    assert not finished.is_finished(dataclasses.replace(params, steps=params.steps + 1))
+    assert not finished.is_finished(params.changed(steps=params.steps + 1))
     del result["parameters"]["rounds"]
     write_json(path, result)
-    default = dataclasses.replace(params, steps=3)
-    assert finished.is_finished(default) and not finished.is_finished(dataclasses.replace(params, steps=4))
+    default = params.changed(steps=3)
+    assert finished.is_finished(default) and not finished.is_finished(params.changed(steps=4))
 
 
 def files_of(run: Path) -> dict[str, bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -158,15 +157,15 @@ def test_two_runs_from_one_folder_leave_each_other_alone(workspace):
 
 def test_a_new_store_takes_its_place_with_its_last_shard(workspace):
     old = open_store("runs/mine/store").tap_ids
-    first = dataclasses.replace(given("extract", num_taps=2), force=True)
+    first = given("extract", num_taps=2).changed(force=True)
     with pytest.raises(WouldReplace, match="num_taps was 3, now 2"):
-        execute(dataclasses.replace(first, force=False))
+        execute(first.changed(force=False))
     execute(first)
     assert open_store("runs/mine/store").tap_ids == old
     assert read_json("runs/mine/extract-0/result.json")["parameters"]["num_taps"] == 3
     told = {row.folder: row.why for row in run_status("mine")}
     assert told["extract-0"] == "a new result waits for those of the other shards" and not told["extract-1"]
-    execute(dataclasses.replace(first, shard=1))
+    execute(first.changed(shard=1))
     assert len(open_store("runs/mine/store").tap_ids) == 2 and open_store("runs/mine/store").num_samples == 16
     for shard in range(2):
         assert is_finished(given("extract", num_taps=2, shard=shard))

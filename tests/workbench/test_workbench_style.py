@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import colorsys
 import json
-from dataclasses import dataclass
 from typing import ClassVar
 
 import IPython.display
@@ -17,7 +16,6 @@ from dflash_lab.workbench.figures import png, style
 from dflash_lab.workbench.params import StageParams
 
 
-@dataclass(frozen=True, kw_only=True)
 class ShowParams(StageParams):
     stage: ClassVar[str] = "show"
 

@@ -9,7 +9,6 @@ Measured costs tell the block size and the tree budget that pay; both are then d
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +20,6 @@ from dflash_lab.workbench.params import StageParams, param
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
 class AcceptanceParams(StageParams):
     """Parameters of `acceptance`."""
 

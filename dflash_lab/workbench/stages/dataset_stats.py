@@ -22,7 +22,6 @@ PLANNED = 1_000_000  # samples that the policies are compared on
 _TABLES = ("counts", "ecdf", "percentiles", "sources", "histogram", "tail", "policies", "lengths", "summary")
 
 
-@dataclass(frozen=True, kw_only=True)
 class DatasetStatsParams(StageParams):
     """What to measure, and the batching limits to compare policies at."""
 

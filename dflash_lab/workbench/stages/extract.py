@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 _EXAMINED = 64  # samples of the shard whose stored states are summed up for the figure
 
 
-@dataclass(frozen=True, kw_only=True)
 class ExtractParams(StageParams):
     """Parameters of `extract`."""
 
@@ -145,7 +144,7 @@ class ExtractParams(StageParams):
         results of shards beyond their count go then, too: their samples are in these.
         """
         renewed = self.new_store.exists()
-        shards = [replace(self, shard=shard) for shard in range(self.num_shards)]
+        shards = [self.changed(shard=shard) for shard in range(self.num_shards)]
         mine = [shard.folder for shard in shards]
         others = [path for path in self.run_folder.glob("extract-*") if path not in mine]
         gone = [path / name for path in others for name in (RESULT, FAILURE, LOCK) if (path / name).exists()]

@@ -52,7 +52,6 @@ STEP_SCHEMA = {"anchors": pl.Int64, "block_size": pl.Int64, **dict(list(POINT_SC
 Progress = Callable[..., None]
 
 
-@dataclass(frozen=True, kw_only=True)
 class MemorySweepParams(StageParams):
     """Parameters of `memory_sweep`."""
 

@@ -34,7 +34,6 @@ _PREVIEW_CHOICE = 256  # of so many
 _PREVIEW_TOKENS = 400
 
 
-@dataclass(frozen=True, kw_only=True)
 class PrepareParams(StageParams):
     """Where conversations come from, how they are rendered, and who writes the answers."""
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from dflash_lab.drafter.trainer import TrainReport
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainDrafterParams(StageParams):
     """Parameters of `train_drafter`."""
 

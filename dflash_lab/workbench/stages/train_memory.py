@@ -6,7 +6,6 @@ Anchors that were planned once are kept in the stage's folder, for a run that go
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +130,7 @@ def with_anchors(params: TrainDrafterParams) -> TrainDrafterParams:
         if type(anchors) is not int or anchors < 1:
             raise StoreError(f"{path}: no planned anchors. Put the file back, or remove it to plan again.")
         if planned.get("asked") == asked:
-            return dataclasses.replace(params, anchors=anchors)
+            return params.changed(anchors=anchors)
     sizes: dict[str, Any] = dict(context=params.context_tokens, cuda=device.type == "cuda", **options)
     budget_gib = _least_budget_gib(params, device, config, drafter)
     found = training_fits(config, drafter, budget_gib, anchors=8, margin=MARGIN + _SPARE, **sizes)
@@ -142,7 +141,7 @@ def with_anchors(params: TrainDrafterParams) -> TrainDrafterParams:
     logger.info("anchors = %d: the most that %.2f GiB are predicted to hold", anchors, budget_gib)
     params.folder.mkdir(parents=True, exist_ok=True)
     files.write_json(path, {"asked": asked, "anchors": anchors, "budget_gib": round(budget_gib, 3)})
-    return dataclasses.replace(params, anchors=anchors)
+    return params.changed(anchors=anchors)
 
 
 def _least_budget_gib(params: TrainDrafterParams, device: torch.device, config: Any, drafter: Any) -> float:
