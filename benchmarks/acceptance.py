@@ -27,14 +27,11 @@ import polars as pl
 import torch
 
 from dflash_lab import files, provenance
-from dflash_lab.acceptance.costs import median_ms
 from dflash_lab.acceptance.decode import plain_decode
-from dflash_lab.acceptance.evaluate import Evaluator
-from dflash_lab.acceptance.evaluation import Evaluation
-from dflash_lab.acceptance.live import sample_items
-from dflash_lab.acceptance.methods import Method
-from dflash_lab.acceptance.offline import offline
-from dflash_lab.acceptance.static_decode import StaticDecoder, Workspace
+from dflash_lab.acceptance.evaluate import Evaluator, median_ms
+from dflash_lab.acceptance.fixed_shapes import Method, StaticDecoder, Workspace
+from dflash_lab.acceptance.offline import offline, sample_items
+from dflash_lab.acceptance.results import Evaluation
 from dflash_lab.acceptance.tree import tree_from_logits
 from dflash_lab.errors import InputError
 from dflash_lab.workbench.stages.acceptance import AcceptanceParams
@@ -114,7 +111,7 @@ def offline_rate(lab: Evaluator, samples: Path, most: int, seconds: float) -> di
     items = sample_items(lab.target, lab.drafter.config.tap_ids, samples, [], extra=most, heldout_only=False)
     while done < len(items) and time.perf_counter() - start < seconds:
         part = items[done : done + 32]
-        report = offline(part, lab.target.head, lab.drafter, budgets=lab.params.budgets)
+        report = offline(part, lab.target.head, lab.drafter, budgets=lab.settings.budgets)
         done, anchors = done + len(part), anchors + len(report.anchors)
     spent = time.perf_counter() - start
     return {
@@ -151,7 +148,7 @@ def study(args: argparse.Namespace, name: str, **other: Any) -> tuple[Evaluator,
         seed=args.seed,
     )
     start = time.perf_counter()
-    lab = Evaluator(AcceptanceParams(**{**options, **other}))
+    lab = Evaluator(AcceptanceParams(**{**options, **other}).settings())
     found = lab.evaluate()
     log.info("%s: %.1f s", name, time.perf_counter() - start)
     return lab, found

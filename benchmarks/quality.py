@@ -39,7 +39,7 @@ from result_file import told
 from dflash_lab import files, provenance
 from dflash_lab.acceptance.offline import offline
 from dflash_lab.acceptance.prompts import choose, heldout_prompts
-from dflash_lab.acceptance.tau import Tau, summarize
+from dflash_lab.acceptance.results import Tau, summarize
 from dflash_lab.data.samples import read_provenance
 from dflash_lab.drafter.checkpoint import load_checkpoint, save_checkpoint
 from dflash_lab.drafter.live import LiveItems

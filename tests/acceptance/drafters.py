@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from dflash_lab.acceptance.decode import Draft
 from dflash_lab.acceptance.offline import Context
-from dflash_lab.acceptance.proposals import Draft
 from dflash_lab.acceptance.tree import DraftTree
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.model import Drafter

@@ -8,12 +8,10 @@ import pytest
 import torch
 from drafters import overfit, random_drafter, second_drafter
 
-from dflash_lab.acceptance.decode import decode, plain_decode
+from dflash_lab.acceptance.decode import Proposer, TargetRun, decode, plain_decode
+from dflash_lab.acceptance.evaluate import token_class
 from dflash_lab.acceptance.offline import answer_segments, offline
-from dflash_lab.acceptance.offline_report import OfflineReport
-from dflash_lab.acceptance.proposals import Proposer
-from dflash_lab.acceptance.study import token_class
-from dflash_lab.acceptance.target_run import TargetRun
+from dflash_lab.acceptance.results import OfflineReport
 from dflash_lab.data.items import FeatureItem
 from dflash_lab.errors import InputError
 
@@ -220,9 +218,8 @@ def test_expected_acceptance_under_sampling_equals_simulation(loaded):
     """At one anchor of a one-token draft the expectation is 1 - TV, which simulated rejection sampling
     must meet.
     """
-    from dflash_lab.acceptance.live import answered_items
-    from dflash_lab.acceptance.rejection import probabilities, verify_sampled
-    from dflash_lab.acceptance.study import Study
+    from dflash_lab.acceptance.decode import Study, probabilities, verify_sampled
+    from dflash_lab.acceptance.offline import answered_items
     from dflash_lab.target.choice import draw
 
     target = loaded("llama")

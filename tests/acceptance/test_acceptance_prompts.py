@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from dflash_lab.acceptance.evaluate import next_turn
 from dflash_lab.acceptance.prompts import (
     Prompt,
     check_vocabulary,
@@ -20,7 +21,6 @@ from dflash_lab.acceptance.prompts import (
     load_prompts,
     split_dev,
 )
-from dflash_lab.acceptance.study import next_turn
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.errors import InputError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dflash_lab.acceptance.tau import bootstrap, compare, summarize
+from dflash_lab.acceptance.results import bootstrap, compare, summarize
 from dflash_lab.errors import InputError
 
 

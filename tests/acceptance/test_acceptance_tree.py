@@ -13,8 +13,15 @@ from drafters import chain_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_lab.acceptance.tree import build_tree, marginal_edges, tree_from_logits, with_chain
-from dflash_lab.acceptance.tree_rank import NEVER, accepted_by_budget, path_ranks
+from dflash_lab.acceptance.tree import (
+    NEVER,
+    accepted_by_budget,
+    build_tree,
+    marginal_edges,
+    path_ranks,
+    tree_from_logits,
+    with_chain,
+)
 from dflash_lab.errors import InputError
 
 

@@ -8,9 +8,7 @@ from drafters import chain_tree, close, oracle, random_drafter, same_law, second
 from support.tiny_targets import build_tiny
 
 from dflash_lab.acceptance import decode as decode_module
-from dflash_lab.acceptance.decode import decode, plain_decode
-from dflash_lab.acceptance.proposals import Proposer
-from dflash_lab.acceptance.target_run import TargetRun
+from dflash_lab.acceptance.decode import Proposer, TargetRun, decode, plain_decode
 from dflash_lab.acceptance.tree import tree_from_logits
 from dflash_lab.errors import UnsupportedTarget
 from dflash_lab.target.loading import load_target

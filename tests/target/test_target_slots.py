@@ -14,8 +14,7 @@ from support.draws import assert_follows
 
 from dflash_lab.target.generation import generate
 from dflash_lab.target.loading import load_target
-from dflash_lab.target.slot_norms import few_kernels
-from dflash_lab.target.slots import generate_in_slots, takes_slots
+from dflash_lab.target.slots import few_kernels, generate_in_slots, takes_slots
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 LENGTHS = (5, 30, 9, 66, 5, 33, 1, 24, 25)

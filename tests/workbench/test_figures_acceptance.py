@@ -7,9 +7,7 @@ import json
 import polars as pl
 import pytest
 
-from dflash_lab.acceptance.evaluation import Evaluation
-from dflash_lab.acceptance.offline_report import OfflineReport
-from dflash_lab.acceptance.whatif import Costs
+from dflash_lab.acceptance.results import Costs, Evaluation, OfflineReport
 from dflash_lab.workbench.figures import acceptance as figures
 from dflash_lab.workbench.figures import acceptance_speed as speed
 from dflash_lab.workbench.figures import acceptance_text as text
