@@ -13,7 +13,7 @@ import polars as pl
 import torch
 
 from dflash_lab.acceptance.decode import Proposer, TargetRun
-from dflash_lab.acceptance.offline import Context, answer_segments
+from dflash_lab.acceptance.offline import answer_segments, blocks_at, context_of
 from dflash_lab.data.items import FeatureItem
 from dflash_lab.data.samples import read_provenance
 from dflash_lab.drafter.config import resolve_mask_token_id
@@ -361,7 +361,7 @@ class Case:
         hits = total = 0
         for index, (ids, segments) in enumerate(zip(self.ids, self.segments)):
             states = self.live_taps(index) if taps is None else taps(index)
-            context = Context(self.drafter, states)
+            context = context_of(self.drafter, states)
             places = [a for start, stop in segments for a in range(max(start, 1), stop - 1 - label_shift)][
                 :anchors
             ]
@@ -372,7 +372,7 @@ class Case:
             )
             block = block.to(ids.device)
             block[:, 0] = ids[places]
-            hidden = context.blocks(places, self.head.embed(block), visible_shift=context_shift)[:, 1]
+            hidden = blocks_at(context, places, self.head.embed(block), visible_shift=context_shift)[:, 1]
             best = self.drafter.logits(hidden.to(self.head.weight.dtype), self.head.weight).argmax(-1)
             hits += int((best == ids[[a + 1 + label_shift for a in places]]).sum())
             total += len(places)

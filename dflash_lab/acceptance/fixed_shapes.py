@@ -35,7 +35,8 @@ from dflash_lab.acceptance.decode import (
 )
 from dflash_lab.acceptance.tree import Choices, LevelTree, TreePlan, best_tree, plan_build
 from dflash_lab.cuda_graphs import Call, captured, new_pool
-from dflash_lab.drafter.attention import BlockLayout, Segment, dense_attend
+from dflash_lab.drafter.attention import BlockLayout, Segment
+from dflash_lab.drafter.cache import run_blocks
 from dflash_lab.drafter.model import ContextKeys, Drafter, RMSNorm, rotate
 from dflash_lab.errors import UnsupportedTarget
 from dflash_lab.target.kv_cache import StaticCache, additive_mask, run_cached
@@ -495,9 +496,5 @@ class StaticContext:
             (Segment(0, self.capacity, 0, 1),),
             len(embeddings),
         )
-        attends = dense_attend(layout)
-        h = self.drafter.scaled(embeddings).to(self.store.dtype)[None]
-        angles = self.drafter.angles(layout.slot_positions, h.dtype)
-        for index, layer in enumerate(self.drafter.blocks()):
-            h = layer(h, angles, ContextKeys(self.store[0, index], self.store[1, index]), attends(layer.mask))
-        return self.drafter.norm(h)[0]
+        contexts = map(ContextKeys, *self.store)
+        return run_blocks(self.drafter, embeddings[None], layout, contexts)[0]

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -27,9 +27,10 @@ from dflash_lab.acceptance.settings import EvaluationSettings
 from dflash_lab.acceptance.tree import accepted_by_budget
 from dflash_lab.data.items import FeatureItem
 from dflash_lab.data.samples import provenance_path, read_provenance, scan_samples
-from dflash_lab.drafter.attention import dense_attend, row_layout
+from dflash_lab.drafter.attention import row_layout
+from dflash_lab.drafter.cache import DraftCache
 from dflash_lab.drafter.live import SampleItems
-from dflash_lab.drafter.model import ContextKeys, Drafter
+from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.manifest import trial_of
 from dflash_lab.extraction.store import FeatureStore, open_store
@@ -81,7 +82,7 @@ def offline(
             continue
         ids = item.input_ids.to(head.weight.device).long()
         segments = answer_segments(item.loss_mask)
-        context = Context(drafter, item.taps.to(head.weight.device)) if segments else None
+        context = context_of(drafter, item.taps.to(head.weight.device)) if segments else None
         for start, stop in segments:
             assert context is not None
             teacher = _teacher(item, head, start, stop) if temperatures else None
@@ -109,33 +110,27 @@ def answer_segments(loss_mask: torch.Tensor) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop in runs if stop - start >= 2]
 
 
-class Context:
-    """A document's context keys and values, from which blocks are drafted at any of its positions."""
+def context_of(drafter: Drafter, taps: torch.Tensor) -> DraftCache:
+    """Return a document's context keys and values, from which blocks are drafted at any of its positions."""
+    context = DraftCache(drafter, len(taps))
+    context.extend(taps)
+    return context
 
-    def __init__(self, drafter: Drafter, taps: torch.Tensor) -> None:
-        self.drafter = drafter
-        self.length = len(taps)
-        ctx = drafter.context(taps.to(drafter.fc.weight.dtype))
-        angles = drafter.angles(torch.arange(self.length, device=taps.device), ctx.dtype)
-        layers: Any = drafter.layers
-        self._contexts = [ContextKeys(*layer.self_attn.keys_values(ctx, angles)) for layer in layers]
 
-    def blocks(self, anchors: list[int], embeddings: torch.Tensor, *, visible_shift: int = 0) -> torch.Tensor:
-        """Hidden states [A, B, H] of blocks at `anchors` (rising), from raw embedding rows [A, B, H].
+def blocks_at(
+    context: DraftCache, anchors: list[int], embeddings: torch.Tensor, *, visible_shift: int = 0
+) -> torch.Tensor:
+    """Hidden states [A, B, H] of blocks at `anchors` (rising), from raw embedding rows [A, B, H].
 
-        visible_shift: let blocks see that many more context positions than those before their anchor (a
-        diagnosis).
-        """
-        layout = row_layout([anchors], [self.length], embeddings.shape[1])
-        layout = layout.map(lambda index: index.to(embeddings.device))
-        angles = self.drafter.angles(layout.slot_positions, self.drafter.fc.weight.dtype)
-        if visible_shift:
-            layout = replace(layout, anchors=layout.anchors + visible_shift)
-        attends = dense_attend(layout)
-        h = self.drafter.scaled(embeddings).to(self.drafter.fc.weight.dtype)
-        for layer, context in zip(self.drafter.blocks(), self._contexts):
-            h = layer(h, angles, context, attends(layer.mask))
-        return self.drafter.norm(h)
+    visible_shift: let blocks see that many more context positions than those before their anchor (a
+    diagnosis).
+    """
+    layout = row_layout([anchors], [context.length], embeddings.shape[1])
+    layout = layout.map(lambda index: index.to(embeddings.device))
+    if visible_shift:
+        # Where the slots stand stays; only what they see moves.
+        layout = replace(layout, anchors=layout.anchors + visible_shift)
+    return context.blocks(embeddings, layout)
 
 
 class _Plan(NamedTuple):
@@ -159,7 +154,7 @@ def _teacher(item: FeatureItem, head: TargetHead, start: int, stop: int) -> torc
 
 
 def _answer(
-    context: Context,
+    context: DraftCache,
     head: TargetHead,
     ids: torch.Tensor,
     start: int,
@@ -180,7 +175,7 @@ def _answer(
         labels = padded[anchors[:, None] + torch.arange(1, size, device=ids.device)]  # [A, L], -1: past end
         block = torch.full((len(anchors), size), drafter.config.mask_token_id, device=ids.device)
         block[:, 0] = ids[anchors]
-        hidden = context.blocks(anchors.tolist(), head.embed(block))[:, 1:].to(head.weight.dtype)
+        hidden = blocks_at(context, anchors.tolist(), head.embed(block))[:, 1:].to(head.weight.dtype)
         logits = drafter.logits(hidden, head.weight)
         columns, seen = _compare(drafter, hidden, logits, block[:, 0], labels, plan)
         if teacher is not None:

@@ -126,23 +126,24 @@ def generate_in_slots(
         return []
     rows = min(slots, len(prompts))
     state = _Slots.fill(prompts, max_new_tokens, rows, target.device)
-    cache = StaticCache(target, rows, state.text.shape[1])
-    cache.cells = state.position[:, None]
+    with few_kernels(target.body):
+        cache = StaticCache(target, rows, state.text.shape[1])
+        cache.cells = state.position[:, None]
 
-    def step() -> None:
-        tokens = state.text[state.job, state.position].long()[:, None]
-        normed = run_cached(target, cache, tokens, cache.cells)
-        logits = target.head.logits(normed[:, -1])
-        state.take(choose(logits, temperature, generator), stop)
+        def step() -> None:
+            tokens = state.text[state.job, state.position].long()[:, None]
+            normed = run_cached(target, cache, tokens, cache.cells)
+            logits = target.head.logits(normed[:, -1])
+            state.take(choose(logits, temperature, generator), stop)
 
-    with _attention(target), few_kernels(target.body):
-        run = captured(step, target.device, generator=generator)
-        state.start()  # what recording did is for nothing
-        while (done := int(state.finished)) < len(prompts):
-            if progress is not None:
-                progress("generate", done, len(prompts))
-            for _ in range(STEPS_A_LOOK):
-                run()
+        with _attention(target):
+            run = captured(step, target.device, generator=generator)
+            state.start()  # what recording did is for nothing
+            while (done := int(state.finished)) < len(prompts):
+                if progress is not None:
+                    progress("generate", done, len(prompts))
+                for _ in range(STEPS_A_LOOK):
+                    run()
     if progress is not None:
         progress("generate", len(prompts), len(prompts))
     texts, ends = state.text.cpu().numpy(), state.ends.tolist()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from dflash_lab.acceptance.decode import Draft
-from dflash_lab.acceptance.offline import Context
 from dflash_lab.acceptance.tree import DraftTree
+from dflash_lab.drafter.attention import row_layout
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.model import Drafter
 
@@ -103,8 +104,10 @@ def overfit(
             block[:, 0] = ids[anchors]
             padded = torch.cat([ids, ids.new_full((size + label_shift,), -100)])
             labels = padded[torch.tensor(anchors)[:, None] + torch.arange(1, size) + label_shift]
-            context = Context(drafter, item.taps.float())
-            hidden = context.blocks(anchors, target.head.embed(block), visible_shift=visible_shift)[:, 1:]
+            layout = row_layout([anchors], [len(ids)], size)
+            if visible_shift:
+                layout = replace(layout, anchors=layout.anchors + visible_shift)
+            hidden = drafter(target.head.embed(block), item.taps.float(), layout, "dense")[:, 1:]
             logits = drafter.logits(hidden, target.head.weight)
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
             optimizer.zero_grad()
