@@ -73,8 +73,8 @@ def offline_taus(data: Path, folder: Path, model: str, device: torch.device, mos
             data / f"{name}.parquet", target, tap_ids=list(drafter.config.tap_ids), context_tokens=1024
         )
         few = (items[i] for i in range(min(most, len(items))))
-        report = offline(few, target.head, drafter, budgets=(), top_k=(), chunk_elements=1 << 28)
-        found[name] = described(report.tau(limit=MEASURED_TOKENS))
+        report = offline(few, target.head, drafter, budgets=(), top_k=())
+        found[name] = described(summarize(report.rounds(limit=MEASURED_TOKENS)))
     return found
 
 

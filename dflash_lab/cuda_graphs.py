@@ -28,9 +28,6 @@ def captured(
     """
     if device.type != "cuda":
         return call
-    graph = torch.cuda.CUDAGraph()
-    if generator is not None:
-        graph.register_generator_state(generator)
     with torch.cuda.device(device):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -38,6 +35,9 @@ def captured(
             for _ in range(2):  # kernels choose tiles and allocate workspaces first, which a capture forbids
                 call()
         torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        if generator is not None:
+            graph.register_generator_state(generator)
         # A prefetch thread may pin memory meanwhile, which a recording of all threads would not survive.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             call()

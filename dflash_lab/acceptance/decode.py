@@ -48,6 +48,7 @@ from dflash_lab.target.spans import FULL, besides
 from dflash_lab.target.taps import Taps
 
 PHASES = ("draft", "build", "verify", "commit")
+PATHS_A_FORWARD = 64  # rows of a batch that verifies a tree path by path, a cache copy each
 
 
 class Round(NamedTuple):
@@ -658,11 +659,11 @@ class TargetRun:
         mask = additive_mask(torch.cat([before, seen], dim=1), self.target.dtype)
         return self._forward(tokens, positions, mask[None, None])
 
-    def step_paths(self, root: torch.Tensor, tree: DraftTree, *, most_rows: int = 64) -> Step:
+    def step_paths(self, root: torch.Tensor, tree: DraftTree) -> Step:
         """Like `step_tree`, for any target: every root-to-leaf path is a row of a batch with its own copy of
         the cache.
 
-        Costs the sum of the path lengths and a cache copy a row, at most `most_rows` at a time. The
+        Costs the sum of the path lengths and a cache copy a row, at most `PATHS_A_FORWARD` at a time. The
         sequence's own cache is left alone: settle with `commit_path`.
         """
         paths = tree.leaf_paths() or [[]]
@@ -675,7 +676,7 @@ class TargetRun:
         positions = self.length + torch.arange(width, device=root.device)
         own, normed, taps = self.cache, [], []
         try:
-            for rows in table.split(most_rows):
+            for rows in table.split(PATHS_A_FORWARD):
                 self.cache = select_rows(own, torch.zeros(len(rows), dtype=torch.long, device=root.device))
                 step = self._batch(nodes[rows].to(root.device), positions.expand(len(rows), -1))
                 normed.append(step.normed)

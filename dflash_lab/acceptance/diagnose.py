@@ -1,5 +1,4 @@
 """Why offline and decoded tau disagree, or why tau is far below training accuracy: every known cause checked.
-
 People have trained to 70 % accuracy and served a tau of 1.02 with each of these faults.
 """
 
@@ -33,13 +32,12 @@ def diagnose(
     *,
     samples: Path | None = None,
     thinking: bool | None = None,
-    max_items: int = 4,
     progress: Callable[..., None] | None = None,
 ) -> list[Check]:
-    """Run every check on the first `max_items` items; `samples` is the file whose provenance names a
+    """Run every check on the first four items; `samples` is the file whose provenance names a
     template, `thinking` how prompts were rendered that are not from it.
     """
-    case = Case(target, drafter, list(items[:max_items]))
+    case = Case(target, drafter, list(items[:4]))
     checks = [
         greedy_answers,
         lambda case: rendered_alike(case.target, samples, thinking),
@@ -77,13 +75,13 @@ def checks_frame(checks: Sequence[Check]) -> pl.DataFrame:
 
 
 # ---- The known causes, one check each --------------------------------------------------------------------
-# The known causes of a low or disagreeing tau, one check each.
 # Each check computes something on the target, drafter and items at hand and compares it with what would hold
 # if its cause were absent; none reads a setting and guesses.
 
 
 _ON = {True: "on", False: "off", None: "not recorded"}
 FINE, SUSPECT, SKIPPED = "fine", "suspect", "not checked"
+MOST_ANCHORS = 48  # of an item
 MARGIN = 0.05  # by how much a wrong variant must be more accurate at slot 1 to be named the cause
 
 
@@ -313,7 +311,7 @@ def draft_cache(case: Case) -> Check:
 
 
 # ---- What the checks look at -----------------------------------------------------------------------------
-# What the diagnosis looks at: live states of a few items, and drafts in any variant of drafting.
+# Live states of a few items, and drafts in any variant of drafting.
 
 
 class Case:
@@ -350,7 +348,6 @@ class Case:
         mask: int | None = None,
         context_shift: int = 0,
         label_shift: int = 0,
-        anchors: int = 48,
     ) -> float:
         """Return how often slot 1's best token is the answer's, in one variant of drafting (the default is
         ours).
@@ -363,7 +360,7 @@ class Case:
             states = self.live_taps(index) if taps is None else taps(index)
             context = context_of(self.drafter, states)
             places = [a for start, stop in segments for a in range(max(start, 1), stop - 1 - label_shift)][
-                :anchors
+                :MOST_ANCHORS
             ]
             if not places:
                 continue

@@ -1,5 +1,5 @@
-"""The work of the stage `acceptance`, step by step; torch is imported here, so this module is loaded only
-to run it.
+"""The work of the stage `acceptance`, step by step: prompts are decoded one after the other in each way, the
+outcomes are held against each other and against the offline metrics, and rounds are timed.
 """
 
 from __future__ import annotations
@@ -346,8 +346,7 @@ class Evaluator:
 
 
 # ---- Prompts one after the other -------------------------------------------------------------------------
-# Decode a set of prompts one after the other, as the published protocol does, and keep what figures need as
-# tables.
+# As the published protocol does; what figures need is kept as tables.
 # `plain` comes first; every speculative run is held against it token for token. Under greedy choice the two
 # must be equal; where they are not, the margin between the target's two best tokens at the first difference
 # tells a tie (numerics of another kernel or batch shape decided it) from a fault.
@@ -625,7 +624,7 @@ def compare_taus(
 
 
 # ---- Which block size and tree budget pay ----------------------------------------------------------------
-# Which block size and which tree budget pay on this machine: chosen on a dev part of the answers, reported
+# Chosen on a dev part of the answers, reported
 # on the rest.
 
 
@@ -633,7 +632,7 @@ BLOCK_SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 class Operating(NamedTuple):
-    """`costs`: see `costs.measure_costs`. `points`: expected speed-up of each block size and budget by the
+    """`costs`: see `measure_costs`. `points`: expected speed-up of each block size and budget by the
     dev part's tau, best first. `budgets`: `part`, `budget`, `tau`, `low`, `high`. `block_size`, `budget`
     (0: no tree measured): the best.
     """
@@ -743,7 +742,7 @@ def speed_sentence(study: Study, size: int, plain_ms: float) -> str:
 
 
 # ---- What a round costs on this machine ------------------------------------------------------------------
-# What a round costs on this machine: a target step by its width, a draft by its block size, a tree by its
+# A target step by its width, a draft by its block size, a tree by its
 # budget.
 # A speed-up is tau over cost, so these few milliseconds decide whether a longer block or a larger tree pays.
 # Each is the median of a few repeats after one warm-up, with the device drained around it.
@@ -785,7 +784,7 @@ def measure_costs(
     size), ``build``.
 
     A step includes choosing the tokens and forgetting them all again. On a hybrid target keeping some of them
-    runs those once more, which costs another step of their width (see `whatif.round_ms`).
+    runs those once more, which costs another step of their width (see `results.round_ms`).
     on_point(done, total) is called before every point.
     """
     head = target.head
@@ -867,7 +866,7 @@ def measure_fixed_costs(
 
 
 # ---- Under which rules a tau was measured ----------------------------------------------------------------
-# Under which rules a tau was measured. Two taus may be compared only when these agree.
+# Two taus may be compared only when these agree.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,7 +127,6 @@ class Methods:
 
 
 # ---- Rounds launched ahead, their records read late ------------------------------------------------------
-# Greedy decoding on fixed shapes: rounds launched ahead, their records read late.
 # The host's part of a round is to see what it decided, append it and look for a stop token. It does so while
 # the device is at work on the next round already, so the device never waits for it: one wait a round, for a
 # round that has long been launched after. The price is one round too many at a stop token.
@@ -285,7 +284,7 @@ def _outcome(record: list[int], tree: bool) -> Verdict:
 
 
 # ---- A round whose every step is a CUDA graph ------------------------------------------------------------
-# A round of decoding whose every step is a CUDA graph: draft, build a tree, verify, commit.
+# Draft, build a tree, verify, commit.
 # Everything a round needs of the one before stays on the device: how many tokens are committed, the anchor,
 # the tap states that the drafter has not taken in yet. Nothing is looked at from the host, so rounds can be
 # launched one after the other; each leaves a record of what it decided. Shapes are fixed by block size, tree

@@ -1,9 +1,5 @@
 """Acceptance from stored answers, with no target forward: draft a block at every answer token and compare.
-
-The tapped states in the feature store are all that a drafter needs of the target, and the stored answer is
-what the target would have said (exactly so when it was generated greedily). One document's context keys and
-values are computed once; its anchors are then drafted in chunks that keep the logits [chunk, B-1, V] within a
-fixed number of elements.
+Below it, which answers an evaluation looks at, and where the states come from.
 """
 
 from __future__ import annotations
@@ -41,6 +37,7 @@ from dflash_lab.target.taps import Taps
 logger = logging.getLogger(__name__)
 BUDGETS = (16, 32, 64, 128, 256, 512, 1024)
 TOP_K = (1, 2, 4, 8, 16)
+CPU_ELEMENTS, CUDA_ELEMENTS = 1 << 25, 1 << 27  # logits held at once: 128 and 512 MiB of fp32
 Columns = dict[str, np.ndarray]
 
 
@@ -54,14 +51,18 @@ def offline(
     budgets: Sequence[int] = BUDGETS,
     top_k: Sequence[int] = TOP_K,
     temperatures: Sequence[float] = (),
-    chunk_elements: int = 0,
     on_item: Callable[[int], None] | None = None,
 ) -> OfflineReport:
     """Draft at every answer token of `items` and return the report. Runs on the drafter's device.
 
+    The tapped states in the feature store are all that a drafter needs of the target, and the stored answer
+    is what the target would have said (exactly so when it was generated greedily). One document's context
+    keys and values are computed once; its anchors are then drafted in chunks that keep the logits [chunk,
+    B-1, V] within a fixed number of elements.
+
     temperatures: also give the expected accepted drafts of rejection sampling at these temperatures, sum over
     k of prod over j <= k of (1 - TV(p_j, q_j)), from the items' final states; plain DFlash only.
-    chunk_elements: logits held at once; 0: 128 MiB of fp32, on CUDA 512 MiB. on_item(tokens) is called after
+    on_item(tokens) is called after
     each item. An item with states that are not numbers is named in the log and left out. Raises `InputError`
     when no item has an answer of at least two tokens.
     """
@@ -73,8 +74,8 @@ def offline(
         raise InputError(
             "temperatures: expected acceptance is known for plain DFlash drafts only, not DFlash 2's."
         )
-    chunk_elements = chunk_elements or 1 << (27 if head.weight.is_cuda else 25)
-    chunk = max(1, chunk_elements // ((size - 1) * head.weight.shape[0] * (2 if temperatures else 1)))
+    elements = CUDA_ELEMENTS if head.weight.is_cuda else CPU_ELEMENTS
+    chunk = max(1, elements // ((size - 1) * head.weight.shape[0] * (2 if temperatures else 1)))
     frames, counts, answers = [], np.zeros((4, size - 1), np.int64), 0
     for item in items:
         if not all(states.isfinite().all() for states in (item.taps, item.final) if states is not None):
@@ -295,7 +296,6 @@ def _frame(columns: Columns, sample: str, answer: int, start: int, stop: int) ->
 
 
 # ---- The answers that are looked at, and where they come from --------------------------------------------
-# The answers that offline metrics look at, with the target's states: where they come from.
 # Held-out samples have stored answers; their states are read from the feature store, or made by the target
 # now where nothing was extracted. Prompts without an answer take what plain decoding has just said.
 
@@ -385,8 +385,7 @@ class Answers:
 
 
 # ---- Items from a store, or with states made now ---------------------------------------------------------
-# Items for the offline metrics: from a feature store, or with states that the target makes now, of stored
-# samples or of answers that were just decoded.
+# Of stored samples, or of answers that were just decoded.
 
 
 PASS_TOKENS = 8192  # padded tokens of one forward over several texts, on CUDA
@@ -505,17 +504,16 @@ def sample_items(
     hashes: Sequence[str],
     *,
     extra: int = 0,
-    heldout_only: bool = True,
 ) -> TextItems:
-    """Return the samples of a file with these hashes, in that order, then up to `extra` other held-out ones
-    (or any), with states of the target: what `stored_items` reads from a store.
+    """Return the samples of a file with these hashes, in that order, then up to `extra` other held-out ones,
+    with states of the target: what `stored_items` reads from a store.
     """
     chosen = SampleItems(samples, target.hidden_size, list(tap_ids))
     chosen.check_vocabulary(target.vocab_size)
     number = {name: index for index, name in enumerate(chosen.hashes)}
     indices = [number[name] for name in hashes]
     taken = set(indices)
-    others = np.flatnonzero(chosen.heldout) if heldout_only else np.arange(len(chosen.hashes))
-    indices += [i for i in others.tolist() if i not in taken][:extra]
+    others = np.flatnonzero(chosen.heldout).tolist()
+    indices += [i for i in others if i not in taken][:extra]
     bare = [chosen.bare(index) for index in indices]
     return TextItems(target, tap_ids, [(item.hash, item.input_ids, item.loss_mask) for item in bare])

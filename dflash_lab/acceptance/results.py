@@ -1,5 +1,5 @@
-"""What an evaluation of a drafter found, on disk and in memory. No torch here: figures and reports read it
-alone.
+"""What an evaluation of a drafter found, and how its numbers are made: tau, the offline report, the expected
+speed-up. No torch here: figures and sliders read it alone.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import polars as pl
 from dflash_lab import files
 from dflash_lab.errors import InputError
 
+LEVEL, DRAWS = 0.95, 2000  # of bootstrap intervals
+TYPED_BUILD_MS = 0.002  # a tree's node, where costs are typed in
 FRAMES = ("answers", "rounds", "tokens", "budgets", "costs", "points", "checks", "breaks")
 
 
@@ -23,11 +25,11 @@ FRAMES = ("answers", "rounds", "tokens", "budgets", "costs", "points", "checks",
 class Evaluation:
     """Headline figures and the tables that figures are drawn from.
 
-    `answers`, `rounds`, `tokens`: see `acceptance.study`. `budgets`: `part` (dev | test | all), `budget`,
-    `tau`, `low`, `high`. `costs`: `what`, `size`, `ms`. `points`: `block_size`, `budget`, `tau`, `round_ms`,
-    `speedup`, best first. `checks`: `name`, `verdict`, `value`, `detail`. `breaks`: one row a round of the
-    offline walk whose draft broke, see `token_class`. `offline`: every anchor of the analysed answers.
-    `facts`: protocol, phases, sentences.
+    `answers`, `rounds`, `tokens`: see `evaluate.answers_frame` and its like. `budgets`: `part` (dev | test |
+    all), `budget`, `tau`, `low`, `high`. `costs`: `what`, `size`, `ms`. `points`: `block_size`, `budget`,
+    `tau`, `round_ms`, `speedup`, best first. `checks`: `name`, `verdict`, `value`, `detail`. `breaks`: one
+    row a round of the offline walk whose draft broke, see `evaluate.token_class`. `offline`: every anchor of
+    the analysed answers. `facts`: protocol, phases, sentences.
     """
 
     figures: dict[str, Any]
@@ -44,7 +46,7 @@ class Evaluation:
 
     @property
     def cost_model(self) -> Costs:
-        """The measured costs, for `acceptance.whatif`."""
+        """The measured costs, for `operating_points`."""
         return Costs.from_frame(self.costs, replay=bool(self.facts["hybrid"]))
 
     def save(self, folder: Path) -> None:
@@ -68,7 +70,7 @@ class Evaluation:
 
 
 # ---- The acceptance length -------------------------------------------------------------------------------
-# The acceptance length tau as published, with what surrounds the number: pooling, conventions, intervals.
+# As published, with what surrounds the number: pooling, conventions, intervals.
 # A round of speculative decoding yields its accepted drafts plus one token of the target's own (the bonus),
 # 1..B tokens. An answer's tau is the mean over its rounds; the reported tau is the mean over answers of
 # those means, so a long answer counts no more than a short one. vLLM's figure pools all rounds instead; it
@@ -85,19 +87,18 @@ class Interval:
 
     low: float
     high: float
-    level: float = 0.95
+    level: float = LEVEL
 
 
 @dataclass(frozen=True)
 class Tau:
-    """Acceptance lengths of a set of answers; see the module's text for the two conventions and the two
+    """Acceptance lengths of a set of answers; see above for the two conventions and the two
     averages."""
 
     per_answer: np.ndarray  # [answers] float64, truncated convention
     mean: float  # the published average: over answers, of the mean over rounds (truncated)
     pooled: float  # over all rounds of all answers (truncated)
     overshoot: float  # like `mean`, the last round counted in full
-    pooled_overshoot: float
     interval: Interval  # of `mean`
     answers: int
     rounds: int
@@ -140,7 +141,6 @@ def summarize(
         mean=float(per_answer.mean()),
         pooled=float(all_produced.mean()),
         overshoot=float(np.mean([full.mean() for _, full in kept])),
-        pooled_overshoot=float(all_lengths.mean()),
         interval=bootstrap(per_answer, seed=seed),
         answers=len(kept),
         rounds=len(all_produced),
@@ -148,13 +148,13 @@ def summarize(
     )
 
 
-def bootstrap(values: np.ndarray, *, seed: int = 0, draws: int = 2000, level: float = 0.95) -> Interval:
+def bootstrap(values: np.ndarray, *, seed: int = 0) -> Interval:
     """Return the percentile bootstrap interval of the mean of `values` [n], resampled over answers."""
     values = np.asarray(values, float)
-    chosen = np.random.default_rng(seed).integers(len(values), size=(draws, len(values)))
+    chosen = np.random.default_rng(seed).integers(len(values), size=(DRAWS, len(values)))
     means = values[chosen].mean(1)
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(low), float(high), level)
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(float(low), float(high))
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,6 @@ class Paired:
 
     difference: float
     interval: Interval
-    wins: int
-    losses: int
     answers: int
 
 
@@ -182,14 +180,12 @@ def compare(first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Paired:
     return Paired(
         float(change.mean()),
         bootstrap(change, seed=seed),
-        int((change > 0).sum()),
-        int((change < 0).sum()),
         len(change),
     )
 
 
 # ---- What stored answers say about a drafter -------------------------------------------------------------
-# What stored answers say about a drafter: one row for every anchor, from which every tau is a walk.
+# One row for every anchor, from which every tau is a walk.
 # Decoding starts each block right after a miss, so its anchors are not uniform: a long easy run holds many
 # positions but is entered once. The chained tau walks as decoding does, from the first answer token by
 # accepted + 1; when the stored answers are the target's own greedy ones it reproduces decoding round by
@@ -219,20 +215,20 @@ class OfflineReport:
     top_k: tuple[int, ...]
     temperatures: tuple[float, ...] = ()
 
-    def tau(
-        self, budget: int = 0, *, block_size: int = 0, limit: int = 0, answers: Sequence[int] | None = None
-    ) -> Tau:
+    def tau(self, budget: int = 0, *, block_size: int = 0, answers: Sequence[int] | None = None) -> Tau:
         """Return the chained tau of a chain (budget 0) or of trees of `budget` nodes.
 
-        block_size below the drafted one cuts each block's drafts, which is exact for a drafter that is causal
-        inside the block and an estimate for a bidirectional one. limit: cut answers to so many tokens (0:
-        whole). `answers` restricts to some answers (a dev or a test part).
+        block_size below the drafted one cuts each block's drafts, which is exact for a drafter that is
+        causal inside the block and an estimate for a bidirectional one. `answers` restricts to some answers
+        (a dev or a test part).
         """
-        produced = self.rounds(budget, block_size=block_size, limit=limit)
+        produced = self.rounds(budget, block_size=block_size)
         return summarize(produced if answers is None else [produced[i] for i in answers])
 
     def rounds(self, budget: int = 0, *, block_size: int = 0, limit: int = 0) -> list[list[int]]:
-        """Return the tokens produced by each round of each answer."""
+        """Return the tokens produced by each round of each answer. limit: cut answers to so many tokens (0:
+        whole).
+        """
         visited, produced = self.walk(budget, block_size=block_size, limit=limit)
         answer = self.anchors["answer"].to_numpy()[visited]
         starts = np.searchsorted(answer, np.arange(self.num_answers + 1))
@@ -359,7 +355,7 @@ class OfflineReport:
 
 
 # ---- Expected speed-up = tau / cost ----------------------------------------------------------------------
-# Expected speed-up = tau / cost, for any block size or tree budget, from measured or typed-in times.
+# For any block size or tree budget, from measured or typed-in times.
 # A round drafts once, runs the target on width tokens (block size plus nodes of a tree), and yields tau
 # tokens; plain decoding spends one step of width 1 on each. No torch here: the sliders of the notebook and
 # the choice of the best operating point call the same few lines.
@@ -381,7 +377,7 @@ class Costs:
 
     @classmethod
     def from_frame(cls, frame: pl.DataFrame, *, replay: bool = False) -> Costs:
-        """Take over `costs.measure_costs`' frame."""
+        """Take over the frame of `evaluate.measure_costs`."""
         parts = {
             what: dict(frame.filter(pl.col("what") == what).select("size", "ms").iter_rows())
             for what in ("step", "draft", "build")
@@ -395,7 +391,6 @@ class Costs:
         step_ms: float,
         step_ms_per_token: float,
         draft_ms: float,
-        build_ms_per_node: float = 0.002,
         replay: bool = False,
     ) -> Costs:
         """Costs from four numbers: a step of width w takes step_ms + (w - 1) * step_ms_per_token."""
@@ -403,7 +398,7 @@ class Costs:
         return cls(
             {w: step_ms + (w - 1) * step_ms_per_token for w in widths},
             {1: draft_ms, 64: draft_ms},
-            {n: n * build_ms_per_node for n in widths},
+            {n: n * TYPED_BUILD_MS for n in widths},
             replay,
         )
 

@@ -52,12 +52,6 @@ class DraftTree:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def head(self, budget: int) -> DraftTree:
-        """Return the tree of a smaller budget: the first `budget` nodes."""
-        return DraftTree(
-            self.tokens[:budget], self.parents[:budget], self.depths[:budget], self.log_probs[:budget]
-        )
-
     def visibility(self) -> np.ndarray:
         """Return [1+n, 1+n] bool: row i sees column j when j is i itself or one of its ancestors (root
         included)."""
@@ -192,15 +186,6 @@ def build_tree(edges: Edges, *, root: int, depth: int, budget: int) -> DraftTree
         np.asarray(depths, np.int64),
         np.asarray(log_probs, np.float64),
     )
-
-
-def tree_from_logits(
-    logits: torch.Tensor, budget: int, *, temperature: float = 0.0, root: int = 0
-) -> DraftTree:
-    """Build the tree of the marginals `logits` [L, V] (slots 1..L); at T > 0 they are scaled by 1/T first."""
-    scaled = logits.float() / temperature if temperature > 0 else logits.float()
-    edges = marginal_edges(torch.log_softmax(scaled, dim=-1), max(budget, 1))
-    return build_tree(edges, root=root, depth=len(logits), budget=budget)
 
 
 # ---- The same tree on the device -------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dflash_lab.acceptance.decode import Draft
-from dflash_lab.acceptance.tree import DraftTree
+from dflash_lab.acceptance.tree import DraftTree, build_tree, marginal_edges
 from dflash_lab.drafter.attention import row_layout
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.model import Drafter
@@ -114,6 +114,12 @@ def overfit(
             loss.backward()
             optimizer.step()
     return drafter.eval().requires_grad_(False)
+
+
+def tree_from_logits(logits: torch.Tensor, budget: int) -> DraftTree:
+    """Return the tree of the marginals `logits` [L, V], slots 1..L."""
+    edges = marginal_edges(torch.log_softmax(logits.float(), -1), max(budget, 1))
+    return build_tree(edges, root=0, depth=len(logits), budget=budget)
 
 
 def chain_tree(tokens: Sequence[int]) -> DraftTree:

@@ -96,13 +96,14 @@ def test_what_the_selector_adds_is_told_alike_offline_and_by_decoding(loaded):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
 @pytest.mark.parametrize("build", [random_drafter, second_drafter])
-def test_every_anchor_equals_drafting_there_alone(loaded, kind, build):
+def test_every_anchor_equals_drafting_there_alone(loaded, kind, build, monkeypatch):
+    monkeypatch.setattr("dflash_lab.acceptance.offline.CPU_ELEMENTS", 7 * 4 * 288)
     target = loaded(kind)
     drafter = build(target, block_size=5, sliding_layers=1, sliding_window=6)
     answer = with_answers_of_the_drafter(target, drafter)
     item = item_of(target, drafter, PROMPTS[0], answer)
     budgets = (1, 4, 60)
-    report = offline([item], target.head, drafter, budgets=budgets, top_k=(1, 3), chunk_elements=7 * 4 * 288)
+    report = offline([item], target.head, drafter, budgets=budgets, top_k=(1, 3))
     rows = report.anchors.rows(named=True)
     assert len(rows) == len(answer) - 1
     assert max(r["accepted"] for r in rows) >= 3
