@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,17 +120,12 @@ def context_of(drafter: Drafter, taps: torch.Tensor) -> DraftCache:
 def blocks_at(
     context: DraftCache, anchors: list[int], embeddings: torch.Tensor, *, visible_shift: int = 0
 ) -> torch.Tensor:
-    """Hidden states [A, B, H] of blocks at `anchors` (rising), from raw embedding rows [A, B, H].
-
-    visible_shift: let blocks see that many more context positions than those before their anchor (a
-    diagnosis).
+    """Hidden states [A, B, H] of blocks at `anchors` (rising), from raw embedding rows [A, B, H];
+    visible_shift as `run_blocks` has it.
     """
     layout = row_layout([anchors], [context.length], embeddings.shape[1])
     layout = layout.map(lambda index: index.to(embeddings.device))
-    if visible_shift:
-        # Where the slots stand stays; only what they see moves.
-        layout = replace(layout, anchors=layout.anchors + visible_shift)
-    return context.blocks(embeddings, layout)
+    return context.blocks(embeddings, layout, visible_shift)
 
 
 class _Plan(NamedTuple):

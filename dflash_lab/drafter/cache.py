@@ -5,6 +5,7 @@ Block keys and values live for one call, so a rejected draft leaves nothing behi
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,12 +15,21 @@ from dflash_lab.drafter.model import ContextKeys, Drafter
 from dflash_lab.errors import InputError
 
 
-@torch.no_grad()
 def run_blocks(
-    drafter: Drafter, embeddings: Tensor, layout: BlockLayout, contexts: Iterable[ContextKeys]
+    drafter: Drafter,
+    embeddings: Tensor,
+    layout: BlockLayout,
+    contexts: Iterable[ContextKeys],
+    visible_shift: int = 0,
 ) -> Tensor:
-    """Hidden states [A, B, H] of blocks, from raw embedding rows [A, B, H] and each layer's context keys."""
-    attends = dense_attend(layout)
+    """Hidden states [A, B, H] of blocks, from raw embedding rows [A, B, H] and each layer's context keys.
+
+    visible_shift: let blocks see that many more context positions than those before their anchor, and stand
+    where they stood (a diagnosis).
+    """
+    attends = dense_attend(
+        replace(layout, anchors=layout.anchors + visible_shift) if visible_shift else layout
+    )
     h = drafter.scaled(embeddings).to(drafter.fc.weight.dtype)
     angles = drafter.angles(layout.slot_positions, h.dtype)
     for layer, context in zip(drafter.blocks(), contexts, strict=True):
@@ -62,6 +72,7 @@ class DraftCache:
             raise InputError(f"crop({length}): the cache holds {self.length} positions.")
         self.length = length
 
+    @torch.no_grad()
     def block(self, embeddings: Tensor) -> Tensor:
         """Hidden states [B, H] of a block whose anchor stands at position `length`; embeddings [B, H] are raw
         rows.
@@ -69,10 +80,11 @@ class DraftCache:
         layout = next_block(self.length, embeddings.shape[0], embeddings.device)
         return self.blocks(embeddings[None], layout)[0]
 
-    def blocks(self, embeddings: Tensor, layout: BlockLayout) -> Tensor:
-        """The same of blocks that see what `layout` says of the positions, [A, B, H]."""
+    @torch.no_grad()
+    def blocks(self, embeddings: Tensor, layout: BlockLayout, visible_shift: int = 0) -> Tensor:
+        """The same of the blocks of `layout`, [A, B, H]; see `run_blocks`."""
         keys, values = self._store[:, :, : self.length]
-        return run_blocks(self.drafter, embeddings, layout, map(ContextKeys, keys, values))
+        return run_blocks(self.drafter, embeddings, layout, map(ContextKeys, keys, values), visible_shift)
 
     def _reserve(self, length: int) -> None:
         capacity = self._store.shape[2]

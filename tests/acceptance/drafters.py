@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,8 +10,9 @@ import torch
 from dflash_lab.acceptance.decode import Draft
 from dflash_lab.acceptance.tree import DraftTree, build_tree, marginal_edges
 from dflash_lab.drafter.attention import row_layout
+from dflash_lab.drafter.cache import run_blocks
 from dflash_lab.drafter.config import DrafterConfig
-from dflash_lab.drafter.model import Drafter
+from dflash_lab.drafter.model import ContextKeys, Drafter
 
 
 def random_drafter(target, block_size=6, seed=0, **extra) -> Drafter:
@@ -104,10 +104,11 @@ def overfit(
             block[:, 0] = ids[anchors]
             padded = torch.cat([ids, ids.new_full((size + label_shift,), -100)])
             labels = padded[torch.tensor(anchors)[:, None] + torch.arange(1, size) + label_shift]
+            context = drafter.context(item.taps.float())
+            angles = drafter.angles(torch.arange(len(ids)), context.dtype)
+            keys = [ContextKeys(*layer.self_attn.keys_values(context, angles)) for layer in drafter.layers]
             layout = row_layout([anchors], [len(ids)], size)
-            if visible_shift:
-                layout = replace(layout, anchors=layout.anchors + visible_shift)
-            hidden = drafter(target.head.embed(block), item.taps.float(), layout, "dense")[:, 1:]
+            hidden = run_blocks(drafter, target.head.embed(block), layout, keys, visible_shift)[:, 1:]
             logits = drafter.logits(hidden, target.head.weight)
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
             optimizer.zero_grad()
