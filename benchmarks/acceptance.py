@@ -27,15 +27,13 @@ import polars as pl
 import torch
 
 from dflash_lab import files, provenance
-from dflash_lab.acceptance.costs import median_ms
 from dflash_lab.acceptance.decode import plain_decode
-from dflash_lab.acceptance.evaluate import Evaluator
-from dflash_lab.acceptance.evaluation import Evaluation
-from dflash_lab.acceptance.live import sample_items
-from dflash_lab.acceptance.methods import Method
-from dflash_lab.acceptance.offline import offline
-from dflash_lab.acceptance.static_decode import StaticDecoder, Workspace
-from dflash_lab.acceptance.tree import tree_from_logits
+from dflash_lab.acceptance.evaluate import Evaluator, median_ms
+from dflash_lab.acceptance.fixed_shapes import Method, StaticDecoder, Workspace
+from dflash_lab.acceptance.offline import offline, sample_items
+from dflash_lab.acceptance.results import Evaluation
+from dflash_lab.acceptance.tree import build_tree, marginal_edges
+from dflash_lab.data.samples import scan_samples
 from dflash_lab.errors import InputError
 from dflash_lab.workbench.stages.acceptance import AcceptanceParams
 
@@ -49,7 +47,12 @@ def build_ms(lab: Evaluator, budget: int = 512, repeats: int = 50) -> dict[str, 
     device, vocabulary = lab.target.device, lab.target.vocab_size
     generator = torch.Generator(device).manual_seed(0)
     logits = 3 * torch.randn(15, vocabulary, device=device, generator=generator)
-    found = {"host": median_ms(lambda: tree_from_logits(logits, budget), device, repeats)}
+
+    def host() -> None:
+        edges = marginal_edges(torch.log_softmax(logits, -1), budget)
+        build_tree(edges, root=0, depth=len(logits), budget=budget)
+
+    found = {"host": median_ms(host, device, repeats)}
     workspace: Workspace | None = lab.methods.workspace
     if workspace is not None:
         now = StaticDecoder(workspace, lab.drafter, block_size=16, budget=budget).prepared(256)
@@ -111,10 +114,11 @@ def offline_rate(lab: Evaluator, samples: Path, most: int, seconds: float) -> di
     target makes the states on the way.
     """
     start, done, anchors = time.perf_counter(), 0, 0
-    items = sample_items(lab.target, lab.drafter.config.tap_ids, samples, [], extra=most, heldout_only=False)
+    hashes = scan_samples(samples).select("content_hash").head(most).collect()["content_hash"].to_list()
+    items = sample_items(lab.target, lab.drafter.config.tap_ids, samples, hashes)
     while done < len(items) and time.perf_counter() - start < seconds:
         part = items[done : done + 32]
-        report = offline(part, lab.target.head, lab.drafter, budgets=lab.params.budgets)
+        report = offline(part, lab.target.head, lab.drafter, budgets=lab.settings.budgets)
         done, anchors = done + len(part), anchors + len(report.anchors)
     spent = time.perf_counter() - start
     return {
@@ -151,7 +155,7 @@ def study(args: argparse.Namespace, name: str, **other: Any) -> tuple[Evaluator,
         seed=args.seed,
     )
     start = time.perf_counter()
-    lab = Evaluator(AcceptanceParams(**{**options, **other}))
+    lab = Evaluator(AcceptanceParams(**{**options, **other}).settings())
     found = lab.evaluate()
     log.info("%s: %.1f s", name, time.perf_counter() - start)
     return lab, found

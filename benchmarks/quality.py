@@ -38,7 +38,7 @@ from result_file import told
 from dflash_lab import files, provenance
 from dflash_lab.acceptance.offline import offline
 from dflash_lab.acceptance.prompts import choose, heldout_prompts
-from dflash_lab.acceptance.tau import Tau, summarize
+from dflash_lab.acceptance.results import Tau, summarize
 from dflash_lab.data.samples import read_provenance
 from dflash_lab.drafter.checkpoint import load_checkpoint, save_checkpoint
 from dflash_lab.drafter.live import LiveItems
@@ -72,8 +72,8 @@ def offline_taus(data: Path, folder: Path, model: str, device: torch.device, mos
             data / f"{name}.parquet", target, tap_ids=list(drafter.config.tap_ids), context_tokens=1024
         )
         few = (items[i] for i in range(min(most, len(items))))
-        report = offline(few, target.head, drafter, budgets=(), top_k=(), chunk_elements=1 << 28)
-        found[name] = described(report.tau(limit=MEASURED_TOKENS))
+        report = offline(few, target.head, drafter, budgets=(), top_k=())
+        found[name] = described(summarize(report.rounds(limit=MEASURED_TOKENS)))
     return found
 
 

@@ -1,48 +1,47 @@
-"""Many prompts decoded together, each with its own position and its own acceptance.
-
-Rows of a batch accept different numbers of drafts, so their caches grow apart. Keys and values are stored
-left-aligned in one tensor per layer and a mask hides the unused cells; after each round the accepted ones
-move next to the row's own, which is exact because keys carry their true rotary position wherever they lie.
-There is no padding in any forward: prompts are prefilled one by one and every row of a round has the same
-number of tokens. That is what makes hybrid targets work, whose recurrent states would be spoilt by padding.
-Their partially accepted rows are run again in groups of equal count.
-
-For measuring, `decode` (one prompt at a time) is the published protocol; this is for throughput.
+"""Many prompts decoded together, each with its own position and its own acceptance: for throughput, where
+`decode`, one prompt at a time, is the published protocol.
 """
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from dflash_lab.acceptance.decode import (
     Decoded,
+    Draft,
+    Proposer,
     Sampling,
+    Study,
+    TargetRun,
     Verdict,
     append,
     check_block_size,
+    check_pair,
     finish,
     prefill,
     stop_tokens,
+    unmaskable,
+    verify_sampled,
 )
-from dflash_lab.acceptance.proposals import Draft, Proposer, check_pair
-from dflash_lab.acceptance.rejection import verify_sampled
-from dflash_lab.acceptance.rollback import (
-    attention_layers,
-    check_goes_on,
-    restore_states,
-    save_states,
-    select_rows,
-)
-from dflash_lab.acceptance.target_run import TargetRun, unmaskable
+from dflash_lab.acceptance.prompts import Prompt
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError, UnsupportedTarget
-from dflash_lab.target.cache import cache_keyword
+from dflash_lab.target.kv_cache import (
+    additive_mask,
+    attention_layers,
+    check_goes_on,
+    linear_layers,
+    restore_states,
+    run_cached,
+    save_states,
+    select_rows,
+    shallow_copy,
+    stack_rows,
+)
 from dflash_lab.target.model import Target
 from dflash_lab.target.spans import FULL, LINEAR
 from dflash_lab.target.taps import Taps
@@ -121,7 +120,15 @@ def decode_batch(
 
 
 class _Batch:
-    """The rows still decoding: one cache for all, a length and a draft cache for each."""
+    """The rows still decoding: one cache for all, a length and a draft cache for each.
+
+    Rows accept different numbers of drafts, so their caches grow apart. Keys and values are stored
+    left-aligned in one tensor per layer and a mask hides the unused cells; after each round the accepted
+    ones move next to the row's own, which is exact because keys carry their true rotary position wherever
+    they lie. There is no padding in any forward: prompts are prefilled one by one and every row of a round
+    has the same number of tokens. That is what makes hybrid targets work, whose recurrent states would be
+    spoilt by padding. Their partially accepted rows are run again in groups of equal count.
+    """
 
     def __init__(self, target: Target, drafter: Drafter, rows: list[tuple[int, TargetRun, Proposer]]) -> None:
         self.target, self.drafter = target, drafter
@@ -129,8 +136,7 @@ class _Batch:
         self.proposers = [proposer for _, _, proposer in rows]
         self.lengths = torch.tensor([run.length for _, run, _ in rows], device=target.device)
         self.taps = Taps(target.layers, drafter.config.tap_ids)
-        self._keyword = cache_keyword(target.body)
-        self.cache = _stack([run.cache for _, run, _ in rows])
+        self.cache = stack_rows([run.cache for _, run, _ in rows])
         self.anchors = self.lengths  # replaced by `draft`
 
     def draft(
@@ -151,10 +157,7 @@ class _Batch:
         """Run all rows once, accept, commit, and feed the accepted tap states to the draft caches."""
         tokens = torch.cat([self.anchors[:, None], drafts], dim=1)
         saved = save_states(self.cache)
-        before = self.cache
-        if saved:
-            before = copy.copy(self.cache)  # attention layers as they are now, for rows that run again
-            before.layers = [copy.copy(layer) for layer in self.cache.layers]
+        before = shallow_copy(self.cache)  # attention layers as they are now, for rows that run again
         normed, taps = self._forward(self.cache, tokens, self.lengths)
         logits = self.target.head.logits(normed)
         if q is None:
@@ -199,18 +202,11 @@ class _Batch:
         old = (cells[None] < lengths[:, None])[:, None].expand(rows, count, stored)
         new = (steps[None] <= steps[:, None])[None].expand(rows, count, count)
         seen = torch.cat([old, new], dim=-1)[:, None]  # [R, 1, Q, stored + Q]
-        mask: Any = torch.zeros(seen.shape, dtype=self.target.dtype, device=tokens.device)
-        mask.masked_fill_(~seen, torch.finfo(mask.dtype).min)
+        mask: Any = additive_mask(seen, self.target.dtype)
         if self.target.is_hybrid:
             mask = {"full_attention": mask, "linear_attention": None}
-        output = self.target.body(
-            input_ids=tokens,
-            position_ids=lengths[:, None] + steps,
-            attention_mask=mask,
-            use_cache=True,
-            **{self._keyword: cache},
-        )
-        return output.last_hidden_state, torch.cat(self.taps.take(), dim=-1)
+        normed = run_cached(self.target, cache, tokens, lengths[:, None] + steps, mask)
+        return normed, torch.cat(self.taps.take(), dim=-1)
 
     def _replay(
         self, before: Any, saved: list[list[torch.Tensor]], tokens: torch.Tensor, counts: torch.Tensor
@@ -223,12 +219,11 @@ class _Batch:
             part = select_rows(before, rows)
             restore_states(part, [[state[rows] for state in layer] for layer in saved])
             self._forward(part, tokens[rows, :count], self.lengths[rows])
-            for layer, own in zip(part.layers, self.cache.layers):
-                if isinstance(layer, LinearAttentionCacheLayerMixin):
-                    for name in ("conv_states", "recurrent_states"):
-                        for key, state in getattr(layer, name).items():
-                            if state is not None:
-                                getattr(own, name)[key][rows] = state
+            for layer, own in zip(linear_layers(part), linear_layers(self.cache)):
+                for name in ("conv_states", "recurrent_states"):
+                    for key, state in getattr(layer, name).items():
+                        if state is not None:
+                            getattr(own, name)[key][rows] = state
 
     def _compact(self, counts: torch.Tensor, appended: int) -> None:
         """Move each row's accepted keys and values next to its own ones; cut what no row needs."""
@@ -246,25 +241,45 @@ class _Batch:
         self.lengths = after
 
 
-def _stack(caches: list[Any]) -> Any:
-    """Put caches of one row each into one, keys and values padded at the end to the longest."""
-    whole = copy.copy(caches[0])
-    whole.layers = [copy.copy(layer) for layer in caches[0].layers]
-    for number, layer in enumerate(whole.layers):
-        parts = [cache.layers[number] for cache in caches]
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            for name in ("conv_states", "recurrent_states"):
-                states = [getattr(part, name) for part in parts]
-                joined = {
-                    k: None if v is None else torch.cat([s[k] for s in states]) for k, v in states[0].items()
-                }
-                setattr(layer, name, joined)
-        else:
-            longest = max(part.keys.shape[2] for part in parts)
-            for name in ("keys", "values"):
-                padded = [
-                    torch.nn.functional.pad(t, (0, 0, 0, longest - t.shape[2]))
-                    for t in (getattr(part, name) for part in parts)
-                ]
-                setattr(layer, name, torch.cat(padded))
-    return whole
+def run_together(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Prompt],
+    *,
+    batch: int,
+    max_new_tokens: int,
+    progress: Callable[..., None] | None = None,
+    **options: Any,
+) -> tuple[Study, float]:
+    """Decode `prompts`, `batch` at a time, with chains; returns the study and tokens a second of all of it.
+
+    `options` are those of `decode_batch`. An answer is never longer than a stored one. Raises `InputError`
+    for prompts of several turns, whose next turn depends on the answer before.
+    """
+    several = next((prompt.id for prompt in prompts if prompt.several), None)
+    if several is not None:
+        raise InputError(
+            f"batch {batch}: prompt {several} has several turns; set batch to 1 for such prompts."
+        )
+    study = Study("together")
+    start = time.perf_counter()
+    for first in range(0, len(prompts), batch):
+        part = prompts[first : first + batch]
+        limits = [min(max_new_tokens, len(p.answer)) if p.answer else max_new_tokens for p in part]
+
+        def tick(tokens: int, first: int = first) -> None:
+            if progress is not None:
+                progress("decode together", first, len(prompts), tokens=tokens)
+
+        study.answers += decode_batch(
+            target,
+            drafter,
+            [prompt.input_ids for prompt in part],
+            max_new_tokens=limits,
+            on_round=tick,
+            **options,
+        )
+        study.asked += [prompt.input_ids for prompt in part]
+        study.prompt += range(first, first + len(part))
+    seconds = time.perf_counter() - start
+    return study, sum(len(answer.tokens) for answer in study.answers) / seconds

@@ -1,36 +1,54 @@
 """Speculative decoding of one prompt: draft a block, let the target look at it in one forward, keep what it
-agrees with.
-
-A round starts from an anchor, the last token known, on which the target has not run. The drafter fills
-block_size - 1 slots after it (or a tree of nodes), the target runs on the anchor and the drafts, the accepted
-drafts are committed and the target's own next token becomes the new anchor. So a round yields accepted + 1
-tokens, and with greedy choice the output is what plain decoding gives, token for token. Sampled chains use
-rejection sampling; sampled trees draw one token at each node and follow it while it is drafted. Both leave
-the target's distribution as it is.
-
-Between device and host there is one copy a round for a chain (the target's choices beside the drafts), two
-for a tree.
+agrees with. `decode` is the loop; below it, what proposes, what accepts, and the target's cache ahead of
+what is certain.
 """
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import pairwise
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 
-from dflash_lab.acceptance.clock import PHASES, Clock
-from dflash_lab.acceptance.proposals import Draft, Proposer, check_pair
-from dflash_lab.acceptance.rejection import probabilities, verify_sampled
-from dflash_lab.acceptance.rollback import check_goes_on
-from dflash_lab.acceptance.target_run import TargetRun, check_tree_target
+from dflash_lab.acceptance.results import Tau, summarize
+from dflash_lab.acceptance.tree import (
+    UNITS_A_NAT,
+    Choices,
+    DraftTree,
+    Edges,
+    best_tokens,
+    build_tree,
+    exact_costs,
+    marginal_edges,
+    with_chain,
+)
+from dflash_lab.drafter.cache import DraftCache
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.errors import InputError
+from dflash_lab.errors import InputError, UnsupportedTarget
 from dflash_lab.target.choice import check_temperature, choose, draw
 from dflash_lab.target.head import TargetHead
+from dflash_lab.target.kv_cache import (
+    additive_mask,
+    check_goes_on,
+    crop_keys,
+    restore_states,
+    rollback_cache,
+    run_cached,
+    save_states,
+    select_rows,
+)
 from dflash_lab.target.model import Target
+from dflash_lab.target.spans import FULL, besides
+from dflash_lab.target.taps import Taps
+
+PHASES = ("draft", "build", "verify", "commit")
+PATHS_A_FORWARD = 64  # rows of a batch that verifies a tree path by path, a cache copy each
 
 
 class Round(NamedTuple):
@@ -48,8 +66,8 @@ class Decoded:
     """An answer: `tokens` (a stop token included), its rounds, and where the time went.
 
     `seconds` is the wall-clock from the end of the prefill to the end; `phase_seconds` splits it (on CUDA
-    as the device saw it, see `clock`). `waits` counts how often the host waited for a record of the device
-    (fixed shapes only, see `static_decode`).
+    as the device saw it, see `Clock`). `waits` counts how often the host waited for a record of the device
+    (fixed shapes only, see `fixed_shapes`).
     """
 
     tokens: list[int]
@@ -74,6 +92,36 @@ class Decoded:
     def seconds_per_token(self) -> float:
         """Wall-clock a token after the first, which the prefill gives."""
         return self.seconds / max(1, len(self.tokens) - 1)
+
+
+@dataclass
+class Study:
+    """Answers of one method, in prompt order; with several turns a prompt has several answers."""
+
+    method: str
+    answers: list[Decoded] = field(default_factory=list)
+    asked: list[tuple[int, ...]] = field(default_factory=list)  # the exact ids each answer continues
+    prompt: list[int] = field(default_factory=list)  # index of the prompt of each answer
+
+    def tau(self, seed: int = 0) -> Tau:
+        """Summarise the acceptance lengths of all answers."""
+        return summarize([a.produced for a in self.answers], [a.lengths for a in self.answers], seed=seed)
+
+    @property
+    def answer_taus(self) -> np.ndarray:
+        """Tau of each answer [answers]; NaN for those without a round, whose first token was their last."""
+        return np.asarray([sum(a.produced) / len(a.rounds) if a.rounds else np.nan for a in self.answers])
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Mean over answers of the wall-clock a token after the first."""
+        timed = [a.seconds_per_token for a in self.answers if len(a.tokens) > 1]
+        return sum(timed) / len(timed)
+
+    def phase_share(self) -> dict[str, float]:
+        """Return each phase's share of the decoding time."""
+        total = sum(sum(a.phase_seconds.values()) for a in self.answers) or 1.0
+        return {phase: sum(a.phase_seconds[phase] for a in self.answers) / total for phase in PHASES}
 
 
 @dataclass(frozen=True)
@@ -139,6 +187,13 @@ def decode(
     allowed, as the dflash 0.1.0 package does. `max_new_tokens` counts the first token, which the prefill
     gives. on_round(tokens so far) is called after each round.
     """
+    # A round starts from an anchor, the last token known, on which the target has not run. The drafter fills
+    # block_size - 1 slots after it (or a tree of nodes), the target runs on the anchor and the drafts, the
+    # accepted drafts are committed and the target's own next token becomes the new anchor. So a round yields
+    # accepted + 1 tokens, and with greedy choice the output is what plain decoding gives, token for token.
+    # Sampled chains use rejection sampling; sampled trees draw one token at each node and follow it while it
+    # is drafted. Both leave the target's distribution as it is. Between device and host there is one copy a
+    # round for a chain (the target's choices beside the drafts), two for a tree.
     check_pair(target, drafter)
     size = drafter.config.block_size if block_size is None else block_size
     check_block_size(size)
@@ -312,3 +367,405 @@ def append(answer: Decoded, outcome: Verdict, left: int, stops: frozenset[int]) 
         answer.stopped = True
     answer.tokens += kept
     answer.rounds.append(Round(len(outcome.path) - 1, len(kept), outcome.drafted, outcome.rejected))
+
+
+# ---- What a drafter proposes for one block ---------------------------------------------------------------
+# Tokens to verify in a row, or edges to grow a tree from.
+# Plain DFlash gives independent marginals per slot. DFlash 2's selector rescores the best candidates of a
+# slot given the token chosen before it, so its tokens are found by walking left to right and its tree edges
+# depend on the previous token.
+
+
+_ROOT = -1  # stands for the anchor in `Edges`: its id need not come to the host
+
+
+def check_pair(target: Target, drafter: Drafter) -> None:
+    """Raise `InputError` unless `drafter` was made for a target of this shape."""
+    config = drafter.config
+    for name, ours, theirs in (
+        ("hidden_size", config.hidden_size, target.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("num_target_layers", config.num_target_layers, target.num_layers),
+    ):
+        if ours != theirs:
+            raise InputError(
+                f"this drafter was made for another target: its {name} is {ours}, {target.name} has {theirs}."
+            )
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One drafted block: `logits` [L, V] of slots 1..L, their hidden states [L, H], and the token they
+    follow, `anchor` [1]."""
+
+    drafter: Drafter
+    anchor: torch.Tensor
+    hidden: torch.Tensor
+    logits: torch.Tensor
+
+    def greedy(self) -> torch.Tensor:
+        """Return the most likely tokens [L]."""
+        selector = self.drafter.candidate_selector
+        if selector is None:
+            return self.logits.argmax(-1)
+        return selector.select(self.hidden[None], self.logits[None], self.anchor)[0][0]
+
+    def sampled(
+        self, temperature: float, top_p: float, top_k: int, generator: torch.Generator | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw tokens [L] and return them with the probabilities q [L, V] that they were drawn from.
+
+        DFlash 2 draws among its candidates by softmax(score / T); top-p and top-k are the target's affair
+        there.
+        """
+        selector = self.drafter.candidate_selector
+        if selector is None:
+            chances = probabilities(self.logits, temperature, top_p, top_k)
+            return draw(chances, generator), chances
+        unary, candidates = self.logits.topk(min(selector.top_k, self.logits.shape[-1]), dim=-1)
+        chances = torch.zeros_like(self.logits, dtype=torch.float32)
+        previous, tokens = self.anchor[0], []
+        for slot, options in enumerate(candidates):
+            score = selector.scores(unary[slot], options, self.hidden[slot], previous)
+            q = probabilities(score, temperature)
+            chances[slot].scatter_(0, options, q)
+            previous = options[draw(q, generator)]
+            tokens.append(previous)
+        return torch.stack(tokens), chances
+
+    def edges(self, width: int, temperature: float = 0.0) -> Edges:
+        """Return the tree edges of this block, at T > 0 of its distribution at that temperature."""
+        scale = 1.0 / temperature if temperature > 0 else 1.0
+        if self.drafter.candidate_selector is None:
+            return marginal_edges(torch.log_softmax(self.logits.float() * scale, -1), width)
+        before, choices = self._conditional(scale)
+        table: dict[tuple[int, int], tuple[list[int], list[float]]] = {}
+        log_probs = choices.costs.double() / -UNITS_A_NAT
+        rows = zip(before.tolist(), choices.tokens.tolist(), log_probs.tolist())
+        for level, row in enumerate(rows, start=1):
+            for previous, ids, values in zip(*row):
+                table[level, previous if level > 1 else _ROOT] = ids, values
+        return lambda level, previous: table[level, previous]
+
+    def choices(self, width: int) -> Choices:
+        """Return the same edges (greedy ones) as tensors, for the tree that is built on the device."""
+        if self.drafter.candidate_selector is not None:
+            return self._conditional(1.0)[1]
+        tokens, costs = best_tokens(torch.log_softmax(self.logits.float(), -1), width)
+        return Choices(tokens[:, None], costs[:, None], torch.zeros_like(tokens)[:, None])
+
+    def tree(self, budget: int, temperature: float = 0.0) -> DraftTree:
+        """Build the best tree of `budget` nodes, and add what it lacks of the draft's own chain."""
+        edges, depth = self.edges(max(budget, 1), temperature), len(self.logits)
+        return with_chain(
+            build_tree(edges, root=_ROOT, depth=depth, budget=budget), edges, root=_ROOT, depth=depth
+        )
+
+    def _conditional(self, scale: float) -> tuple[torch.Tensor, Choices]:
+        """Score every candidate after every candidate of the slot before, in one go on the device.
+
+        Returns the tokens [L, k] that stand before each slot (the anchor's, k times, before the first) and
+        what may follow each of them.
+        """
+        selector = self.drafter.candidate_selector
+        assert selector is not None
+        unary, candidates = self.logits.topk(min(selector.top_k, self.logits.shape[-1]), dim=-1)
+        before = torch.cat([self.anchor.expand(1, candidates.shape[1]), candidates[:-1]])  # [L, k]
+        scores = selector.scores(
+            unary[:, None], candidates[:, None].expand(-1, before.shape[1], -1), self.hidden[:, None], before
+        )
+        costs, order = exact_costs(torch.log_softmax(scores.float() * scale, -1)).sort(dim=-1, stable=True)
+        tokens = candidates[:, None].expand_as(order).gather(-1, order)
+        return before, Choices(tokens, costs, order)
+
+
+class Proposer:
+    """A drafter at work on one sequence: remembers the context's keys and values, drafts the next block."""
+
+    def __init__(self, drafter: Drafter, head: TargetHead) -> None:
+        self.drafter = drafter
+        self.head = head
+        self.cache = DraftCache(drafter)
+
+    def extend(self, taps: torch.Tensor) -> None:
+        """Take in the tapped states [n, K*H] of the next n committed tokens."""
+        self.cache.extend(taps)
+
+    @torch.no_grad()
+    def draft(self, anchor: torch.Tensor, block_size: int) -> Draft:
+        """Draft a block after `anchor` [1], a token whose own tap states do not exist yet."""
+        mask = anchor.new_full((block_size - 1,), self.drafter.config.mask_token_id)
+        hidden = self.cache.block(self.head.embed(torch.cat([anchor, mask])))[1:].to(self.head.weight.dtype)
+        return Draft(self.drafter, anchor, hidden, self.drafter.logits(hidden, self.head.weight))
+
+
+# ---- Sampled verification --------------------------------------------------------------------------------
+# Lossless: accept a draft token with probability min(1, p/q), else draw from the
+# normalised (p - q)+.
+# The tokens that come out are distributed exactly as if the target had been sampled alone, whatever the
+# drafter proposes (Leviathan et al. 2023; Chen et al. 2023). Greedy decoding is the limit p = one-hot and is
+# done by comparison, not here.
+
+
+def probabilities(
+    logits: torch.Tensor, temperature: float, top_p: float = 1.0, top_k: int = 0
+) -> torch.Tensor:
+    """Return fp32 sampling probabilities [..., V] of `logits` [..., V]; `top_k` 0 and `top_p` 1 switch the
+    filters off.
+
+    Top-k comes before top-p; the smallest set whose mass reaches `top_p` is kept (its first token always is).
+    """
+    check_temperature(temperature)
+    if temperature == 0 or not 0 < top_p <= 1 or top_k < 0:
+        raise InputError(
+            f"temperature {temperature}, top_p {top_p}, top_k {top_k}: sampling needs temperature > 0, "
+            "0 < top_p <= 1 and top_k >= 0 (0 switches top-k off)."
+        )
+    scores = logits if temperature == 1 else logits.float() / temperature
+    if 0 < top_k < scores.shape[-1]:
+        values, tokens = scores.topk(top_k, dim=-1)
+        scores = torch.full_like(scores, -torch.inf).scatter(-1, tokens, values)
+    chances = torch.softmax(scores, dim=-1, dtype=torch.float32)
+    if top_p < 1:
+        ordered, tokens = chances.sort(dim=-1, descending=True)
+        ordered = torch.where(ordered.cumsum(-1) - ordered < top_p, ordered, 0.0)
+        chances = torch.zeros_like(chances).scatter(-1, tokens, ordered)
+        chances = chances / chances.sum(-1, keepdim=True)
+    return chances
+
+
+def verify_sampled(
+    drafts: torch.Tensor,
+    draft_chances: torch.Tensor,
+    target_chances: torch.Tensor,
+    generator: torch.Generator | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accept a prefix of `drafts` [N, L], drawn from `draft_chances` [N, L, V], against `target_chances` [N,
+    L+1, V].
+
+    Returns the count of accepted drafts [N] and the next token [N]: drawn from the residual (p - q)+ at the
+    first rejection, or from the target's last row when all were accepted.
+    """
+    rows, length = drafts.shape
+    p = target_chances[:, :length].gather(-1, drafts[..., None])[..., 0]
+    q = draft_chances.gather(-1, drafts[..., None])[..., 0]
+    uniform = torch.rand(rows, length, generator=generator, device=drafts.device, dtype=q.dtype)
+    accepted = (uniform * q < p).int().cumprod(-1).sum(-1).long()
+    every = torch.arange(rows, device=drafts.device)
+    wanted = target_chances[every, accepted]
+    broken = (accepted < length)[:, None]  # after full acceptance q = 0
+    refused = draft_chances[every, accepted.clamp_max(length - 1)] * broken
+    residual = (wanted - refused).clamp_min(0)
+    # No mass means p == q up to rounding, where a rejection has probability ~0; p itself is then the right
+    # draw.
+    some = residual.amax(-1, keepdim=True) > 0
+    return accepted, draw(torch.where(some, residual, wanted), generator)
+
+
+# ---- The target, ahead of what is certain ----------------------------------------------------------------
+# Append tokens, look, then keep only what was accepted.
+# Attention layers are rolled back by dropping the last keys and values. Layers with a recurrent state (gated
+# delta net) cannot be: transformers' `crop` restores their convolution window but silently leaves the
+# recurrent state advanced, which changes the next logits without any error. Their states are therefore
+# copied before a verification; after a partial acceptance the copies are put back and the accepted tokens
+# are run again. Tap states and logits of that second run equal the first's.
+# A tree of drafts is verified in one forward with a mask in which a node sees the committed tokens and its
+# own ancestors. No mask can separate siblings inside a recurrence, and a window forgets cells that a
+# rejection would need, so both refuse it.
+
+
+class Step(NamedTuple):
+    """What a forward of Q tokens gave: `normed` [Q, H] after the final norm, `taps` [Q, K*H] (None when not
+    tapped)."""
+
+    normed: torch.Tensor
+    taps: torch.Tensor | None
+
+
+def unmaskable(target: Target, *kinds: str) -> str:
+    """Return why a mask and positions cannot tell a forward of `target` who attends to whom; empty if they
+    can. kinds: of layers that are fine.
+    """
+    family = target.config.model_type
+    if odd := besides(target.spans, kinds):
+        return f"{odd} of this {family} do not attend to everything before them by keys of their own"
+    if "position_ids" not in inspect.signature(target.body.forward).parameters or getattr(
+        target.config, "alibi", False
+    ):
+        return f"this {family} takes the positions of tokens from their places in the cache"
+    backend = getattr(target.config, "_attn_implementation", "sdpa")
+    return "" if backend in ("sdpa", "eager") else f"attention {backend!r} takes no mask (attn='sdpa' does)"
+
+
+def check_tree_target(target: Target) -> None:
+    """Raise `UnsupportedTarget`, with the reason and what to use instead, unless one forward can verify a
+    tree."""
+    if why := unmaskable(target, FULL):
+        leak = "siblings would leak into each other through the recurrent state: " if target.is_hybrid else ""
+        raise UnsupportedTarget(
+            f"{target.name}: a tree cannot be verified in one forward: {leak}{why}. Measure trees offline "
+            "(offline(..., budgets=...) needs no tree forward) or verify their leaf paths as a batch "
+            "(tree_mode paths)."
+        )
+
+
+class TargetRun:
+    """A target's cache for one sequence (or a batch of equal length). Use as a context manager: it holds tap
+    hooks.
+
+    `length` counts committed tokens; `step` and `step_tree` append uncommitted ones, `commit` or
+    `commit_path` settle them.
+    """
+
+    def __init__(self, target: Target, tap_ids: tuple[int, ...] = ()) -> None:
+        self.target = target
+        self.length = 0
+        self._taps = Taps(target.layers, tap_ids) if tap_ids else None
+        self.cache = rollback_cache(target)
+        self._pending = torch.empty(0, dtype=torch.long)
+        self._saved: list[list[torch.Tensor]] | None = None
+        self._untouched = (
+            False  # the last step ran on copies: the sequence's own cache has nothing to roll back
+        )
+
+    def __enter__(self) -> Self:
+        if self._taps is not None:
+            self._taps.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._taps is not None:
+            self._taps.__exit__(kind, error, trace)
+
+    def step(self, tokens: torch.Tensor, *, certain: bool = False) -> Step:
+        """Run `tokens` [Q] after the committed ones. `certain`: all of them will be kept, so no way back is
+        prepared."""
+        if not certain:
+            self._saved = save_states(self.cache)
+        positions = self.length + torch.arange(len(tokens), device=tokens.device)
+        return self._forward(tokens, positions, None)
+
+    def step_tree(self, root: torch.Tensor, tree: DraftTree) -> Step:
+        """Run the anchor `root` [1] and all nodes of `tree` in one forward of 1+n tokens; rows are in node
+        order."""
+        device = root.device
+        tokens = torch.cat([root, torch.from_numpy(tree.tokens).to(device, non_blocking=True)])
+        depths = torch.from_numpy(tree.depths).to(device, non_blocking=True)
+        positions = self.length + torch.cat([torch.zeros_like(root), depths])
+        seen = torch.from_numpy(tree.visibility()).to(device, non_blocking=True)
+        before = seen.new_ones(len(tokens), self.length)
+        mask = additive_mask(torch.cat([before, seen], dim=1), self.target.dtype)
+        return self._forward(tokens, positions, mask[None, None])
+
+    def step_paths(self, root: torch.Tensor, tree: DraftTree) -> Step:
+        """Like `step_tree`, for any target: every root-to-leaf path is a row of a batch with its own copy of
+        the cache.
+
+        Costs the sum of the path lengths and a cache copy a row, at most `PATHS_A_FORWARD` at a time. The
+        sequence's own cache is left alone: settle with `commit_path`.
+        """
+        paths = tree.leaf_paths() or [[]]
+        width = 1 + max(len(path) for path in paths)
+        # Node of each cell; rows end in repeats of the root.
+        table = torch.zeros(len(paths), width, dtype=torch.long)
+        for row, path in enumerate(paths):
+            table[row, 1 : 1 + len(path)] = torch.tensor(path)
+        nodes = torch.cat([root.cpu(), torch.from_numpy(tree.tokens)])
+        positions = self.length + torch.arange(width, device=root.device)
+        own, normed, taps = self.cache, [], []
+        try:
+            for rows in table.split(PATHS_A_FORWARD):
+                self.cache = select_rows(own, torch.zeros(len(rows), dtype=torch.long, device=root.device))
+                step = self._batch(nodes[rows].to(root.device), positions.expand(len(rows), -1))
+                normed.append(step.normed)
+                taps += [step.taps] if step.taps is not None else []
+        finally:
+            self.cache = own
+        # Any cell that holds the node: their prefixes are equal.
+        cell = torch.zeros(1 + len(tree), dtype=torch.long)
+        cell[table.flatten().flip(0)] = torch.arange(table.numel()).flip(0)
+        cell = cell.to(root.device)
+        self._pending, self._untouched = nodes.to(root.device), True
+        flat = torch.cat(normed).flatten(0, 1)[cell]
+        return Step(flat, torch.cat(taps).flatten(0, 1)[cell] if taps else None)
+
+    def commit(self, count: int) -> None:
+        """Keep the first `count` of the tokens appended last and forget the others."""
+        appended = len(self._pending)
+        if count < appended and self._saved:
+            crop_keys(self.cache, appended)
+            restore_states(self.cache, self._saved)
+            if count:
+                self.step(self._pending[:count], certain=True)
+        else:
+            crop_keys(self.cache, appended - count)
+        self._settle(count)
+
+    def commit_path(self, path: list[int]) -> None:
+        """Keep the rows `path` (indices into the tokens appended last, rising) of every layer's keys and
+        values."""
+        kept = torch.tensor(path).to(self._pending.device, non_blocking=True)
+        if self._untouched:
+            self._untouched = False
+            self.step(self._pending[kept], certain=True)
+            self._settle(len(path))
+            return
+        for layer in self.cache.layers:
+            for name in ("keys", "values"):
+                # [1, heads, length + appended, d]; keys are already rotated to their place
+                tensor = getattr(layer, name)
+                if path != list(range(len(path))):
+                    tensor[:, :, self.length : self.length + len(path)] = tensor[:, :, self.length + kept]
+                setattr(layer, name, tensor[:, :, : self.length + len(path)])
+        self._settle(len(path))
+
+    def _settle(self, count: int) -> None:
+        self.length += count
+        self._pending = self._pending[:0]
+        self._saved = None
+
+    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> Step:
+        self._pending = tokens
+        step = self._batch(tokens[None], positions[None], mask)
+        return Step(step.normed[0], step.taps[0] if step.taps is not None else None)
+
+    def _batch(self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None = None) -> Step:
+        """One forward of tokens [R, Q] on the current cache."""
+        normed = run_cached(self.target, self.cache, tokens, positions, mask)
+        taps = torch.cat(self._taps.take(), dim=-1) if self._taps is not None else None
+        return Step(normed, taps)
+
+
+# ---- Where the time of a round goes ----------------------------------------------------------------------
+# Marks are read only at the end. On CUDA they are events in the stream: they time what the device did, gaps
+# in which it waited for the host included, and neither drain it nor hold anybody up, so the split is that of
+# the very run whose speed is reported.
+
+
+class Clock:
+    """Times named phases: what lies between a mark and the one before belongs to the phase it is given."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[tuple[str | None, Any]] = []
+
+    def lap(self, phase: str | None = None) -> None:
+        """End a phase; None: what came before belongs to none."""
+        if self._cuda:
+            mark: Any = torch.cuda.Event(enable_timing=True)
+            mark.record()
+        else:
+            mark = time.perf_counter()
+        self._marks.append((phase, mark))
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase; waits for the device."""
+        found = dict.fromkeys(PHASES, 0.0)
+        if self._cuda and self._marks:
+            self._marks[-1][1].synchronize()
+        for (_, before), (phase, after) in pairwise(self._marks):
+            if phase is not None:
+                found[phase] += before.elapsed_time(after) / 1e3 if self._cuda else after - before
+        return found

@@ -1,34 +1,42 @@
 """Acceptance from stored answers, with no target forward: draft a block at every answer token and compare.
-
-The tapped states in the feature store are all that a drafter needs of the target, and the stored answer is
-what the target would have said (exactly so when it was generated greedily). One document's context keys and
-values are computed once; its anchors are then drafted in chunks that keep the logits [chunk, B-1, V] within a
-fixed number of elements.
+Below it, which answers an evaluation looks at, and where the states come from.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from dflash_lab.acceptance.offline_report import OfflineReport
-from dflash_lab.acceptance.proposals import Draft
-from dflash_lab.acceptance.tree_rank import accepted_by_budget
+from dflash_lab.acceptance.decode import Draft, Study
+from dflash_lab.acceptance.prompts import Prompt
+from dflash_lab.acceptance.results import OfflineReport
+from dflash_lab.acceptance.settings import EvaluationSettings
+from dflash_lab.acceptance.tree import accepted_by_budget
 from dflash_lab.data.items import FeatureItem
-from dflash_lab.drafter.attention import dense_attend, row_layout
-from dflash_lab.drafter.model import ContextKeys, Drafter
+from dflash_lab.data.samples import provenance_path, read_provenance, scan_samples
+from dflash_lab.drafter.attention import row_layout
+from dflash_lab.drafter.cache import DraftCache
+from dflash_lab.drafter.live import SampleItems
+from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError
+from dflash_lab.extraction.manifest import trial_of
+from dflash_lab.extraction.store import FeatureStore, open_store
 from dflash_lab.target.head import TargetHead
+from dflash_lab.target.model import Target
+from dflash_lab.target.taps import Taps
 
 logger = logging.getLogger(__name__)
 BUDGETS = (16, 32, 64, 128, 256, 512, 1024)
 TOP_K = (1, 2, 4, 8, 16)
+CPU_ELEMENTS, CUDA_ELEMENTS = 1 << 25, 1 << 27  # logits held at once: 128 and 512 MiB of fp32
 Columns = dict[str, np.ndarray]
 
 
@@ -42,14 +50,18 @@ def offline(
     budgets: Sequence[int] = BUDGETS,
     top_k: Sequence[int] = TOP_K,
     temperatures: Sequence[float] = (),
-    chunk_elements: int = 0,
     on_item: Callable[[int], None] | None = None,
 ) -> OfflineReport:
     """Draft at every answer token of `items` and return the report. Runs on the drafter's device.
 
+    The tapped states in the feature store are all that a drafter needs of the target, and the stored answer
+    is what the target would have said (exactly so when it was generated greedily). One document's context
+    keys and values are computed once; its anchors are then drafted in chunks that keep the logits [chunk,
+    B-1, V] within a fixed number of elements.
+
     temperatures: also give the expected accepted drafts of rejection sampling at these temperatures, sum over
     k of prod over j <= k of (1 - TV(p_j, q_j)), from the items' final states; plain DFlash only.
-    chunk_elements: logits held at once; 0: 128 MiB of fp32, on CUDA 512 MiB. on_item(tokens) is called after
+    on_item(tokens) is called after
     each item. An item with states that are not numbers is named in the log and left out. Raises `InputError`
     when no item has an answer of at least two tokens.
     """
@@ -61,8 +73,8 @@ def offline(
         raise InputError(
             "temperatures: expected acceptance is known for plain DFlash drafts only, not DFlash 2's."
         )
-    chunk_elements = chunk_elements or 1 << (27 if head.weight.is_cuda else 25)
-    chunk = max(1, chunk_elements // ((size - 1) * head.weight.shape[0] * (2 if temperatures else 1)))
+    elements = CUDA_ELEMENTS if head.weight.is_cuda else CPU_ELEMENTS
+    chunk = max(1, elements // ((size - 1) * head.weight.shape[0] * (2 if temperatures else 1)))
     frames, counts, answers = [], np.zeros((4, size - 1), np.int64), 0
     for item in items:
         if not all(states.isfinite().all() for states in (item.taps, item.final) if states is not None):
@@ -70,7 +82,7 @@ def offline(
             continue
         ids = item.input_ids.to(head.weight.device).long()
         segments = answer_segments(item.loss_mask)
-        context = Context(drafter, item.taps.to(head.weight.device)) if segments else None
+        context = context_of(drafter, item.taps.to(head.weight.device)) if segments else None
         for start, stop in segments:
             assert context is not None
             teacher = _teacher(item, head, start, stop) if temperatures else None
@@ -98,33 +110,22 @@ def answer_segments(loss_mask: torch.Tensor) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop in runs if stop - start >= 2]
 
 
-class Context:
-    """A document's context keys and values, from which blocks are drafted at any of its positions."""
+def context_of(drafter: Drafter, taps: torch.Tensor) -> DraftCache:
+    """Return a document's context keys and values, from which blocks are drafted at any of its positions."""
+    context = DraftCache(drafter, len(taps))
+    context.extend(taps)
+    return context
 
-    def __init__(self, drafter: Drafter, taps: torch.Tensor) -> None:
-        self.drafter = drafter
-        self.length = len(taps)
-        ctx = drafter.context(taps.to(drafter.fc.weight.dtype))
-        angles = drafter.angles(torch.arange(self.length, device=taps.device), ctx.dtype)
-        layers: Any = drafter.layers
-        self._contexts = [ContextKeys(*layer.self_attn.keys_values(ctx, angles)) for layer in layers]
 
-    def blocks(self, anchors: list[int], embeddings: torch.Tensor, *, visible_shift: int = 0) -> torch.Tensor:
-        """Hidden states [A, B, H] of blocks at `anchors` (rising), from raw embedding rows [A, B, H].
-
-        visible_shift: let blocks see that many more context positions than those before their anchor (a
-        diagnosis).
-        """
-        layout = row_layout([anchors], [self.length], embeddings.shape[1])
-        layout = layout.map(lambda index: index.to(embeddings.device))
-        angles = self.drafter.angles(layout.slot_positions, self.drafter.fc.weight.dtype)
-        if visible_shift:
-            layout = replace(layout, anchors=layout.anchors + visible_shift)
-        attends = dense_attend(layout)
-        h = self.drafter.scaled(embeddings).to(self.drafter.fc.weight.dtype)
-        for layer, context in zip(self.drafter.blocks(), self._contexts):
-            h = layer(h, angles, context, attends(layer.mask))
-        return self.drafter.norm(h)
+def blocks_at(
+    context: DraftCache, anchors: list[int], embeddings: torch.Tensor, *, visible_shift: int = 0
+) -> torch.Tensor:
+    """Hidden states [A, B, H] of blocks at `anchors` (rising), from raw embedding rows [A, B, H];
+    visible_shift as `run_blocks` has it.
+    """
+    layout = row_layout([anchors], [context.length], embeddings.shape[1])
+    layout = layout.map(lambda index: index.to(embeddings.device))
+    return context.blocks(embeddings, layout, visible_shift)
 
 
 class _Plan(NamedTuple):
@@ -148,7 +149,7 @@ def _teacher(item: FeatureItem, head: TargetHead, start: int, stop: int) -> torc
 
 
 def _answer(
-    context: Context,
+    context: DraftCache,
     head: TargetHead,
     ids: torch.Tensor,
     start: int,
@@ -169,7 +170,7 @@ def _answer(
         labels = padded[anchors[:, None] + torch.arange(1, size, device=ids.device)]  # [A, L], -1: past end
         block = torch.full((len(anchors), size), drafter.config.mask_token_id, device=ids.device)
         block[:, 0] = ids[anchors]
-        hidden = context.blocks(anchors.tolist(), head.embed(block))[:, 1:].to(head.weight.dtype)
+        hidden = blocks_at(context, anchors.tolist(), head.embed(block))[:, 1:].to(head.weight.dtype)
         logits = drafter.logits(hidden, head.weight)
         columns, seen = _compare(drafter, hidden, logits, block[:, 0], labels, plan)
         if teacher is not None:
@@ -286,3 +287,227 @@ def _frame(columns: Columns, sample: str, answer: int, start: int, stop: int) ->
         pl.when(pl.col("label") >= 0).then(pl.col("label")),
         pl.when(pl.col("label") >= 0).then(pl.col("drafted")),
     )
+
+
+# ---- The answers that are looked at, and where they come from --------------------------------------------
+# Held-out samples have stored answers; their states are read from the feature store, or made by the target
+# now where nothing was extracted. Prompts without an answer take what plain decoding has just said.
+
+
+log = logging.getLogger(__name__)
+
+
+class Answers:
+    """Answers of an evaluation with `settings`, for a drafter with taps `tap_ids`.
+
+    `stored`: whether the prompts have answers in the samples file. `has_final`: whether the items will have
+    final states. Raises `InputError` for a store of another target or of other taps; one of a trial has not
+    all that prompts are drawn from, and is left aside.
+    """
+
+    def __init__(self, settings: EvaluationSettings, target: Target, tap_ids: tuple[int, ...]) -> None:
+        self._settings, self._target, self._tap_ids = settings, target, tap_ids
+        self.stored = settings.prompts == "heldout"
+        self._store = self._open(settings.store) if self.stored and settings.store is not None else None
+        self.has_final = self._store is None or self._store.has_final
+
+    @property
+    def source(self) -> str:
+        """Where answers and states come from, for the report."""
+        if not self.stored:
+            return "answers of plain decoding"
+        return "stored answers" if self._store is not None else "stored answers, states of the live target"
+
+    def _open(self, path: Path) -> FeatureStore | None:
+        store = open_store(path)
+        store.check_made_by(self._settings.target, self._target.identity["weights"], self._target.hidden_size)
+        if tuple(store.tap_ids) != self._tap_ids:
+            raise InputError(
+                f"{path} holds taps {list(store.tap_ids)}, the drafter was made for "
+                f"{list(self._tap_ids)}: give the store that it was trained from."
+            )
+        if total := trial_of(path):
+            log.info(
+                "%s holds %d of %d samples, a trial (max_samples of extract): the live target makes the "
+                "states of the answers", path, len(store), total,
+            )  # fmt: skip
+            return None
+        return store
+
+    def items(self, prompts: Sequence[Prompt], plain: Study, *, extra: int = 0) -> Sequence[FeatureItem]:
+        """Return the answers of `prompts`, then up to `extra` more held-out ones."""
+        if not self.stored:
+            return answered_items(self._target, self._tap_ids, plain)
+        hashes = [prompt.hash for prompt in prompts]
+        if self._store is not None:
+            return stored_items(self._store, hashes, extra=extra)
+        return sample_items(self._target, self._tap_ids, self._settings.samples, hashes, extra=extra)
+
+    def texts(self, prompts: Sequence[Prompt], plain: Study) -> tuple[list[str], list[Sequence[int]]]:
+        """Return hash and answer tokens of what `items` holds of each decoded answer."""
+        if self.stored:
+            return [prompt.hash for prompt in prompts], [prompt.answer for prompt in prompts]
+        names = [text_hash([*asked, *a.tokens]) for asked, a in zip(plain.asked, plain.answers)]
+        return names, [answer.tokens for answer in plain.answers]
+
+    def made_by(self) -> tuple[Path | None, bool | None]:
+        """Return the samples file that says how training text was rendered, if there is one, and whether the
+        prompts were rendered with thinking on (None: they are that file's own).
+        """
+        samples = self._settings.samples
+        if self.stored:
+            return samples, None
+        return samples if provenance_path(samples).exists() else None, self._settings.thinking
+
+    def thinking(self) -> bool:
+        """Return whether the prompts were rendered with thinking on."""
+        _, given = self.made_by()
+        return bool(read_provenance(self._settings.samples).get("thinking")) if given is None else given
+
+    def sources(self, prompts: Sequence[Prompt], plain: Study) -> dict[str, str]:
+        """Return the source of each sample that `items` holds, by its hash."""
+        if not self.stored:
+            names, _ = self.texts(prompts, plain)
+            return {name: prompts[number].source for name, number in zip(names, plain.prompt, strict=True)}
+        known = scan_samples(self._settings.samples).select("content_hash", "source").collect()
+        return dict(known.iter_rows())
+
+    def date(self) -> str:
+        """Return the day that the samples' template printed as today; empty if none is recorded."""
+        samples = self._settings.samples
+        return str(read_provenance(samples).get("date", "")) if provenance_path(samples).exists() else ""
+
+
+# ---- Items from a store, or with states made now ---------------------------------------------------------
+# Of stored samples, or of answers that were just decoded.
+
+
+PASS_TOKENS = 8192  # padded tokens of one forward over several texts, on CUDA
+
+
+class StoredItems(Sequence[FeatureItem]):
+    """Chosen samples of a store, read when asked for."""
+
+    def __init__(self, store: FeatureStore, indices: list[int]) -> None:
+        self._store, self._indices = store, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if isinstance(index, slice):
+            return StoredItems(self._store, self._indices[index])
+        return self._store[self._indices[index]]
+
+
+def stored_items(store: FeatureStore, hashes: Sequence[str], *, extra: int = 0) -> StoredItems:
+    """Return the samples with these content hashes, in that order, then up to `extra` other held-out ones."""
+    missing = []
+    indices = []
+    for content_hash in hashes:
+        try:
+            indices.append(store.find(content_hash))
+        except KeyError:
+            missing.append(content_hash)
+    if missing:
+        raise InputError(
+            f"{store.path} lacks {len(missing)} of {len(hashes)} samples (first: {missing[0]}): it was made "
+            "from other samples, or extraction is not finished. Run extract for every shard."
+        )
+    taken = set(indices)
+    others = [i for i in np.flatnonzero(store.heldout).tolist() if i not in taken]
+    return StoredItems(store, indices + others[:extra])
+
+
+def passes(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Cut texts of these lengths, as they come, into runs [start, end) of at most `most` padded tokens, or of
+    one text.
+    """
+    start = widest = 0
+    for end, length in enumerate(lengths):
+        widest = max(widest, length)
+        if end > start and widest * (end + 1 - start) > most:
+            yield start, end
+            start, widest = end, length
+    if lengths:
+        yield start, len(lengths)
+
+
+class TextItems(Sequence[FeatureItem]):
+    """Texts whose states the target makes when they are asked for; nothing is kept. One after the other, on
+    CUDA several share a forward: what pads a text on its right is seen by none of its tokens.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        tap_ids: tuple[int, ...],
+        texts: Sequence[tuple[str, torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """`texts`: hash, token ids [L] and loss mask [L] of each."""
+        self._target, self._tap_ids, self._texts = target, tap_ids, texts
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if isinstance(index, slice):
+            return TextItems(self._target, self._tap_ids, self._texts[index])
+        return self._made([self._texts[index]])[0]
+
+    def __iter__(self) -> Iterator[FeatureItem]:
+        most = PASS_TOKENS if self._target.device.type == "cuda" else 0
+        for start, end in passes([len(ids) for _, ids, _ in self._texts], most):
+            yield from self._made(self._texts[start:end])
+
+    @torch.no_grad()
+    def _made(self, texts: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> list[FeatureItem]:
+        last = self._target.num_layers - 1
+        wanted = tuple(sorted({*self._tap_ids, last}))
+        rows = pad_sequence([ids.long() for _, ids, _ in texts], batch_first=True)
+        with Taps(self._target.layers, wanted) as taps:
+            self._target.body(input_ids=rows.to(self._target.device), use_cache=False)
+            of_layer = dict(zip(wanted, taps.take()))
+        states = torch.cat([of_layer[layer] for layer in self._tap_ids], dim=-1)
+        return [
+            FeatureItem(name, ids.int(), mask, states[row, : len(ids)], of_layer[last][row, : len(ids)], True)
+            for row, (name, ids, mask) in enumerate(texts)
+        ]
+
+
+def text_hash(ids: Sequence[int]) -> str:
+    """Name a text that no samples file names: 32 hex digits."""
+    return hashlib.sha256(repr(list(ids)).encode()).hexdigest()[:32]
+
+
+def answered_items(target: Target, tap_ids: tuple[int, ...], study: Study) -> TextItems:
+    """Return every answer of `study` with its prompt, and states of the target."""
+    texts = []
+    for asked, answer in zip(study.asked, study.answers):
+        ids = torch.tensor([*asked, *answer.tokens])
+        mask = torch.zeros(len(ids), dtype=torch.uint8)
+        mask[len(asked) :] = 1
+        texts.append((text_hash(ids.tolist()), ids, mask))
+    return TextItems(target, tap_ids, texts)
+
+
+def sample_items(
+    target: Target,
+    tap_ids: tuple[int, ...],
+    samples: Path,
+    hashes: Sequence[str],
+    *,
+    extra: int = 0,
+) -> TextItems:
+    """Return the samples of a file with these hashes, in that order, then up to `extra` other held-out ones,
+    with states of the target: what `stored_items` reads from a store.
+    """
+    chosen = SampleItems(samples, target.hidden_size, list(tap_ids))
+    chosen.check_vocabulary(target.vocab_size)
+    number = {name: index for index, name in enumerate(chosen.hashes)}
+    indices = [number[name] for name in hashes]
+    taken = set(indices)
+    others = np.flatnonzero(chosen.heldout).tolist()
+    indices += [i for i in others if i not in taken][:extra]
+    bare = [chosen.bare(index) for index in indices]
+    return TextItems(target, tap_ids, [(item.hash, item.input_ids, item.loss_mask) for item in bare])

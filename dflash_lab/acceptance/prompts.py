@@ -68,13 +68,13 @@ class Prompt:
         return False
 
 
-def heldout_prompts(samples: Path | str, *, split: str = "heldout") -> list[Prompt]:
-    """Return the prompt and first answer of every sample of `split` in a samples file."""
+def heldout_prompts(samples: Path | str) -> list[Prompt]:
+    """Return the prompt and first answer of every held-out sample of a samples file."""
     columns = [name for name in SCHEMA if name != "split"]
     rows = scan_samples(samples)
     with reading_samples(samples):
         checked(rows.select("id", "split").collect(engine="in-memory"), samples)
-        found = rows.with_row_index("row").filter(pl.col("split") == split).select("row", *columns)
+        found = rows.with_row_index("row").filter(pl.col("split") == "heldout").select("row", *columns)
         frame = found.collect(engine="in-memory")
     frame = checked(frame, samples, frame["row"].to_numpy())
     prompts = []
@@ -88,7 +88,7 @@ def heldout_prompts(samples: Path | str, *, split: str = "heldout") -> list[Prom
             prompts.append(Prompt(row["id"], tuple(ids[:start]), row["source"], answer, row["content_hash"]))
     if not prompts:
         raise InputError(
-            f"{samples}: no {split} sample has a prompt and an answer of two tokens. Raise "
+            f"{samples}: no heldout sample has a prompt and an answer of two tokens. Raise "
             "heldout_fraction in prepare, or give prompts another value (humaneval, or a JSONL file)."
         )
     return prompts

@@ -1,6 +1,7 @@
-"""The best-first tree as one Triton kernel: the heap of `tree.py`, kept in the registers of a few warps.
+"""The best-first tree as one Triton kernel: the heap of `tree.build_tree`, kept in the registers of a few
+warps.
 
-`tree_levels` builds the same tree with three hundred operations, thirty of them sorts, which take two
+`tree.best_tree` builds the same tree with three hundred operations, thirty of them sorts, which take two
 milliseconds at 512 nodes even as a graph. Popping one node at a time is sequential, but a step is short:
 the frontier of b pops has at most b entries, so its least is one reduction over a few registers a lane, and
 its two successors are one load each. Nothing is launched, sorted or waited for in between.
@@ -16,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dflash_lab.acceptance.tree_levels import Choices, LevelTree, TreePlan
+from dflash_lab.acceptance.tree import Choices, LevelTree, TreePlan
 
 
 @triton.jit
@@ -87,7 +88,7 @@ def _see(parents, seen, size, DEPTH: tl.constexpr, SIZE: tl.constexpr):
 
 
 def best_tree(choices: Choices, drafts: torch.Tensor, plan: TreePlan) -> LevelTree:
-    """Return what `tree_levels.best_tree` does, entry for entry but for those that are not active."""
+    """Return what `tree.best_tree` does, entry for entry but for those that are not active."""
     tokens, costs, rows, drafts = (table.contiguous() for table in (*choices, drafts))
     depth, parents_a_level, width = costs.shape
     size = plan.nodes + depth

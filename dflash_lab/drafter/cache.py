@@ -1,22 +1,48 @@
 """The drafter's memory in decoding: context keys and values of every layer, and nothing of past blocks.
-
-A verify round commits some positions and brings their tapped states; `extend` appends them, `block` drafts
-after them. Block keys and values live for one call, so a rejected draft leaves nothing behind. `crop` forgets
-positions.
+Block keys and values live for one call, so a rejected draft leaves nothing behind.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from dflash_lab.drafter.attention import dense_attend, next_block
+from dflash_lab.drafter.attention import BlockLayout, dense_attend, next_block
 from dflash_lab.drafter.model import ContextKeys, Drafter
 from dflash_lab.errors import InputError
 
 
+def run_blocks(
+    drafter: Drafter,
+    embeddings: Tensor,
+    layout: BlockLayout,
+    contexts: Iterable[ContextKeys],
+    visible_shift: int = 0,
+) -> Tensor:
+    """Hidden states [A, B, H] of blocks, from raw embedding rows [A, B, H] and each layer's context keys.
+
+    visible_shift: let blocks see that many more context positions than those before their anchor, and stand
+    where they stood (a diagnosis).
+    """
+    attends = dense_attend(
+        replace(layout, anchors=layout.anchors + visible_shift) if visible_shift else layout
+    )
+    h = drafter.scaled(embeddings).to(drafter.fc.weight.dtype)
+    angles = drafter.angles(layout.slot_positions, h.dtype)
+    for layer, context in zip(drafter.blocks(), contexts, strict=True):
+        h = layer(h, angles, context, attends(layer.mask))
+    return drafter.norm(h)
+
+
 class DraftCache:
-    """Context of one sequence for one drafter; `length` positions 0 .. length-1 are in it."""
+    """Context of one sequence for one drafter; `length` positions 0 .. length-1 are in it.
+
+    A verify round commits some positions and brings their tapped states; `extend` appends them, `block`
+    drafts after them.
+    """
 
     def __init__(self, drafter: Drafter, capacity_tokens: int = 256) -> None:
         config = drafter.config
@@ -52,13 +78,13 @@ class DraftCache:
         rows.
         """
         layout = next_block(self.length, embeddings.shape[0], embeddings.device)
-        attends = dense_attend(layout)
-        h = self.drafter.scaled(embeddings).to(self._store.dtype)[None]
-        angles = self.drafter.angles(layout.slot_positions, h.dtype)
-        for index, layer in enumerate(self.drafter.blocks()):
-            context = ContextKeys(self._store[0, index, : self.length], self._store[1, index, : self.length])
-            h = layer(h, angles, context, attends(layer.mask))
-        return self.drafter.norm(h)[0]
+        return self.blocks(embeddings[None], layout)[0]
+
+    @torch.no_grad()
+    def blocks(self, embeddings: Tensor, layout: BlockLayout, visible_shift: int = 0) -> Tensor:
+        """The same of the blocks of `layout`, [A, B, H]; see `run_blocks`."""
+        keys, values = self._store[:, :, : self.length]
+        return run_blocks(self.drafter, embeddings, layout, map(ContextKeys, keys, values), visible_shift)
 
     def _reserve(self, length: int) -> None:
         capacity = self._store.shape[2]

@@ -12,13 +12,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import polars as pl
 import torch
 import xxhash
 
 from dflash_lab.data.items import FeatureItem
-from dflash_lab.data.samples import read_samples
+from dflash_lab.data.samples import FlatTokens, read_samples
 from dflash_lab.drafter.live_forward import RowForward
 from dflash_lab.drafter.rows import Row
 from dflash_lab.errors import InputError
@@ -40,9 +38,7 @@ class SampleItems:
             raise InputError(f"{path}: sample {empty!r} has no token. Run prepare again.")
         self.heldout = (frame["split"] == "heldout").to_numpy()
         self.hashes: list[str] = frame["content_hash"].to_list()
-        self._ids = frame["input_ids"].explode(empty_as_null=False).cast(pl.Int32).to_numpy(writable=True)
-        self._mask = frame["loss_mask"].explode(empty_as_null=False).cast(pl.UInt8).to_numpy(writable=True)
-        self._starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+        self._tokens = FlatTokens(frame)
         self.path = path
 
     def __len__(self) -> int:
@@ -50,12 +46,11 @@ class SampleItems:
 
     def bare(self, index: int) -> FeatureItem:
         """Sample `index` with states of width 0."""
-        here = slice(self._starts[index], self._starts[index + 1])
-        ids = torch.from_numpy(self._ids[here])
+        ids, mask = map(torch.from_numpy, self._tokens.of(index))
         return FeatureItem(
             hash=self.hashes[index],
             input_ids=ids,
-            loss_mask=torch.from_numpy(self._mask[here]),
+            loss_mask=mask,
             taps=torch.zeros(len(ids), 0, dtype=torch.bfloat16),
             final=None,
             heldout=bool(self.heldout[index]),
@@ -63,7 +58,7 @@ class SampleItems:
 
     def check_vocabulary(self, size: int) -> None:
         """`InputError` if a token lies outside a vocabulary of `size`."""
-        lowest, highest = int(self._ids.min()), int(self._ids.max())
+        lowest, highest = self._tokens.id_range()
         if lowest < 0 or highest >= size:
             raise InputError(
                 f"{self.path}: holds token {lowest if lowest < 0 else highest}, the target knows "

@@ -20,21 +20,21 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from dflash_lab.cuda_graphs import captured
 from dflash_lab.data.batching import plan_batches
 from dflash_lab.drafter.anchors import seeded
 from dflash_lab.drafter.compiling import why_not_compiled
 from dflash_lab.drafter.live_attention import ATTENTION, Unpackable
+from dflash_lab.target.layer_proof import TOLERANCE, layer_errors
 from dflash_lab.target.model import Target
 from dflash_lab.target.spans import FULL, SLIDING, Span, besides
 from dflash_lab.target.taps import Taps
 
 logger = logging.getLogger(__name__)
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 BOUNDS_STEP = 64  # documents of a row are counted in steps of this many, so that few shapes occur
-WARM_UPS = 3  # forwards before a graph is recorded: kernels choose their tiles in them
 Bounds = Sequence[tuple[int, int]]  # first row and the one behind the last of each document
 
 
@@ -140,40 +140,24 @@ class RowForward:
     def _compile(self) -> str:
         """Compile every layer, and keep that if each adds to the same input what it added before; else say
         why not.
-
-        Whole forwards are no measure of it: after thirty layers the rounding of a bf16 stream differs by
-        percents between two ways to compute the same.
         """
         layers, (_, proof) = list(self.target.layers), self._proof()
         compiled = [torch.compile(layer.forward, dynamic=False) for layer in layers]
         tokens = int(proof[2][2])  # of the two documents
-        errors: list[float] = []
 
-        def compare(index: int) -> Any:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-                stream = (args[0] if args else kwargs["hidden_states"])[0, :tokens]
-                plain, other = (
-                    (out[0] if isinstance(out, tuple) else out)[0, :tokens]
-                    for out in (output, compiled[index](*args, **kwargs))
-                )
-                rounding = torch.finfo(plain.dtype).eps * plain
-                errors.append(_token_error(other, plain, plain - stream, rounding))
+        def measure(*states: Tensor) -> float:
+            stream, plain, other = (state[0, :tokens] for state in states)
+            return _token_error(other, plain, plain - stream, torch.finfo(plain.dtype).eps * plain)
 
-            return hook
-
-        handles = [
-            layer.register_forward_hook(compare(i), with_kwargs=True) for i, layer in enumerate(layers)
-        ]
         try:
-            self._sequence(*proof)
+            errors = layer_errors(
+                self.target.layers, dict(enumerate(compiled)), lambda: self._sequence(*proof), measure
+            )
         except Exception as error:
             if not (why := why_not_compiled(error)):
                 raise
             return f"they do not compile on this machine ({why})"
-        finally:
-            for handle in handles:
-                handle.remove()
-        worst = max(range(len(errors)), key=errors.__getitem__)
+        worst = max(errors, key=errors.__getitem__)
         if not errors[worst] <= TOLERANCE[self.target.dtype]:
             return f"compiled, layer {worst} adds something else, by rel-L2 {errors[worst]:.2g}"
         for layer, forward in zip(layers, compiled, strict=True):
@@ -243,23 +227,16 @@ class _Graph:
 
     def __init__(self, forward: Any, inputs: tuple[Tensor, ...]) -> None:
         self._inputs = tuple(tensor.clone() for tensor in inputs)
-        device = inputs[0].device
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device):
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(WARM_UPS):
-                    forward(*self._inputs)
-            torch.cuda.current_stream().wait_stream(side)
-            # A prefetch thread may pin memory meanwhile, which a recording of all threads would not survive.
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._outputs = forward(*self._inputs)
+
+        def run() -> None:
+            self._outputs = forward(*self._inputs)
+
+        self._replay = captured(run, inputs[0].device)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         for mine, given in zip(self._inputs, inputs, strict=True):
             mine.copy_(given)
-        self._graph.replay()
+        self._replay()
         taps, final = self._outputs
         return taps.clone(), final.clone()  # the next replay writes over its own
 

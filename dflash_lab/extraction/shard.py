@@ -16,7 +16,7 @@ import xxhash
 
 from dflash_lab.data.batching import balance_shards, predicted_cost
 from dflash_lab.data.sample_checks import checked
-from dflash_lab.data.samples import read_samples, reading_samples, scan_samples
+from dflash_lab.data.samples import FlatTokens, read_samples, reading_samples, scan_samples
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.parts import as_keys, hex_to_hashes
 
@@ -99,21 +99,15 @@ def not_stored(index: SampleIndex, rows: np.ndarray, stored: np.ndarray) -> np.n
 
 
 class Tokens:
-    """Token ids and masks of some samples, read once: 5 bytes a token in two flat arrays."""
+    """Token ids and masks of some samples, read once and asked for by sample number."""
 
     def __init__(self, index: SampleIndex, rows: np.ndarray) -> None:
-        frame = read_samples(index.path, index.row[rows])
+        self._flat = FlatTokens(read_samples(index.path, index.row[rows]))
+        self.id_range = self._flat.id_range
         self._at = np.full(len(index.lengths), -1, np.int64)
         self._at[rows] = np.arange(len(rows))
-        self._offsets = np.concatenate([[0], np.cumsum(index.lengths[rows])])
-        self._ids = frame["input_ids"].explode().to_numpy().astype(np.int32)
-        self._mask = frame["loss_mask"].explode().to_numpy().astype(np.uint8)
-
-    def id_range(self) -> tuple[int, int]:
-        """The smallest and the largest token id in use, (0, 0) without samples."""
-        return (int(self._ids.min()), int(self._ids.max())) if len(self._ids) else (0, 0)
 
     def of(self, rows: Sequence[int] | np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Return input_ids (int32) and loss_mask (uint8) of sample numbers `rows`, as views."""
-        spans = [slice(self._offsets[at], self._offsets[at + 1]) for at in self._at[rows]]
-        return [self._ids[span] for span in spans], [self._mask[span] for span in spans]
+        pairs = [self._flat.of(at) for at in self._at[rows]]
+        return [ids for ids, _ in pairs], [mask for _, mask in pairs]

@@ -18,8 +18,8 @@ from typing import cast
 import torch
 
 from dflash_lab.errors import InputError
-from dflash_lab.target.cache import cache_keyword, growing_cache
 from dflash_lab.target.choice import check_temperature, choose
+from dflash_lab.target.kv_cache import growing_cache, run_cached
 from dflash_lab.target.model import Target
 from dflash_lab.target.slots import MOST_SLOTS, generate_in_slots, slot_bytes, takes_slots
 
@@ -146,13 +146,13 @@ def _generate_batch(
         text[row, : len(prompt)] = torch.tensor(prompt, device=device)
     ends = lengths + max_new  # [n] one past the last token of each row; pulled in by a stop token
     alive = torch.arange(len(prompts), device=device)  # [R] rows in the cache
-    cache, keyword = growing_cache(target), cache_keyword(target.body)
+    cache = growing_cache(target)
     tokens = text[:, :shortest]
     for position in range(shortest, width):
         # Given, for some hybrids count places wrongly by themselves.
         places = torch.arange(position - tokens.shape[1], position, device=device).expand_as(tokens)
-        out = target.body(input_ids=tokens, position_ids=places, use_cache=True, **{keyword: cache})
-        chosen = choose(target.head.logits(out.last_hidden_state[:, -1]), temperature, generator)  # [R]
+        normed = run_cached(target, cache, tokens, places)
+        chosen = choose(target.head.logits(normed[:, -1]), temperature, generator)  # [R]
         in_prompt = position < lengths[alive]
         chosen = torch.where(in_prompt, text[alive, position], chosen)
         text[alive, position] = chosen

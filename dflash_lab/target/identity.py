@@ -2,7 +2,7 @@
 
 A weight file is identified by its name, size, safetensors header (names, shapes, offsets) and some bytes
 from the middle of every tensor, not by its 54 GB of content: a fine-tune has the header of its base, and its
-states are others. `full=True` reads everything.
+states are others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import xxhash
 
-from dflash_lab import files
 from dflash_lab.target.checkpoint import Checkpoint, local_file
 from dflash_lab.target.sources import Source, has_tokenizer, source_tokenizer, whole_config
 
@@ -43,12 +42,12 @@ def sampled_hash(path: Path) -> str:
     return _hash([path.name, path.stat().st_size, digest.hexdigest()])
 
 
-def identify(source: Source, *, seed: int = 0, full: bool = False) -> dict[str, Any]:
+def identify(source: Source, *, seed: int = 0) -> dict[str, Any]:
     """Return the identity of a target: name, config hash, weights hash, revision, tokenizer and template
     hash.
 
-    full: hash the content of the weight files as well (reads all of them). For ``random:`` targets the
-    weights are named by their seed. Tokenizer and template are empty where there is no tokenizer.
+    For ``random:`` targets the weights are named by their seed. Tokenizer and template are empty where there
+    is no tokenizer.
     """
     config = whole_config(source)
     fields = {k: v for k, v in config.to_dict().items() if k not in _VOLATILE}
@@ -61,8 +60,6 @@ def identify(source: Source, *, seed: int = 0, full: bool = False) -> dict[str, 
         return {**identity, "weights": f"random, seed {seed}", "tokenizer": "", "template": ""}
     weights = Checkpoint(source.checkpoint).files()
     identity["weights"] = _hash([sampled_hash(path) for path in weights])
-    if full:
-        identity["weights_content"] = _hash([files.checksum(path) for path in weights])
     if not has_tokenizer(source):
         return {**identity, "tokenizer": "", "template": ""}
     tokenizer = source_tokenizer(source)

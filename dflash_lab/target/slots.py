@@ -1,11 +1,5 @@
 """Generation at the rate of the device: fixed slots, a static cache, one recorded step, no waiting for the
 host.
-
-Each of R slots holds one prompt at its own position and takes one token a step: the next of its own prompt
-while that lasts, a generated one after it. A slot whose answer ends takes the next prompt of the queue in the
-same step, on the device, so all slots stay busy until the queue is empty. Shapes never change, so on CUDA the
-step is recorded once as a graph and replayed; the host looks at a counter every few steps. On a CPU the same
-step runs unrecorded, which is how it is tested.
 """
 
 from __future__ import annotations
@@ -13,15 +7,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from dflash_lab.target.cache import cache_keyword
+from dflash_lab.cuda_graphs import captured
 from dflash_lab.target.choice import choose
+from dflash_lab.target.kv_cache import StaticCache, run_cached
 from dflash_lab.target.model import Target
-from dflash_lab.target.slot_attention import NAME, SlotCache
-from dflash_lab.target.slot_norms import few_kernels
 from dflash_lab.target.spans import FULL, besides
 
 STEPS_A_LOOK = 32  # steps between two looks of the host at the counter
@@ -48,7 +46,12 @@ def slot_bytes(target: Target, width: int) -> int:
 
 @dataclass
 class _Slots:
-    """Where every slot stands. N prompts, R slots; job N is nobody's, for slots without work."""
+    """Where every slot stands. N prompts, R slots; job N is nobody's, for slots without work.
+
+    Each slot holds one prompt at its own position and takes one token a step: the next of its own prompt
+    while that lasts, a generated one after it. A slot whose answer ends takes the next prompt of the queue in
+    the same step, on the device, so all slots stay busy until the queue is empty.
+    """
 
     text: Tensor  # [N + 1, W] int32: prompts, and what is generated after them
     lengths: Tensor  # [N + 1] tokens of each prompt
@@ -114,29 +117,33 @@ def generate_in_slots(
     slots: int,
     progress: Callable[..., None] | None = None,
 ) -> list[list[int]]:
-    """Continue every prompt with `slots` of them at a time; arguments as in `generation.generate`."""
+    """Continue every prompt with `slots` of them at a time; arguments as in `generation.generate`.
+
+    Shapes never change, so on CUDA the step is recorded once and replayed; the host looks at a counter every
+    few steps. On a CPU the same step runs unrecorded, which is how it is tested.
+    """
     if not prompts:
         return []
     rows = min(slots, len(prompts))
     state = _Slots.fill(prompts, max_new_tokens, rows, target.device)
-    cache = SlotCache(rows, state.text.shape[1], state.position)
-    keyword = cache_keyword(target.body)
+    with few_kernels(target.body):
+        cache = StaticCache(target, rows, state.text.shape[1])
+        cache.cells = state.position[:, None]
 
-    def step() -> None:
-        tokens = state.text[state.job, state.position].long()[:, None]
-        places = state.position[:, None]
-        out = target.body(input_ids=tokens, position_ids=places, use_cache=True, **{keyword: cache})
-        logits = target.head.logits(out.last_hidden_state[:, -1])
-        state.take(choose(logits, temperature, generator), stop)
+        def step() -> None:
+            tokens = state.text[state.job, state.position].long()[:, None]
+            normed = run_cached(target, cache, tokens, cache.cells)
+            logits = target.head.logits(normed[:, -1])
+            state.take(choose(logits, temperature, generator), stop)
 
-    with _attention(target), few_kernels(target.body):
-        run = _recorded(step, generator) if target.device.type == "cuda" else step
-        state.start()
-        while (done := int(state.finished)) < len(prompts):
-            if progress is not None:
-                progress("generate", done, len(prompts))
-            for _ in range(STEPS_A_LOOK):
-                run()
+        with _attention(target):
+            run = captured(step, target.device, generator=generator)
+            state.start()  # what recording did is for nothing
+            while (done := int(state.finished)) < len(prompts):
+                if progress is not None:
+                    progress("generate", done, len(prompts))
+                for _ in range(STEPS_A_LOOK):
+                    run()
     if progress is not None:
         progress("generate", len(prompts), len(prompts))
     texts, ends = state.text.cpu().numpy(), state.ends.tolist()
@@ -155,13 +162,75 @@ def _attention(target: Target) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def _recorded(step: Callable[[], None], generator: torch.Generator) -> Callable[[], None]:
-    """Run `step` twice to build kernels and buffers, then record it; what it did so far is for nothing."""
-    step()
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    graph.register_generator_state(generator)
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+# ---- Attention of one new token a row, each row with its own length ----
+# A row's keys and values at positions after its own are leftovers of whoever had the slot before, and are
+# never read. On CUDA one Triton program a (row, key head) streams exactly the keys that the row has, for all
+# query heads that share them, so nothing is repeated for grouped queries and padding costs nothing;
+# elsewhere the same rule is a boolean mask of scaled_dot_product_attention.
+
+NAME = "dflash_slots"  # under which transformers' models find `attend`
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    position_ids: Tensor,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [R, nq, 1, d] over key and value [R, nkv, W, d] up to each row's position; returns [R, 1, nq,
+    d].
+    """
+    rows, heads, _, size = query.shape
+    scale = size**-0.5 if scaling is None else scaling
+    positions = position_ids[:, 0]  # [R]
+    if query.is_cuda and size >= 16 and size & (size - 1) == 0:
+        from dflash_lab.target.slot_kernels import attend_slots
+
+        return attend_slots(query[:, :, 0].contiguous(), key, value, positions, scale)[:, None], None
+    grouped = query.view(rows, key.shape[1], -1, size)  # query heads that share a key head stand together
+    seen = torch.arange(key.shape[2], device=key.device) <= positions[:, None]
+    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=seen[:, None, None], scale=scale)
+    return out.reshape(rows, 1, heads, size), None
+
+
+AttentionInterface.register(NAME, attend)
+
+
+# ---- RMS norms in two kernels instead of eight ----
+# Transformers writes Llama's norm in plain operations: to float32, square, mean, add, root, multiply, back,
+# times the weight. `F.rms_norm` without a weight is all but the last as one kernel, with the one rounding at
+# the same place; only the order in which the squares are summed is the kernel's own. A norm is replaced if
+# its forward is Llama's, instruction by instruction, as in most families. Those that multiply by (1 + w) or
+# round elsewhere stay as they are, and so do those of float32 models, which are run for their exact numbers.
+
+
+@contextlib.contextmanager
+def few_kernels(body: nn.Module) -> Iterator[int]:
+    """Replace the norms of `body` meanwhile; how many there are."""
+    norms = [module for module in body.modules() if _is_llamas(module)]
+    for norm in norms:
+        norm.forward = partial(_normed, norm)
+    try:
+        yield len(norms)
+    finally:
+        for norm in norms:
+            del norm.forward
+
+
+def _is_llamas(module: Any) -> bool:
+    if "forward" in vars(module) or getattr(module, "weight", None) is None:  # wrapped by somebody else
+        return False
+    code, theirs = (getattr(kind.forward, "__code__", None) for kind in (type(module), LlamaRMSNorm))
+    if code is None or theirs is None:
+        return False
+    same = all(getattr(code, part) == getattr(theirs, part) for part in ("co_code", "co_names", "co_consts"))
+    return same and module.weight.dtype in (torch.bfloat16, torch.float16)  # of others it may be no tensor
+
+
+def _normed(norm: Any, hidden: Tensor) -> Tensor:
+    return norm.weight * F.rms_norm(hidden, hidden.shape[-1:], eps=norm.variance_epsilon)

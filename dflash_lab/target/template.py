@@ -202,11 +202,11 @@ def user_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     return _encode(tokenizer, prompts[0][:first]), _encode(tokenizer, prompts[0][len(prompts[0]) - last :])
 
 
-def closing_id(tokenizer: Tokenizer, role: str, thinking: bool = False) -> int | None:
+def closing_id(tokenizer: Tokenizer, role: str) -> int | None:
     """Return the special token with which the template ends a turn of `role`, or None if it ends turns in
     text.
     """
-    chat = _chat(tokenizer, thinking=thinking)
+    chat = _chat(tokenizer)
     if role == "assistant":
         return next(iter(_closers(chat)), None)
     text = chat.text(_fitted(chat, [_user(_MARKS[0])]))

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from dflash_lab.acceptance.offline import Context
-from dflash_lab.acceptance.proposals import Draft
-from dflash_lab.acceptance.tree import DraftTree
+from dflash_lab.acceptance.decode import Draft
+from dflash_lab.acceptance.tree import DraftTree, build_tree, marginal_edges
+from dflash_lab.drafter.attention import row_layout
+from dflash_lab.drafter.cache import run_blocks
 from dflash_lab.drafter.config import DrafterConfig
-from dflash_lab.drafter.model import Drafter
+from dflash_lab.drafter.model import ContextKeys, Drafter
 
 
 def random_drafter(target, block_size=6, seed=0, **extra) -> Drafter:
@@ -103,14 +104,23 @@ def overfit(
             block[:, 0] = ids[anchors]
             padded = torch.cat([ids, ids.new_full((size + label_shift,), -100)])
             labels = padded[torch.tensor(anchors)[:, None] + torch.arange(1, size) + label_shift]
-            context = Context(drafter, item.taps.float())
-            hidden = context.blocks(anchors, target.head.embed(block), visible_shift=visible_shift)[:, 1:]
+            context = drafter.context(item.taps.float())
+            angles = drafter.angles(torch.arange(len(ids)), context.dtype)
+            keys = [ContextKeys(*layer.self_attn.keys_values(context, angles)) for layer in drafter.layers]
+            layout = row_layout([anchors], [len(ids)], size)
+            hidden = run_blocks(drafter, target.head.embed(block), layout, keys, visible_shift)[:, 1:]
             logits = drafter.logits(hidden, target.head.weight)
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
     return drafter.eval().requires_grad_(False)
+
+
+def tree_from_logits(logits: torch.Tensor, budget: int) -> DraftTree:
+    """Return the tree of the marginals `logits` [L, V], slots 1..L."""
+    edges = marginal_edges(torch.log_softmax(logits.float(), -1), max(budget, 1))
+    return build_tree(edges, root=0, depth=len(logits), budget=budget)
 
 
 def chain_tree(tokens: Sequence[int]) -> DraftTree:

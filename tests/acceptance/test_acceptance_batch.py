@@ -10,9 +10,8 @@ from drafters import overfit, random_drafter, same_law
 from support.tiny_targets import build_tiny
 
 from dflash_lab.acceptance.batch import decode_batch
-from dflash_lab.acceptance.decode import decode, plain_decode
-from dflash_lab.acceptance.live import answered_items
-from dflash_lab.acceptance.study import Study
+from dflash_lab.acceptance.decode import Study, decode, plain_decode
+from dflash_lab.acceptance.offline import answered_items
 from dflash_lab.errors import InputError, UnsupportedTarget
 from dflash_lab.target.loading import load_target
 

@@ -9,9 +9,8 @@ from drafters import oracle, random_drafter, same_law, second_drafter
 from support.tiny_targets import build_tiny
 
 from dflash_lab.acceptance import decode as decode_module
-from dflash_lab.acceptance.clock import PHASES
-from dflash_lab.acceptance.decode import decode, plain_decode
-from dflash_lab.acceptance.tau import summarize
+from dflash_lab.acceptance.decode import PHASES, decode, plain_decode
+from dflash_lab.acceptance.results import summarize
 from dflash_lab.errors import InputError
 from dflash_lab.target.loading import load_target
 

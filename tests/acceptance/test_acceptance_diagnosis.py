@@ -9,12 +9,10 @@ import torch
 from drafters import overfit, random_drafter
 from support.tiny_targets import THINKING, build_tiny
 
-from dflash_lab.acceptance import causes, target_run
-from dflash_lab.acceptance.causes import FINE, SKIPPED, SUSPECT
-from dflash_lab.acceptance.decode import plain_decode
-from dflash_lab.acceptance.diagnosis import diagnose, likely_cause
-from dflash_lab.acceptance.diagnosis_case import Case
-from dflash_lab.acceptance.target_run import TargetRun
+from dflash_lab.acceptance import decode as decode_module
+from dflash_lab.acceptance import diagnose as diagnose_module
+from dflash_lab.acceptance.decode import TargetRun, plain_decode
+from dflash_lab.acceptance.diagnose import FINE, SKIPPED, SUSPECT, Case, diagnose, likely_cause
 from dflash_lab.data.items import FeatureItem
 from dflash_lab.files import write_json
 from dflash_lab.target.identity import template_hash, tokenizer_hash
@@ -171,7 +169,7 @@ def test_states_spoilt_by_storage(healthy):
 
 def test_recurrent_state_that_is_not_restored(healthy, monkeypatch):
     target, drafter, items = healthy("qwen3_5")
-    monkeypatch.setattr(target_run, "restore_states", lambda cache, saved: None)
+    monkeypatch.setattr(decode_module, "restore_states", lambda cache, saved: None)
     checks = diagnose(target, drafter, items)
     assert "rollback of the target" in suspects(checks)
     assert "recurrent states" in likely_cause(checks, disagree=True)
@@ -180,11 +178,11 @@ def test_recurrent_state_that_is_not_restored(healthy, monkeypatch):
 def test_a_draft_cache_that_forgets(healthy, monkeypatch):
     target, drafter, items = healthy("llama")
 
-    class Forgetful(causes.Proposer):
+    class Forgetful(diagnose_module.Proposer):
         def extend(self, taps):
             super().extend(taps if self.cache.length == 0 else torch.zeros_like(taps))
 
-    monkeypatch.setattr(causes, "Proposer", Forgetful)
+    monkeypatch.setattr(diagnose_module, "Proposer", Forgetful)
     assert "draft cache" in suspects(diagnose(target, drafter, items))
 
 
@@ -201,7 +199,7 @@ def test_template_and_thinking_mode_of_the_samples(thinker, loaded, tmp_path):
     def check(target, now=None, **changes):
         made["template_hash"] = template_hash(target.tokenizer)
         write_json(path.with_suffix(".json"), made | changes)
-        return causes.template(target, path, now)
+        return diagnose_module.rendered_alike(target, path, now)
 
     assert check(thinker).verdict == check(thinker, False).verdict == FINE
     assert "another template_hash" in check(thinker, template_hash="other").detail
@@ -212,7 +210,7 @@ def test_template_and_thinking_mode_of_the_samples(thinker, loaded, tmp_path):
     unsaid = check(thinker, True, thinking=None)
     assert unsaid.verdict == FINE and unsaid.detail.endswith("thinking not recorded")
     assert check(loaded("llama"), True).verdict == FINE  # a template that does not know thinking
-    assert causes.template(thinker, None).verdict == SKIPPED
+    assert diagnose_module.rendered_alike(thinker, None).verdict == SKIPPED
 
 
 def test_answers_given_in_the_other_thinking_mode(thinker):

@@ -11,15 +11,12 @@ from support.families import WINDOW, families, tiny_family
 from transformers import DynamicCache
 
 from dflash_lab.acceptance.batch import check_batch_target, decode_batch
-from dflash_lab.acceptance.decode import plain_decode
-from dflash_lab.acceptance.rollback import check_goes_on
-from dflash_lab.acceptance.static_cache import why_not
-from dflash_lab.acceptance.static_decode import StaticDecoder, Workspace
-from dflash_lab.acceptance.target_run import TargetRun, check_tree_target
+from dflash_lab.acceptance.decode import TargetRun, check_tree_target, plain_decode
+from dflash_lab.acceptance.fixed_shapes import StaticDecoder, Workspace, why_not
 from dflash_lab.acceptance.tree import build_tree, marginal_edges
 from dflash_lab.errors import UnsupportedTarget
-from dflash_lab.target.cache import growing_cache
 from dflash_lab.target.generation import generate
+from dflash_lab.target.kv_cache import check_goes_on, growing_cache
 from dflash_lab.target.spans import CHUNKED, FULL, SLIDING, Span
 
 LENGTH, CHANGED = 48, 8  # tokens of the text, and the one that is changed in it
@@ -232,11 +229,11 @@ def test_every_family_that_can_be_built_is_decoded_right_or_refused_by_name(part
 
 def test_a_cache_that_forgets_is_refused_before_a_token_is_decoded(tmp_path, monkeypatch):
     """As a version of Falcon Mamba did, without any error."""
-    from dflash_lab.target import cache
+    from dflash_lab.target import kv_cache
 
     target = tiny_family("qwen3", tmp_path)
     two = {"max_new_tokens": 2, "stop_ids": ()}
-    monkeypatch.setattr(cache, "_empty", lambda target: Forgetful())
+    monkeypatch.setattr(kv_cache, "_empty", lambda target: Forgetful())
     ways = (lambda: plain_decode(target, [1, 2], **two), lambda: generate(target, [[1, 2]], **two))
     for use in ways:
         with pytest.raises(UnsupportedTarget, match="does not go on from what its cache holds"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dflash_lab.acceptance import live
+from dflash_lab.acceptance import offline as live
 
 
 @pytest.mark.parametrize("most", [0, 7, 20, 64, 10**6])

@@ -8,12 +8,10 @@ import pytest
 import torch
 from drafters import overfit, random_drafter, second_drafter
 
-from dflash_lab.acceptance.decode import decode, plain_decode
+from dflash_lab.acceptance.decode import Proposer, TargetRun, decode, plain_decode
+from dflash_lab.acceptance.evaluate import token_class
 from dflash_lab.acceptance.offline import answer_segments, offline
-from dflash_lab.acceptance.offline_report import OfflineReport
-from dflash_lab.acceptance.proposals import Proposer
-from dflash_lab.acceptance.study import token_class
-from dflash_lab.acceptance.target_run import TargetRun
+from dflash_lab.acceptance.results import OfflineReport
 from dflash_lab.data.items import FeatureItem
 from dflash_lab.errors import InputError
 
@@ -98,13 +96,14 @@ def test_what_the_selector_adds_is_told_alike_offline_and_by_decoding(loaded):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
 @pytest.mark.parametrize("build", [random_drafter, second_drafter])
-def test_every_anchor_equals_drafting_there_alone(loaded, kind, build):
+def test_every_anchor_equals_drafting_there_alone(loaded, kind, build, monkeypatch):
+    monkeypatch.setattr("dflash_lab.acceptance.offline.CPU_ELEMENTS", 7 * 4 * 288)
     target = loaded(kind)
     drafter = build(target, block_size=5, sliding_layers=1, sliding_window=6)
     answer = with_answers_of_the_drafter(target, drafter)
     item = item_of(target, drafter, PROMPTS[0], answer)
     budgets = (1, 4, 60)
-    report = offline([item], target.head, drafter, budgets=budgets, top_k=(1, 3), chunk_elements=7 * 4 * 288)
+    report = offline([item], target.head, drafter, budgets=budgets, top_k=(1, 3))
     rows = report.anchors.rows(named=True)
     assert len(rows) == len(answer) - 1
     assert max(r["accepted"] for r in rows) >= 3
@@ -220,9 +219,8 @@ def test_expected_acceptance_under_sampling_equals_simulation(loaded):
     """At one anchor of a one-token draft the expectation is 1 - TV, which simulated rejection sampling
     must meet.
     """
-    from dflash_lab.acceptance.live import answered_items
-    from dflash_lab.acceptance.rejection import probabilities, verify_sampled
-    from dflash_lab.acceptance.study import Study
+    from dflash_lab.acceptance.decode import Study, probabilities, verify_sampled
+    from dflash_lab.acceptance.offline import answered_items
     from dflash_lab.target.choice import draw
 
     target = loaded("llama")

@@ -16,9 +16,8 @@ import pytest
 import torch
 from drafters import overfit, random_drafter, second_drafter
 
-from dflash_lab.acceptance.decode import decode, plain_decode
-from dflash_lab.acceptance.live import answered_items
-from dflash_lab.acceptance.study import Study
+from dflash_lab.acceptance.decode import Study, decode, plain_decode
+from dflash_lab.acceptance.offline import answered_items
 from dflash_lab.drafter.checkpoint import load_checkpoint, save_checkpoint
 
 PROMPTS = [[257, 84, 104, 105, 115, 32, 105], [257, 80, 44, 10, 32], [257, 66, 67, 12, 9, 9]]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from dflash_lab.acceptance.evaluate import next_turn
 from dflash_lab.acceptance.prompts import (
     Prompt,
     check_vocabulary,
@@ -20,7 +21,6 @@ from dflash_lab.acceptance.prompts import (
     load_prompts,
     split_dev,
 )
-from dflash_lab.acceptance.study import next_turn
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.errors import InputError
 
@@ -191,8 +191,9 @@ def test_heldout_prompts_take_the_first_answer(tmp_path):
     write_samples(tmp_path / "s.parquet", [two_turns, no_answer], heldout_fraction=0.999999, provenance={})
     (prompt,) = heldout_prompts(tmp_path / "s.parquet")
     assert prompt.input_ids == (0, 1) and prompt.answer == (2, 3, 4)
+    write_samples(tmp_path / "t.parquet", [no_answer], heldout_fraction=0.999999, provenance={})
     with pytest.raises(InputError, match="heldout_fraction"):
-        heldout_prompts(tmp_path / "s.parquet", split="train")
+        heldout_prompts(tmp_path / "t.parquet")
 
 
 def test_subsets_and_parts_are_fixed_by_the_seed(tmp_path, tokenizer):

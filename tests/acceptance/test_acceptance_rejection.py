@@ -9,9 +9,7 @@ import torch
 from drafters import random_drafter, second_drafter
 from torch.profiler import ProfilerActivity, profile
 
-from dflash_lab.acceptance.decode import Sampling
-from dflash_lab.acceptance.proposals import Draft
-from dflash_lab.acceptance.rejection import probabilities, verify_sampled
+from dflash_lab.acceptance.decode import Draft, Sampling, probabilities, verify_sampled
 from dflash_lab.errors import InputError
 from dflash_lab.target.choice import choose, draw
 

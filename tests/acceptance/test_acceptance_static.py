@@ -14,12 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny_targets import build_tiny
 
-from dflash_lab.acceptance.decode import decode, plain_decode
-from dflash_lab.acceptance.proposals import Draft
-from dflash_lab.acceptance.static_cache import why_not
-from dflash_lab.acceptance.static_decode import StaticDecoder, Workspace
-from dflash_lab.acceptance.tree import build_tree, marginal_edges, with_chain
-from dflash_lab.acceptance.tree_levels import Choices, best_tree, plan_build
+from dflash_lab.acceptance.decode import Draft, decode, plain_decode
+from dflash_lab.acceptance.fixed_shapes import StaticDecoder, Workspace, why_not
+from dflash_lab.acceptance.tree import Choices, best_tree, build_tree, marginal_edges, plan_build, with_chain
 from dflash_lab.errors import UnsupportedTarget
 from dflash_lab.target.loading import load_target
 

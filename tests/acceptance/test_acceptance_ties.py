@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 
-from dflash_lab.acceptance.decode import plain_decode
-from dflash_lab.acceptance.study import Study, differences
+from dflash_lab.acceptance.decode import Study, plain_decode
+from dflash_lab.acceptance.evaluate import differences
 from dflash_lab.target.loading import load_target
 
 PROMPT = [257, 84, 104, 105, 115, 32, 105, 115, 32, 97]

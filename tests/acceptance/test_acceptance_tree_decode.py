@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from drafters import chain_tree, close, oracle, random_drafter, same_law, second_drafter
+from drafters import chain_tree, close, oracle, random_drafter, same_law, second_drafter, tree_from_logits
 from support.tiny_targets import build_tiny
 
 from dflash_lab.acceptance import decode as decode_module
-from dflash_lab.acceptance.decode import decode, plain_decode
-from dflash_lab.acceptance.proposals import Proposer
-from dflash_lab.acceptance.target_run import TargetRun
-from dflash_lab.acceptance.tree import tree_from_logits
+from dflash_lab.acceptance.decode import Proposer, TargetRun, decode, plain_decode
 from dflash_lab.errors import UnsupportedTarget
 from dflash_lab.target.loading import load_target
 
@@ -192,13 +189,14 @@ def test_leaf_paths_verify_a_tree_on_any_target(loaded, kind, monkeypatch):
 
 
 @torch.no_grad()
-def test_leaf_path_rows_equal_fresh_passes_and_leave_the_cache_alone(loaded):
+def test_leaf_path_rows_equal_fresh_passes_and_leave_the_cache_alone(loaded, monkeypatch):
+    monkeypatch.setattr("dflash_lab.acceptance.decode.PATHS_A_FORWARD", 5)
     target = loaded("qwen3_5")
     tree = tree_from_logits(6 * torch.randn(5, 280, generator=torch.Generator().manual_seed(1)), 24)
     with TargetRun(target) as run:
         run.step(torch.tensor(PROMPT), certain=True)
         run.commit(len(PROMPT))
-        normed = run.step_paths(torch.tensor([65]), tree, most_rows=5).normed
+        normed = run.step_paths(torch.tensor([65]), tree).normed
         for node in range(len(tree) + 1):
             wanted = _fresh_logits(target, [*PROMPT, 65, *_path_tokens(tree, node)])[-1]
             assert close(target.head.logits(normed[node]), wanted)

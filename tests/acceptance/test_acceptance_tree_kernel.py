@@ -10,11 +10,18 @@ import os
 
 import pytest
 import torch
-
 from dflash_lab.acceptance.graphs import captured, new_pool
-from dflash_lab.acceptance.tree import best_tokens, build_tree, marginal_edges, with_chain
-from dflash_lab.acceptance.tree_levels import Choices, LevelTree, plan_build
-from dflash_lab.acceptance.tree_levels import best_tree as best_tree_by_levels
+
+from dflash_lab.acceptance.tree import (
+    Choices,
+    LevelTree,
+    best_tokens,
+    build_tree,
+    marginal_edges,
+    plan_build,
+    with_chain,
+)
+from dflash_lab.acceptance.tree import best_tree as best_tree_by_levels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 DEVICES = [

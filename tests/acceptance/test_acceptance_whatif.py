@@ -6,8 +6,8 @@ import polars as pl
 import pytest
 from drafters import random_drafter
 
-from dflash_lab.acceptance.costs import measure_costs
-from dflash_lab.acceptance.whatif import Costs, at, operating_points, round_ms, speedup
+from dflash_lab.acceptance.evaluate import measure_costs
+from dflash_lab.acceptance.results import Costs, at, operating_points, round_ms, speedup
 from dflash_lab.errors import InputError
 
 

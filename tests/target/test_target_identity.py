@@ -20,8 +20,8 @@ def folder(tiny_target, tmp_path):
     return shutil.copytree(tiny_target("qwen3_5"), tmp_path / "copy")
 
 
-def of(folder, **options):
-    return {k: v for k, v in identify(resolve(str(folder)), **options).items() if k != "name"}
+def of(folder):
+    return {k: v for k, v in identify(resolve(str(folder))).items() if k != "name"}
 
 
 def test_a_copy_is_the_same_and_json(tiny_target, folder):
@@ -49,12 +49,8 @@ def test_a_changed_part_shows_in_its_own_hash(folder, part):
 
 
 def test_weights(folder, tmp_path):
-    before, full = of(folder), of(folder, full=True)
+    before = of(folder)
     weights = load_file(folder / "model.safetensors")
-    weights["model.embed_tokens.weight"][0] += 1  # far from the probed middle: only a full hash can tell
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    assert of(folder)["weights"] == before["weights"]
-    assert of(folder, full=True)["weights_content"] != full["weights_content"]
     save_file({**weights, "more": torch.zeros(1)}, folder / "model.safetensors", metadata={"format": "pt"})
     assert of(folder)["weights"] != before["weights"]
     other = build_tiny("qwen3_5", tmp_path / "other", num_hidden_layers=7)

@@ -7,9 +7,7 @@ import json
 import polars as pl
 import pytest
 
-from dflash_lab.acceptance.evaluation import Evaluation
-from dflash_lab.acceptance.offline_report import OfflineReport
-from dflash_lab.acceptance.whatif import Costs
+from dflash_lab.acceptance.results import Costs, Evaluation, OfflineReport
 from dflash_lab.workbench.figures import acceptance as figures
 from dflash_lab.workbench.figures import acceptance_speed as speed
 from dflash_lab.workbench.figures import acceptance_text as text
@@ -58,7 +56,6 @@ def test_the_walk_of_the_report(report):
     assert report.rounds(8) == [[4, 1], [2, 1]]
     assert report.rounds(block_size=2) == [[2, 2, 1], [1, 2]]
     assert report.rounds(limit=3) == [[2], [1, 1]]
-    assert report.tau(limit=3).mean == 1.5
 
 
 def test_round_lengths_are_shares(report):

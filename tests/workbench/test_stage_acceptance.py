@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "acceptance"))
 
 from dflash_lab.errors import InputError
 from dflash_lab.files import read_json, write_json
+from dflash_lab.workbench.params import from_mapping
 from dflash_lab.workbench.stage import execute
 from dflash_lab.workbench.stages.acceptance import AcceptanceParams, AcceptanceResult
 
@@ -48,7 +49,7 @@ def llama_result(run_of):
 
 
 def test_states_come_from_the_target_where_the_store_is_that_of_a_trial(run_of, tmp_path, caplog):
-    from dflash_lab.acceptance.answers import Answers
+    from dflash_lab.acceptance.offline import Answers
     from dflash_lab.extraction.loop import extract
     from dflash_lab.target.loading import load_target
 
@@ -59,7 +60,7 @@ def test_states_come_from_the_target_where_the_store_is_that_of_a_trial(run_of, 
         extract(target, run / "samples.parquet", tmp_path / "store", max_samples=count, **sizes)
         params = AcceptanceParams(run_dir=str(run), target=str(folder), store=str(tmp_path / "store"), **FAST)
         with caplog.at_level("INFO"):
-            answers = Answers(params, target, (1, 4))
+            answers = Answers(params.settings(), target, (1, 4))
         assert answers.source == source and answers.has_final is (count == 3)
     assert caplog.text.count("holds 3 of 8 samples, a trial (max_samples of extract)") == 1
 
@@ -200,6 +201,19 @@ def test_hybrid_target_is_decoded_and_its_trees_stay_offline(run_of):
     assert result.cost_model.replay
 
 
+def test_trees_of_a_hybrid_target_are_decoded_path_by_path(run_of):
+    target, run = run_of("qwen3_5")
+    asked = {"run_dir": str(run), "target": str(target), "decode_best": False, "force": True, **FAST}
+    result = execute(AcceptanceParams(tree_mode="paths", **asked))
+    assert "tree_refused" not in result.facts and result.figures["greedy_different"] == 0
+    assert result.figures["tau_tree_decoded"] >= result.figures["tau_trained"] - 0.3
+    assert (
+        result.rounds.filter(pl.col("method") == "tree")["drafted"] >= result.figures["tree_budget"]
+    ).all()
+    with pytest.raises(InputError, match=r"tree_mode=.heap.*mask"):
+        from_mapping(AcceptanceParams, {**asked, "tree_mode": "heap"})
+
+
 def test_a_windowed_target_is_decoded_one_prompt_at_a_time_and_says_why(run_of):
     target, run = run_of("mistral")
     result = execute(AcceptanceParams(run_dir=str(run), target=str(target), batch=3, force=True, **FAST))
@@ -212,10 +226,10 @@ def test_a_windowed_target_is_decoded_one_prompt_at_a_time_and_says_why(run_of):
 
 
 def test_a_fault_in_decoding_is_said_and_its_cause_named(run_of, monkeypatch):
-    from dflash_lab.acceptance import target_run
+    from dflash_lab.acceptance import decode as decode_module
 
     target, run = run_of("qwen3_5")
-    monkeypatch.setattr(target_run, "restore_states", lambda cache, saved: None)
+    monkeypatch.setattr(decode_module, "restore_states", lambda cache, saved: None)
     params = AcceptanceParams(run_dir=str(run), target=str(target), decode_best=False, force=True, **FAST)
     result = execute(params)
     assert result.facts["agreement"].endswith("decoding is at fault.")
@@ -229,7 +243,7 @@ def test_states_that_are_not_the_targets_are_said_and_their_cause_named(run_of, 
     """Decoding is right, and the offline tau is of other states."""
     from dataclasses import replace
 
-    from dflash_lab.acceptance.answers import Answers
+    from dflash_lab.acceptance.offline import Answers
 
     target, run = run_of("llama")
     plain = Answers.items
@@ -360,10 +374,10 @@ def test_a_store_of_another_target_is_refused_at_once(run_of, tmp_path):
 
 def test_the_whole_evaluation_at_fixed_shapes_finds_the_same(run_of, llama_result):
     from dflash_lab.acceptance.evaluate import Evaluator
-    from dflash_lab.acceptance.static_decode import Workspace
+    from dflash_lab.acceptance.fixed_shapes import Workspace
 
     params, grown = llama_result
-    lab = Evaluator(params)
+    lab = Evaluator(params.settings())
     assert lab.methods.workspace is None and "CUDA" in grown.facts["decoding"]
     lab.methods.workspace = Workspace(lab.target)  # without graphs, as there is no CUDA device
     fixed = lab.evaluate()
@@ -401,14 +415,14 @@ def test_every_long_step_reports_progress(run_of):
     params = AcceptanceParams(
         run_dir=str(run), target=str(target), batch=2, diagnose="always", untrained_tokens=8, **FAST
     )
-    Evaluator(params, lambda what, *_, **__: seen.append(what)).evaluate()
+    Evaluator(params.settings(), lambda what, *_, **__: seen.append(what)).evaluate()
     steps = {"decode plain", "decode trained", "decode tree", "decode together", "offline"}
     assert steps | {"costs of a round"} <= set(seen)
     assert seen.count("decode plain") > 20
 
 
 def test_answers_of_other_text_are_not_held_against_the_drafter():
-    from dflash_lab.acceptance.agreement import Agreement
+    from dflash_lab.acceptance.evaluate import Agreement
 
     taus = np.asarray([2.0, 3.0, 4.0])
     agreed = Agreement(taus, np.asarray([2.0, 3.0, 2.0]), np.asarray([True, True, False]))

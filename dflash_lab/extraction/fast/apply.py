@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.fast.layers import FusedLayer, NotUnderstood
 from dflash_lab.extraction.fast.ops import Ops, ops_for
+from dflash_lab.target.layer_proof import TOLERANCE, layer_errors
 from dflash_lab.target.model import Target
 from dflash_lab.target.spans import FULL, LINEAR, Span
 
 log = logging.getLogger(__name__)
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 _PROBE = (2, 70)  # sequences x tokens: two chunks of 64, the second one short
 
 
@@ -143,31 +143,22 @@ def _prove(target: Target, fused: dict[int, FusedLayer]) -> dict[int, float]:
     """Return for each fused layer the rel-L2 error of what it adds to the stream, rounding of the stream
     discounted.
     """
-    errors: dict[int, float] = {}
     rounding = torch.finfo(target.dtype).eps
 
-    def compare(index: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            plain: Tensor = output[0] if isinstance(output, tuple) else output
-            before: Tensor = args[0] if args else kwargs["hidden_states"]
-            if not fused[index].covers(args[1:], kwargs):
-                errors[index] = float("inf")  # the model passes a mask or a cache: nothing would be fused
-                return
-            other = fused[index](*args, **kwargs)
-            error = (other.double() - plain.double()).norm() - rounding * plain.double().norm()
-            added = (plain.double() - before.double()).norm().clamp_min(1e-30)
-            errors[index] = max(0.0, float(error / added)) if bool(other.isfinite().all()) else float("inf")
+    def measure(before: Tensor, plain: Tensor, other: Tensor) -> float:
+        error = (other.double() - plain.double()).norm() - rounding * plain.double().norm()
+        added = (plain.double() - before.double()).norm().clamp_min(1e-30)
+        return max(0.0, float(error / added)) if bool(other.isfinite().all()) else float("inf")
 
-        return hook
+    def covered(layer: FusedLayer) -> Callable[..., Tensor | None]:
+        # a model that passes a mask or a cache: nothing would be fused
+        return lambda *args, **kwargs: layer(*args, **kwargs) if layer.covers(args[1:], kwargs) else None
 
-    handles = [
-        target.layers[index].register_forward_hook(compare(index), with_kwargs=True) for index in fused
-    ]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(target.vocab_size, _PROBE, generator=generator).to(target.device)
-    try:
-        target.body(input_ids=ids, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return errors
+    return layer_errors(
+        target.layers,
+        {index: covered(layer) for index, layer in fused.items()},
+        lambda: target.body(input_ids=ids, use_cache=False),
+        measure,
+    )

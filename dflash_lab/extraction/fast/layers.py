@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dflash_lab.extraction.fast.merge import merge
 from dflash_lab.extraction.fast.ops import Ops
 from dflash_lab.extraction.fast.reference import Gates
+from dflash_lab.target.kv_cache import CACHE_KEYWORDS
 
 
 class NotUnderstood(Exception):
@@ -255,7 +256,7 @@ class FusedLayer:
     @staticmethod
     def covers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call (its arguments after the hidden states) has no mask and no cache."""
-        absent = ("attention_mask", "cache", "past_key_values")
+        absent = ("attention_mask", *CACHE_KEYWORDS)
         return not args and not kwargs.get("use_cache") and all(kwargs.get(name) is None for name in absent)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

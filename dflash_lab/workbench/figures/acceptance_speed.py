@@ -7,7 +7,7 @@ from typing import Any
 import plotly.graph_objects as go
 import polars as pl
 
-from dflash_lab.acceptance.whatif import Costs, operating_points
+from dflash_lab.acceptance.results import Costs, operating_points
 from dflash_lab.workbench.figures.style import BELOW_LEFT, BLUE, GREEN, GREY, ORANGE, PURPLE
 
 

@@ -9,11 +9,13 @@ Measured costs tell the block size and the tree budget that pay; both are then d
 from __future__ import annotations
 
 import logging
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 from dflash_lab import files
-from dflash_lab.acceptance.evaluation import Evaluation
+from dflash_lab.acceptance.results import Evaluation
+from dflash_lab.acceptance.settings import EvaluationSettings
 from dflash_lab.workbench.judgement import of_acceptance
 from dflash_lab.workbench.params import StageParams, param
 
@@ -53,6 +55,8 @@ class AcceptanceParams(StageParams):
         0.5, "share of the answers on which block size and budget are chosen", low=0.05, high=0.95
     )
     decode_tree: bool = param(True, "also decode with trees of the best budget, where the target can")
+    tree_mode: str = param("mask", "trees in one forward (mask) or path by path (paths: any target, slower)",
+                           choices=("mask", "paths"))  # fmt: skip
     decode_best: bool = param(True, "also decode with the block size of the best expected speed-up")
     untrained_tokens: int = param(
         64, "longest answer of the untrained drafter; 0: skip it", unit="tokens", low=0, group="comparison"
@@ -85,6 +89,16 @@ class AcceptanceParams(StageParams):
         """The feature store of the offline metrics."""
         return self.path_or(self.store, "store")
 
+    def settings(self) -> EvaluationSettings:
+        """What the evaluation is told: the same names, with paths found."""
+        given = vars(self) | {
+            "drafter": self.drafter_path,
+            "other_drafter": Path(self.other_drafter) if self.other_drafter else None,
+            "samples": self.samples_path,
+            "store": self.store_path if self.store or self.store_path.exists() else None,
+        }
+        return EvaluationSettings(**{field.name: given[field.name] for field in fields(EvaluationSettings)})
+
     def inputs(self) -> list[Path]:
         """Drafters, prompts and store."""
         paths = [self.drafter_path, *([Path(self.other_drafter)] if self.other_drafter else [])]
@@ -116,7 +130,7 @@ def run_acceptance(params: AcceptanceParams, progress: Any = None) -> Acceptance
     """Decode, compare, analyse, and judge."""
     from dflash_lab.acceptance.evaluate import Evaluator
 
-    result = Evaluator(params, progress).evaluate()
+    result = Evaluator(params.settings(), progress).evaluate()
     result.figures["judgement"] = of_acceptance(result.figures, params.training())
     logger.info("%s", result.figures["judgement"])
     return result

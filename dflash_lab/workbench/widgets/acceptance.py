@@ -11,7 +11,7 @@ import polars as pl
 if TYPE_CHECKING:
     import ipywidgets
 
-    from dflash_lab.acceptance.evaluation import Evaluation
+    from dflash_lab.acceptance.results import Evaluation
 
 
 def known_taus(result: Evaluation, temperature: float = 0.0) -> pl.DataFrame:
@@ -34,7 +34,7 @@ def what_if(result: Evaluation) -> ipywidgets.Widget:
     """Return the sliders and their figure; `measured` uses this machine's costs, otherwise the typed ones."""
     import ipywidgets as widgets
 
-    from dflash_lab.acceptance.whatif import Costs, at
+    from dflash_lab.acceptance.results import Costs, at
     from dflash_lab.workbench.figures import acceptance_speed as speed
     from dflash_lab.workbench.figures.style import live
 
