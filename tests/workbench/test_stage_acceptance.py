@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "acceptance"))
 
 from dflash_lab.errors import InputError
 from dflash_lab.files import read_json, write_json
-from dflash_lab.workbench.params import from_mapping
 from dflash_lab.workbench.stage import execute
 from dflash_lab.workbench.stages.acceptance import AcceptanceParams, AcceptanceResult
 
@@ -211,7 +210,7 @@ def test_trees_of_a_hybrid_target_are_decoded_path_by_path(run_of):
         result.rounds.filter(pl.col("method") == "tree")["drafted"] >= result.figures["tree_budget"]
     ).all()
     with pytest.raises(InputError, match=r"tree_mode=.heap.*mask"):
-        from_mapping(AcceptanceParams, {**asked, "tree_mode": "heap"})
+        AcceptanceParams(**{**asked, "tree_mode": "heap"})
 
 
 def test_a_windowed_target_is_decoded_one_prompt_at_a_time_and_says_why(run_of):
