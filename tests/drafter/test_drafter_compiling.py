@@ -23,8 +23,7 @@ from dflash_lab.drafter.loss.rows_compiled import CompiledRows
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.parallel import Single
 from dflash_lab.drafter.settings import TrainSettings
-from dflash_lab.drafter.trainer import Trainer
-from dflash_lab.drafter.warm import with_fallbacks
+from dflash_lab.drafter.train import Trainer
 from dflash_lab.errors import LabError
 
 SHARED = "No valid triton configs. OutOfMemoryError: out of resource: Required: 147456 Hardware limit:101376"
@@ -78,7 +77,7 @@ def test_where_attention_does_not_compile_the_run_goes_on_dense(run, monkeypatch
     trainer = run()
     before = [parameter.detach().clone() for parameter in trainer.drafter.parameters()]
     with caplog.at_level(logging.WARNING):
-        with_fallbacks(trainer)
+        trainer.try_row()
     assert trainer.objective.attention == "dense" and trainer.settings.attention == "auto"
     (line,) = caplog.messages
     assert SHARED in line and "attention runs dense" in line and "slower" in line and "memory" in line
@@ -96,7 +95,7 @@ def forward_only(graph, inputs):
 def test_where_layers_do_not_compile_they_run_as_they_are(run, caplog, compiler):
     trainer = run(compiler=compiler)
     with caplog.at_level(logging.WARNING):
-        with_fallbacks(trainer)
+        trainer.try_row()
     assert ["dense" in line for line in caplog.messages] == [True, False]
     assert "layers run uncompiled" in caplog.messages[1] and not trainer.drafter.compiled
     assert all(parameter.grad is None for parameter in trainer.drafter.parameters())
@@ -106,7 +105,7 @@ def test_where_layers_do_not_compile_they_run_as_they_are(run, caplog, compiler)
 def test_what_was_asked_for_by_name_is_refused_with_what_to_give(run, monkeypatch):
     monkeypatch.setattr(model_module, "make_attends", lambda layout, path: refuse())
     with pytest.raises(NotCompiled, match=r"the training step .*Hardware limit.*attention='dense'"):
-        with_fallbacks(run(attention="flex"))
+        run(attention="flex").try_row()
 
 
 def test_processes_that_share_a_step_are_told_not_changed_one_by_one(run, monkeypatch):
@@ -114,14 +113,14 @@ def test_processes_that_share_a_step_are_told_not_changed_one_by_one(run, monkey
     monkeypatch.setattr(trainer.group, "world", 2, raising=False)
     monkeypatch.setattr(type(trainer.group), "world", 2, raising=False)
     with pytest.raises(NotCompiled, match="compile=False"):
-        with_fallbacks(trainer)
+        trainer.try_row()
     assert trainer.objective.attention == "auto" and trainer.drafter.compiled
 
 
 def test_another_error_of_the_first_step_stays_what_it_is(run, monkeypatch):
     monkeypatch.setattr(model_module, "make_attends", lambda layout, path: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        with_fallbacks(run())
+        run().try_row()
 
 
 # -- the loss

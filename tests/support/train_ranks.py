@@ -22,8 +22,7 @@ from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.optimizer import OptimizerConfig
 from dflash_lab.drafter.parallel import Sharded, Single, join
 from dflash_lab.drafter.settings import TrainSettings
-from dflash_lab.drafter.train import train
-from dflash_lab.drafter.trainer import TrainReport
+from dflash_lab.drafter.train import TrainReport, train
 
 
 def tiny_run(

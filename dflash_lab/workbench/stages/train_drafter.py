@@ -25,7 +25,7 @@ from dflash_lab.workbench.replace import Move, beside
 
 if TYPE_CHECKING:
     from dflash_lab.drafter.config import DrafterConfig
-    from dflash_lab.drafter.trainer import TrainReport
+    from dflash_lab.drafter.train import TrainReport
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from dflash_lab.drafter.config import DrafterConfig
     from dflash_lab.drafter.model import Drafter
-    from dflash_lab.drafter.trainer import TrainReport
+    from dflash_lab.drafter.train import TrainReport
     from dflash_lab.memory.gate import Clearance, NotPredicted
     from dflash_lab.target.head import TargetHead
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
