@@ -163,7 +163,7 @@ def vocabulary_parallel(device: torch.device, toy: bool) -> dict[str, float]:
     rows = (torch.arange(anchors)[:, None] * 8 + torch.arange(config.block_size)).clamp(max=8 * anchors - 1)
     weights = torch.ones(shape[:2])
     weights[:, 0] = 0
-    shard = VocabShard.of(config.vocab_size)
+    shard = VocabShard(config.vocab_size)
     loss = LossConfig(hard_weight=0.85, soft_weight=0.15, cap_weight=0.1)
     parts = {"whole": (head, None), "shards": (head[shard.slice()].contiguous(), shard)}
     times, grads, totals = {}, {}, {}

@@ -31,6 +31,7 @@ from dflash_lab.drafter.feed import Fed, feed, prefetch
 from dflash_lab.drafter.guard import FINE, Guard
 from dflash_lab.drafter.journal import Journal
 from dflash_lab.drafter.loss.plan import ChunkPlan
+from dflash_lab.drafter.loss.shard import VocabShard
 from dflash_lab.drafter.metrics import Tally
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.objective import Objective, add_noise
@@ -82,15 +83,29 @@ def train(
     on_progress: Progress | None = None,
     group: Single | None = None,
     source: dict[str, Any] | None = None,
+    shard: VocabShard | None = None,
+    target_device: torch.device | str | None = None,
 ) -> TrainReport:
     """Train `drafter` in place on the items that are not held out, writing everything below `folder`.
 
     A run found there goes on from its last checkpoint; `InputError` if it was another setup, of which
     `source` (plain values: where states and first weights come from) is a part. `head` is the target's, on
-    the drafter's device and in its dtype. Raises `Diverged` after too many bad steps in a row.
+    the drafter's device and in its dtype; with `shard`, its weight is this rank's slice of it. On a
+    `target_device` of its own the target's logits are made. Neither is a part of the setup. Raises `Diverged`
+    after too many bad steps in a row.
     """
     return Trainer(
-        items, head, drafter, settings, Path(folder), probe, on_progress, group or Single(), source or {}
+        items,
+        head,
+        drafter,
+        settings,
+        Path(folder),
+        probe,
+        on_progress,
+        group or Single(),
+        source or {},
+        shard,
+        target_device,
     ).run()
 
 
@@ -114,16 +129,22 @@ class Trainer:
         on_progress: Progress | None,
         group: Single,
         source: dict[str, Any],
+        shard: VocabShard | None = None,
+        target_device: torch.device | str | None = None,
     ) -> None:
         self.head, self.drafter, self.settings, self.group = head, drafter, settings, group
         self.folder, self.probe, self.on_progress = folder, probe, on_progress
         self.device = drafter.fc.weight.device
         config = drafter.config
-        if head.weight.shape[0] != config.vocab_size:
+        tokens = len(head.weight) if shard is None else shard.total
+        if tokens != config.vocab_size:
             raise InputError(
-                f"the drafter's vocab_size is {config.vocab_size}, the target has {len(head.weight)} tokens."
+                f"the drafter's vocab_size is {config.vocab_size}, the target has {tokens} tokens."
             )
-        self.objective = Objective(head, config, settings, group.plan_group)
+        self.head_slices = 1 if shard is None else group.world
+        self.objective = Objective(
+            head, config, settings, group.plan_group, shard=shard, target_device=target_device
+        )
         sizes = dict(context_tokens=settings.context_tokens, anchors=settings.anchors, seed=settings.seed)
         heldout = np.asarray(items.heldout, dtype=bool)
         pad = self.device.type == "cuda"
@@ -239,8 +260,9 @@ class Trainer:
             self.window.load(window)
         self.guard.load(record["guard"])
         self.place = record["place"]
-        rows = record["loss_rows"]
-        self.objective.fused.plan = ChunkPlan(rows) if rows else None  # the same chunks give the same sums
+        # The same chunks give the same sums; another slice of the head has chunks of its own.
+        rows, same = record["loss_rows"], record.get("head_slices", 1) == self.head_slices
+        self.objective.fused.plan = ChunkPlan(rows) if rows and same else None
         logger.info("training goes on from step %d", self.step)
 
     def warm_up(self) -> float:
@@ -529,6 +551,7 @@ class Trainer:
                 "optimizer_steps": self.optimizer.steps,
                 "guard": self.guard.state(),
                 "loss_rows": plan.rows if plan else 0,
+                "head_slices": self.head_slices,
             }
             tensors |= {f"window.{name}": value for name, value in window.items()}
             root = self.folder / "checkpoints"

@@ -28,7 +28,8 @@ ELSEWHERE = {
     "run", "run_dir", "target", "device", "dtype", "interactive", "force", "ignore_memory",
     "source", "store", "check_store",
     "samples", "drafter", "start_from", "drafter_dtype", "epochs", "min_steps", "tau_samples", "compile",
-    "compile_target", "gpus", "parallel", "targets", "drafters", "head", "queue_rows", "export",
+    "compile_target", "gpus", "parallel", "targets", "drafters", "head", "target_head_gpu",
+    "head_parallel", "queue_rows", "export",
 }  # fmt: skip
 
 

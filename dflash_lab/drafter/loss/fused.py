@@ -90,7 +90,7 @@ def fused_draft_loss(
     head = plain(head)
     check_tensors(hidden, head, labels, weights, target_hidden, target_rows, target_head, config)
     if shard is not None:
-        shard.check(head.shape[0], head.device)
+        shard.check(head)
     name = choose_backend(backend, hidden.device, hidden.dtype)
     if backend == "auto" and name in _not_compiled:
         name = "torch"

@@ -151,6 +151,12 @@ class TrainDrafterParams(StageParams):
     head: int = param(
         -1, "GPU of the frozen head, where the loss is; -1: the drafter's own", low=-1, high=1023
     )
+    target_head_gpu: int = param(
+        -1, "GPU of a copy of the head that makes the target's logits; -1: none", low=-1, high=1023
+    )
+    head_parallel: bool = param(
+        False, "of several processes: each holds a slice of the head, for the rows of all"
+    )
     queue_rows: int = param(2, "rows that may lie ready between a target and a drafter", low=1, high=64)
 
     def check(self) -> None:
@@ -171,6 +177,14 @@ class TrainDrafterParams(StageParams):
         self.require(not apart or self.gpus == 1, "gpus", "drafters says on which GPUs to train")
         once = len(set(self.drafters)) == len(self.drafters)
         self.require(once, "drafters", "name each GPU once: drafters that train as one cannot share a GPU")
+        alone = self.head < 0 and self.target_head_gpu < 0 and not self.second
+        self.require(not self.head_parallel or self.world > 1, "head_parallel", "one process has no slices")
+        self.require(
+            not self.head_parallel or alone,
+            "head_parallel",
+            "slices lie with their drafters, and the selector of second needs the whole head: not with head, "
+            "target_head_gpu or second",
+        )
         over = [layer for layer in self.sliding_layers if layer >= self.num_layers]
         self.require(not over, "sliding_layers", f"the drafter has layers 0..{self.num_layers - 1}")
         self.require(bool(self.max_steps or self.epochs), "max_steps", "give max_steps or epochs")
@@ -293,7 +307,7 @@ def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> Train
     check_placement(params)
     train_setup.check_states(params, progress)  # before targets load and processes start
     params = with_anchors(params)
-    if params.targets or params.head >= 0:  # a GPU may be named for several
+    if params.targets or max(params.head, params.target_head_gpu) >= 0:  # a GPU may be named for several
         clear_processes(params)
     if params.drafter_path.exists() and not params.drafter_path.is_dir():
         raise FileError(errno.ENOTDIR, params.drafter_path)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from dflash_lab.drafter.config import DrafterConfig
     from dflash_lab.memory.account import Account
+    from dflash_lab.memory.setups import TrainingSetup
+    from dflash_lab.memory.shapes import TargetShape
     from dflash_lab.memory.tenants import Tenant
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
@@ -89,6 +91,10 @@ def tenants(params: TrainDrafterParams) -> list[Tenant]:
         if setup.head_elsewhere:
             account = head_process(shape, drafter, setup, cuda=cuda)
             found.append(Tenant(f"head of drafter-{number}", str(placed(home, params.head)), account))
+        if params.target_head_gpu >= 0:
+            account = target_head_account(shape, setup, cuda=cuda)
+            where = str(placed(home, params.target_head_gpu))
+            found.append(Tenant(f"target's head of drafter-{number}", where, account))
     for number, gpu in enumerate(params.targets):
         device = placed(home, gpu)
         found.append(Tenant(f"target-{number}", str(device), target_account(params, config, drafter, device)))
@@ -111,6 +117,25 @@ def target_account(
         **target_options(params, config, device, rows),
     )
     return target_process(target_shape(config), drafter, setup, cuda=device.type == "cuda")
+
+
+def target_head_account(shape: TargetShape, setup: TrainingSetup, *, cuda: bool) -> Account:
+    """Return the account of what a drafter's process holds on the GPU that makes the target's logits."""
+    from dflash_lab.memory.account import Moment, account_of
+    from dflash_lab.memory.extraction_account import OUTSIDE_TORCH, WORKSPACE
+    from dflash_lab.memory.shapes import dtype_bytes
+    from dflash_lab.memory.training_account import with_chunk
+
+    size, chunk = dtype_bytes(setup.dtype), with_chunk(setup, shape.vocab, cuda=cuda).chunk
+    live = {
+        "head": (shape.vocab * shape.hidden * size, "V H s"),
+        "target final states": (2 * setup.context * shape.hidden * size, "2 S H s: as they came, and normed"),
+        "target logits": (chunk * shape.vocab * 4, "c V 4: of a chunk"),
+    }
+    if cuda:
+        live["workspace"] = (WORKSPACE, "cuBLAS")
+        live["outside torch"] = (OUTSIDE_TORCH, "CUDA context and loaded kernels, typical")
+    return account_of("analytic", "the target's side of the loss", [Moment("the target's logits", live)])
 
 
 def target_figures(
