@@ -19,7 +19,7 @@ from dflash_lab.drafter.loss import fused
 from dflash_lab.drafter.loss.backends import load_backend
 from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.loss.plan import ChunkPlan
-from dflash_lab.drafter.loss.rows_compiled import CompiledRows
+from dflash_lab.drafter.loss.rows_torch import TorchRows
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.parallel import Single
 from dflash_lab.drafter.settings import TrainSettings
@@ -133,14 +133,14 @@ def loss_call(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 4, 8, generator=generator, requires_grad=True)
     head, labels = torch.randn(11, 8, generator=generator), torch.arange(12).view(3, 4) % 11
-    broken = CompiledRows()
-    for name in ("_drafter", "_gradient"):
+    broken = TorchRows()
+    for name in ("drafter_sums", "gradient"):
         monkeypatch.setattr(broken, name, refuse)
     monkeypatch.setattr(fused, "_not_compiled", set())
 
-    def call(backend, fails="compile"):
+    def call(backend):
         monkeypatch.setattr(
-            fused, "load_backend", lambda name: broken if name == fails else load_backend(name)
+            fused, "load_backend", lambda name: broken if name == "triton" else load_backend(name)
         )
         hidden.grad = None
         loss = fused.fused_draft_loss(
@@ -152,16 +152,17 @@ def loss_call(monkeypatch):
     return call
 
 
-def test_a_row_pass_asked_for_by_name_is_refused_with_what_to_give(loss_call):
-    with pytest.raises(NotCompiled, match=r"backend 'compile' does not compile .*backend='torch'"):
-        loss_call("compile")
+def test_a_row_pass_asked_for_by_name_is_refused_with_what_to_give(loss_call, monkeypatch):
+    monkeypatch.setattr(fused, "choose_backend", lambda name, *_: name)
+    with pytest.raises(NotCompiled, match=r"backend 'triton' does not compile .*backend='torch'"):
+        loss_call("triton")
 
 
 def test_a_row_pass_that_auto_chose_gives_way_to_plain_torch_once(loss_call, monkeypatch, caplog):
     wanted = loss_call("torch")
     monkeypatch.setattr(fused, "choose_backend", lambda name, *_: "triton" if name == "auto" else name)
     with caplog.at_level(logging.WARNING):
-        found = [loss_call("auto", fails="triton") for _ in range(2)]
+        found = [loss_call("auto") for _ in range(2)]
     assert all(torch.equal(a, b) for one in found for a, b in zip(one, wanted, strict=True))
     (line,) = caplog.messages  # the second call does not try again
     assert "backend 'triton' does not compile" in line and "backend='torch'" in line and "slower" in line

@@ -74,7 +74,7 @@ def fused_draft_loss(
         config: terms and options.
         plan: rows a chunk holds; None measures free memory at the first call of this shape and keeps the
             answer.
-        backend: 'auto', 'torch', 'compile' or 'triton'.
+        backend: 'auto', 'torch' or 'triton'.
         target_head: the target's head beside target_hidden, on a second device if you like; None projects
             with `head`.
         shard: vocabulary-parallel mode; hidden, labels, weights and target states are the same on every rank.
@@ -130,7 +130,7 @@ class FusedDraftLoss(nn.Module):
     Args:
         config: terms and options.
         plan: rows a chunk holds, or None to measure once.
-        backend: 'auto', 'torch', 'compile' or 'triton'.
+        backend: 'auto', 'torch' or 'triton'.
         shard: vocabulary-parallel mode.
         plan_group: ranks that must use the same plan (all data-parallel ranks); None measures alone.
     """
