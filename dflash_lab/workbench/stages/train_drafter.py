@@ -93,6 +93,7 @@ class TrainDrafterParams(StageParams):
     cap_weight: float = param(0.0, "factor of the entropy of right predictions (CAP)", low=0.0, high=1e4)
     tv_weight: float = param(0.0, "factor of the total variation distance", low=0.0, high=1e4)
     lk_weight: float = param(0.0, "factor of the LK hybrid", low=0.0, high=1e4)
+    lk_decay: float = param(3.0, "how fast the hybrid goes from KL to TV as overlap grows", low=0.0, high=1e4)
     length_weight: float = param(0.0, "factor of the expected accepted length", low=0.0, high=1e4)
     acceptance: str = param(
         "label",
@@ -108,7 +109,11 @@ class TrainDrafterParams(StageParams):
     )
     lr: float = param(6e-4, "peak learning rate of AdamW", low=0.0, high=10.0)
     weight_decay: float = param(0.0, "of AdamW", low=0.0, high=10.0)
+    beta1: float = param(0.9, "AdamW's decay of the first moment", low=0.0, high=0.9999)
+    beta2: float = param(0.999, "AdamW's decay of the second moment", low=0.0, high=0.999999)
+    eps: float = param(1e-8, "AdamW's, beside the root of the second moment", low=1e-16, high=1.0)
     muon_lr: float = param(1e-3, "peak learning rate of Muon", low=0.0, high=10.0)
+    muon_momentum: float = param(0.95, "of Muon", low=0.0, high=0.9999)
     muon_weight_decay: float = param(0.1, "of Muon", low=0.0, high=10.0)
     moments: str = param("fp32", "Adam's moments; int8: a byte each", choices=("fp32", "int8"))
     offload: bool = param(False, "masters and moments in host memory: slower steps, 12 bytes a weight less")
