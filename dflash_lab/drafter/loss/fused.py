@@ -111,8 +111,10 @@ def fused_draft_loss(
     job = SweepJob(head, selection, target_hidden, target_head, config, load_backend(name), shard, factor)
     holder: list[tuple[Terms, dict[str, Tensor]]] = []
     want = torch.is_grad_enabled() and hidden.requires_grad
+    instead = "Give backend='torch', which needs no compiler"
+    instead += "." if shard is None else ", or train without head_parallel."
     try:
-        with compiling(f"the loss's backend {name!r}", "Give backend='torch', which needs no compiler."):
+        with compiling(f"the loss's backend {name!r}", instead):
             total = _Sweep.apply(hidden, job, want, holder)
     except NotCompiled as refused:
         if backend != "auto" or shard is not None:  # ranks of a shard could only change together
