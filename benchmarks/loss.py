@@ -335,7 +335,7 @@ def run(device: torch.device, only: list[str], result: dict[str, Any]) -> dict[s
         "small_shape": vars(small),
         "matmul_flop": main.matmul_flop,
     }
-    bench.main_table(main, ["triton", "compile", "torch"] if cuda else ["torch"])
+    bench.main_table(main, ["triton", "torch"] if cuda else ["torch"])
     if bench.wanted("fused, shared target rows"):
         bench.shared_rows(main)
     if bench.wanted("small: fused") or bench.wanted("small: naive"):

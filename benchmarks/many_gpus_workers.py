@@ -25,10 +25,8 @@ from dflash_lab.drafter.feed import feed, prefetch
 from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.loss.fused import fused_draft_loss
 from dflash_lab.drafter.loss.shard import VocabShard
-from dflash_lab.drafter.outcomes import catch_up
 from dflash_lab.drafter.parallel import Single, join
-from dflash_lab.drafter.trainer import Trainer
-from dflash_lab.drafter.warm import warm_up
+from dflash_lab.drafter.train import Trainer
 
 
 def extract_worker(order: dict[str, Any]) -> None:
@@ -79,7 +77,7 @@ def train_worker(order: dict[str, Any]) -> None:
         case = large_case(order["toy"], steps=order["steps"])
         with contextlib.closing(Scratch(order["scratch"], mode, rank)) as folder:
             trainer = new_trainer(case, Path(order["store"]), folder.path, device, group)
-            warm_up(trainer)
+            trainer.warm_up()
             result: dict[str, Any] = {}
             if world > 1:
                 mine = gradients(trainer, world if mode == "one" else 1, keep=rank == 0)
@@ -145,7 +143,7 @@ def gradients(trainer: Trainer, rows: int, keep: bool) -> dict[str, Tensor]:
     trainer.settings = dataclasses.replace(settings, accumulate=rows)
     with contextlib.closing(prefetch(feed(trainer.stream(), trainer.device))) as stream:
         trainer.train_step(stream)
-        catch_up(trainer)
+        trainer.catch_up()
     trainer.optimizer.step, trainer.settings, trainer.place = step, settings, place  # type: ignore[method-assign]
     return kept
 
@@ -165,7 +163,7 @@ def vocabulary_parallel(device: torch.device, toy: bool) -> dict[str, float]:
     rows = (torch.arange(anchors)[:, None] * 8 + torch.arange(config.block_size)).clamp(max=8 * anchors - 1)
     weights = torch.ones(shape[:2])
     weights[:, 0] = 0
-    shard = VocabShard.of(config.vocab_size)
+    shard = VocabShard(config.vocab_size)
     loss = LossConfig(hard_weight=0.85, soft_weight=0.15, cap_weight=0.1)
     parts = {"whole": (head, None), "shards": (head[shard.slice()].contiguous(), shard)}
     times, grads, totals = {}, {}, {}

@@ -149,7 +149,6 @@ def train_alone(work: Work, folder: Path, samples: Path) -> dict[str, float]:
     """
     import torch
 
-    from dflash_lab.drafter.warm import warm_up
     from dflash_lab.workbench.stages.train_setup import live_taps, open_live, packed_rows
 
     began = time.perf_counter()
@@ -161,7 +160,7 @@ def train_alone(work: Work, folder: Path, samples: Path) -> dict[str, float]:
     found: dict[str, float] = {"forward_ms": row_ms(items, packed_rows(params, items)[0], device)}
     blank = Blank(samples, items.hidden_size, live_taps(params))
     trainer = new_trainer(params, blank, device)
-    found["compile_s"] = warm_up(trainer)
+    found["compile_s"] = trainer.warm_up()
     found["drafter_ms"] = steps_ms(trainer, WARM)
     if not work.layers:
         found |= {"whole_layers": layers, "whole_forward_ms": found["forward_ms"]}
@@ -186,7 +185,7 @@ def new_trainer(params: TrainDrafterParams, items: Any, device: Any) -> Any:
 
     from dflash_lab.drafter.model import Drafter
     from dflash_lab.drafter.parallel import Single
-    from dflash_lab.drafter.trainer import Trainer
+    from dflash_lab.drafter.train import Trainer
     from dflash_lab.workbench.stages.train_setup import drafter_config, load_ends, train_settings
 
     dtype = getattr(torch, params.drafter_dtype)
@@ -205,16 +204,15 @@ def new_trainer(params: TrainDrafterParams, items: Any, device: Any) -> Any:
 def steps_ms(trainer: Any, steps: int) -> float:
     """Milliseconds of a step, the mean of `steps` after `WARM` others."""
     from dflash_lab.drafter.feed import feed, prefetch
-    from dflash_lab.drafter.outcomes import catch_up
 
     with contextlib.closing(prefetch(feed(trainer.stream(), trainer.device))) as stream:
         for _ in range(WARM):
             trainer.train_step(stream)
-        catch_up(trainer)
+        trainer.catch_up()
         began = time.perf_counter()
         for _ in range(steps):
             trainer.train_step(stream)
-        catch_up(trainer)
+        trainer.catch_up()
         return 1e3 * (time.perf_counter() - began) / steps
 
 

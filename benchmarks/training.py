@@ -47,12 +47,10 @@ from dflash_lab.drafter.feed import feed, prefetch
 from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.model import Drafter, RMSNorm
 from dflash_lab.drafter.optimizer import OptimizerConfig
-from dflash_lab.drafter.outcomes import catch_up
 from dflash_lab.drafter.parallel import Single
 from dflash_lab.drafter.rows import Row
 from dflash_lab.drafter.settings import TrainSettings
-from dflash_lab.drafter.trainer import Trainer
-from dflash_lab.drafter.warm import warm_up
+from dflash_lab.drafter.train import Trainer
 from dflash_lab.extraction.store import open_store
 from dflash_lab.provenance import provenance
 from dflash_lab.target.head import TargetHead
@@ -167,7 +165,7 @@ def host_times(trainer: Trainer, stream: Any, steps: int = 5, most: int = 40) ->
     with profiler:
         for _ in range(steps):
             trainer.train_step(stream)
-    catch_up(trainer)
+    trainer.catch_up()
     rows = sorted(pstats.Stats(profiler).stats.items(), key=lambda row: -row[1][2])  # type: ignore[attr-defined]
     return {
         f"{Path(file).name}:{line} {name} x{calls / steps:g}": round(own / steps * 1e3, 3)
@@ -218,12 +216,12 @@ class Phases:
 def measure(case: Case, trainer: Trainer, *, profile: bool) -> dict[str, Any]:
     """Warm up, time the case's steps one after the other, and take one apart."""
     device, cuda = trainer.device, trainer.device.type == "cuda"
-    compile_seconds = warm_up(trainer)
+    compile_seconds = trainer.warm_up()
     print(f"compiled in {compile_seconds:.1f} s", flush=True)
     with contextlib.closing(prefetch(feed(trainer.stream(), device))) as stream:
         for _ in range(case.warm):
             trainer.train_step(stream)
-        catch_up(trainer)
+        trainer.catch_up()
         before = dict(trainer.place)
         if cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -231,7 +229,7 @@ def measure(case: Case, trainer: Trainer, *, profile: bool) -> dict[str, Any]:
         began = time.perf_counter()
         for _ in range(case.steps):
             trainer.train_step(stream)
-        catch_up(trainer)
+        trainer.catch_up()
         if cuda:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - began
@@ -260,7 +258,7 @@ def kernels(trainer: Trainer, stream: Any, most: int = 30) -> dict[str, Any]:
     """Milliseconds of one step by kernel, the largest first; `busy` is their sum."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         trainer.train_step(stream)
-        catch_up(trainer)
+        trainer.catch_up()
         torch.cuda.synchronize()
     rows = sorted(profiler.key_averages(), key=lambda row: -row.self_device_time_total)
     total = sum(row.self_device_time_total for row in rows) / 1e3

@@ -75,7 +75,7 @@ class Guard:
         return fault.double(), usual
 
     def note(self, step: int, values: dict[str, float], rows: Sequence[Row], rank: int = 0) -> str:
-        """What was wrong with a step, once its numbers are known (`outcomes.FIELDS`), or an empty string.
+        """What was wrong with a step, once its numbers are known (`train.FIELDS`), or an empty string.
         Rows of a bad one are saved.
         """
         kind, loss, norm, usual = (values[name] for name in ("fault", "loss", "norm", "usual"))

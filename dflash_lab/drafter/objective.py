@@ -7,17 +7,20 @@ at a + k - 1 through its own final norm: they give its distribution of the token
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dflash_lab.drafter.anchors import decay_weights
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.loss.fused import FusedDraftLoss
-from dflash_lab.drafter.loss.result import RowStats
+from dflash_lab.drafter.loss.result import DraftLoss, RowStats
+from dflash_lab.drafter.loss.shard import VocabShard
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.rows import Row
 from dflash_lab.drafter.selector_loss import selector_loss
@@ -58,15 +61,30 @@ class Objective:
     """The loss of packed rows under a run's settings, on the device of `head`."""
 
     def __init__(
-        self, head: TargetHead, config: DrafterConfig, settings: TrainSettings, plan_group: Any = None
+        self,
+        head: TargetHead,
+        config: DrafterConfig,
+        settings: TrainSettings,
+        plan_group: Any = None,
+        *,
+        shard: VocabShard | None = None,
+        target_device: torch.device | str | None = None,
     ) -> None:
-        self.head, self.settings = head, settings
+        """`plan_group`: processes that must use the same loss chunks. With `shard`, head.weight is this
+        rank's slice of the head. On a `target_device` of its own the target's logits are made, by a copy of
+        norm and head there; None: beside `head`.
+        """
+        self.head, self.settings, self.shard = head, settings, shard
+        self.teacher = head if target_device is None else on_device(head, target_device)
+        self.hosts = None if shard is None else shard.group
+        if shard is not None and dist.get_backend(shard.group) == "nccl":
+            self.hosts = dist.new_group(backend="gloo")  # labels and their like are on the host
         self.attention = settings.attention  # `warm_up` takes another where this one does not compile
         self.weights = decay_weights(config.block_size, settings.gamma)
         scaled = dataclasses.replace(
             settings.loss, logit_scale=config.output_multiplier, logit_softcap=config.final_logit_softcapping
         )
-        self.fused = FusedDraftLoss(scaled, plan_group=plan_group)
+        self.fused = FusedDraftLoss(scaled, shard=shard, plan_group=plan_group)
         on = settings.loss
         factors = [on.hard_weight, on.soft_weight, on.cap_weight, on.tv_weight, on.lk_weight]
         factors += [on.length_weight, settings.selector_weight]
@@ -93,16 +111,18 @@ class Objective:
                 )
         elif teacher or self.settings.loss.needs_target:
             with torch.no_grad():
-                target_hidden = head.normed(row.final.to(device, head.weight.dtype))
+                final = row.final.to(self.teacher.weight.device, head.weight.dtype)
+                target_hidden = self.teacher.normed(final)
         weights = row.slot_mask * self.weights
-        loss = self.fused(
-            hidden,
-            head.weight,
-            row.labels,
-            weights,
-            target_hidden=target_hidden,
-            target_rows=None if target_hidden is None else row.target_rows,
-        )
+        target_rows = None if target_hidden is None else row.target_rows
+        mine = (hidden, row.labels, weights, target_hidden, target_rows)
+        if self.shard is None:
+            loss = self.compare(*mine)
+        else:  # all ranks compute each one's loss, the owner of the rows keeps it
+            for turn in self.shard.turns(*mine, self.hosts):
+                of_turn = self.compare(*turn[1:])
+                if turn.mine:
+                    loss = of_turn
         total, chosen, sums = loss.total, None, loss.sums
         if drafter.candidate_selector is not None and self.settings.selector_weight:
             selector, chosen = selector_loss(drafter, hidden, head.weight, row.labels, loss.rows)
@@ -112,3 +132,29 @@ class Objective:
         parts = torch.stack(found) * self._factors
         below = loss.weight_sum if self.settings.denominator == "weights" else loss.row_count
         return RowLoss(total, parts, below, loss.rows, chosen)
+
+    def compare(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        target_hidden: Tensor | None,
+        target_rows: Tensor | None,
+    ) -> DraftLoss:
+        """The draft loss of hidden states [A, B, H]; see `fused_draft_loss`."""
+        own = target_hidden is not None and self.teacher is not self.head
+        return self.fused(
+            hidden,
+            self.head.weight,
+            labels,
+            weights,
+            target_hidden=target_hidden,
+            target_rows=target_rows,
+            target_head=self.teacher.weight if own else None,
+        )
+
+
+def on_device(head: TargetHead, device: torch.device | str) -> TargetHead:
+    """A copy of norm and head matrix on `device`, with the embedding where it was."""
+    norm = copy.deepcopy(head.norm).to(device)
+    return dataclasses.replace(head, norm=norm, weight=head.weight.to(device, copy=True))

@@ -42,10 +42,6 @@ class Single:
         """Sum of `value` over all processes."""
         return value
 
-    def count(self, number: int) -> int:
-        """Sum of a number that is known on the host; one process does not wait for its device."""
-        return number
-
     def longest(self, seconds: float) -> float:
         """The largest of all processes' times, so that they agree when time is up."""
         return seconds
@@ -100,16 +96,10 @@ class Replicated(Single):
         dist.all_reduce(summed)
         return summed.to(value.device)
 
-    def count(self, number: int) -> int:
-        return int(self._reduced(number, dist.ReduceOp.SUM))
-
     def longest(self, seconds: float) -> float:
-        return self._reduced(seconds, dist.ReduceOp.MAX)
-
-    def _reduced(self, number: float, how: dist.ReduceOp.RedOpType) -> float:
-        value = torch.tensor(number, dtype=torch.float64)
+        value = torch.tensor(seconds, dtype=torch.float64)
         value = value.to(_own_device(value))
-        dist.all_reduce(value, op=how)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return float(value)
 
     def barrier(self) -> None:

@@ -571,6 +571,20 @@ def head_process(shape: TargetShape, drafter: Any, setup: TrainingSetup, *, cuda
     return account.fragmented(FRAGMENTS[setup.expandable]) if cuda else account
 
 
+def target_head_process(shape: TargetShape, setup: TrainingSetup, *, cuda: bool = True) -> Account:
+    """Return the account of what a drafter's process holds on the GPU that makes the target's logits."""
+    chunk, size = with_chunk(setup, shape.vocab, cuda=cuda).chunk, dtype_bytes(setup.dtype)
+    live: Live = {
+        "head": (shape.vocab * shape.hidden * size, "V H s"),
+        "target final states": (2 * setup.context * shape.hidden * size, "2 S H s: as they came, and normed"),
+        "target logits": (chunk * shape.vocab * 4, "c V 4: of a chunk"),
+    }
+    if cuda:
+        live["workspace"] = (WORKSPACE, "cuBLAS")
+        live["outside torch"] = (OUTSIDE_TORCH, "CUDA context and loaded kernels, typical")
+    return account_of("the target's side of the loss", [Moment("the target's logits", live)])
+
+
 def _notes(shape: TargetShape, setup: TrainingSetup) -> tuple[str, ...]:
     notes = []
     tensor = setup.rows * shape.vocab * 2

@@ -26,7 +26,7 @@ from dflash_lab.file_errors import naming
 from dflash_lab.machine import usable_cpus
 
 if TYPE_CHECKING:
-    from dflash_lab.drafter.trainer import TrainReport
+    from dflash_lab.drafter.train import TrainReport
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
 POLL_S = 1.0
@@ -119,7 +119,7 @@ def report_values(report: TrainReport) -> dict[str, Any]:
 
 def read_report(values: dict[str, Any]) -> TrainReport:
     """The report that `report_values` made plain."""
-    from dflash_lab.drafter.trainer import TrainReport
+    from dflash_lab.drafter.train import TrainReport
 
     paths = {name: Path(values[name]) for name in ("best", "last_checkpoint")}
     return TrainReport(**{**values, **paths})

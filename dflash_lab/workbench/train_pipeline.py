@@ -29,7 +29,7 @@ from dflash_lab.workbench.train_launch import (
 )
 
 if TYPE_CHECKING:
-    from dflash_lab.drafter.trainer import TrainReport
+    from dflash_lab.drafter.train import TrainReport
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
 WORKERS = "workers"

@@ -19,12 +19,11 @@ from dflash_lab.drafter.loss import fused
 from dflash_lab.drafter.loss.backends import load_backend
 from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.loss.plan import ChunkPlan
-from dflash_lab.drafter.loss.rows_compiled import CompiledRows
+from dflash_lab.drafter.loss.rows_torch import TorchRows
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.parallel import Single
 from dflash_lab.drafter.settings import TrainSettings
-from dflash_lab.drafter.trainer import Trainer
-from dflash_lab.drafter.warm import with_fallbacks
+from dflash_lab.drafter.train import Trainer
 from dflash_lab.errors import LabError
 
 SHARED = "No valid triton configs. OutOfMemoryError: out of resource: Required: 147456 Hardware limit:101376"
@@ -78,7 +77,7 @@ def test_where_attention_does_not_compile_the_run_goes_on_dense(run, monkeypatch
     trainer = run()
     before = [parameter.detach().clone() for parameter in trainer.drafter.parameters()]
     with caplog.at_level(logging.WARNING):
-        with_fallbacks(trainer)
+        trainer.try_row()
     assert trainer.objective.attention == "dense" and trainer.settings.attention == "auto"
     (line,) = caplog.messages
     assert SHARED in line and "attention runs dense" in line and "slower" in line and "memory" in line
@@ -96,7 +95,7 @@ def forward_only(graph, inputs):
 def test_where_layers_do_not_compile_they_run_as_they_are(run, caplog, compiler):
     trainer = run(compiler=compiler)
     with caplog.at_level(logging.WARNING):
-        with_fallbacks(trainer)
+        trainer.try_row()
     assert ["dense" in line for line in caplog.messages] == [True, False]
     assert "layers run uncompiled" in caplog.messages[1] and not trainer.drafter.compiled
     assert all(parameter.grad is None for parameter in trainer.drafter.parameters())
@@ -106,7 +105,7 @@ def test_where_layers_do_not_compile_they_run_as_they_are(run, caplog, compiler)
 def test_what_was_asked_for_by_name_is_refused_with_what_to_give(run, monkeypatch):
     monkeypatch.setattr(model_module, "make_attends", lambda layout, path: refuse())
     with pytest.raises(NotCompiled, match=r"the training step .*Hardware limit.*attention='dense'"):
-        with_fallbacks(run(attention="flex"))
+        run(attention="flex").try_row()
 
 
 def test_processes_that_share_a_step_are_told_not_changed_one_by_one(run, monkeypatch):
@@ -114,14 +113,14 @@ def test_processes_that_share_a_step_are_told_not_changed_one_by_one(run, monkey
     monkeypatch.setattr(trainer.group, "world", 2, raising=False)
     monkeypatch.setattr(type(trainer.group), "world", 2, raising=False)
     with pytest.raises(NotCompiled, match="compile=False"):
-        with_fallbacks(trainer)
+        trainer.try_row()
     assert trainer.objective.attention == "auto" and trainer.drafter.compiled
 
 
 def test_another_error_of_the_first_step_stays_what_it_is(run, monkeypatch):
     monkeypatch.setattr(model_module, "make_attends", lambda layout, path: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        with_fallbacks(run())
+        run().try_row()
 
 
 # -- the loss
@@ -134,14 +133,14 @@ def loss_call(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 4, 8, generator=generator, requires_grad=True)
     head, labels = torch.randn(11, 8, generator=generator), torch.arange(12).view(3, 4) % 11
-    broken = CompiledRows()
-    for name in ("_drafter", "_gradient"):
+    broken = TorchRows()
+    for name in ("drafter_sums", "gradient"):
         monkeypatch.setattr(broken, name, refuse)
     monkeypatch.setattr(fused, "_not_compiled", set())
 
-    def call(backend, fails="compile"):
+    def call(backend):
         monkeypatch.setattr(
-            fused, "load_backend", lambda name: broken if name == fails else load_backend(name)
+            fused, "load_backend", lambda name: broken if name == "triton" else load_backend(name)
         )
         hidden.grad = None
         loss = fused.fused_draft_loss(
@@ -153,16 +152,17 @@ def loss_call(monkeypatch):
     return call
 
 
-def test_a_row_pass_asked_for_by_name_is_refused_with_what_to_give(loss_call):
-    with pytest.raises(NotCompiled, match=r"backend 'compile' does not compile .*backend='torch'"):
-        loss_call("compile")
+def test_a_row_pass_asked_for_by_name_is_refused_with_what_to_give(loss_call, monkeypatch):
+    monkeypatch.setattr(fused, "choose_backend", lambda name, *_: name)
+    with pytest.raises(NotCompiled, match=r"backend 'triton' does not compile .*backend='torch'"):
+        loss_call("triton")
 
 
 def test_a_row_pass_that_auto_chose_gives_way_to_plain_torch_once(loss_call, monkeypatch, caplog):
     wanted = loss_call("torch")
     monkeypatch.setattr(fused, "choose_backend", lambda name, *_: "triton" if name == "auto" else name)
     with caplog.at_level(logging.WARNING):
-        found = [loss_call("auto", fails="triton") for _ in range(2)]
+        found = [loss_call("auto") for _ in range(2)]
     assert all(torch.equal(a, b) for one in found for a, b in zip(one, wanted, strict=True))
     (line,) = caplog.messages  # the second call does not try again
     assert "backend 'triton' does not compile" in line and "backend='torch'" in line and "slower" in line

@@ -19,12 +19,9 @@ from dflash_lab.drafter.journal import read_journal
 from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.optimizer import OptimizerConfig
-from dflash_lab.drafter.outcomes import catch_up
 from dflash_lab.drafter.parallel import Single
 from dflash_lab.drafter.settings import TrainSettings
-from dflash_lab.drafter.train import train
-from dflash_lab.drafter.trainer import Trainer
-from dflash_lab.drafter.warm import warm_up
+from dflash_lab.drafter.train import Trainer, train
 
 pytestmark = pytest.mark.gpu
 
@@ -134,7 +131,7 @@ def test_a_step_waits_for_nobody(tmp_path, kind):
     trainer = Trainer(
         tiny_items(12, heldout=0), cuda_head(), start(), chosen, tmp_path, None, None, Single(), {}
     )
-    warm_up(trainer)
+    trainer.warm_up()
     with contextlib.closing(prefetch(feed(trainer.stream(), trainer.device))) as stream:
         for _ in range(3):
             trainer.train_step(stream)
@@ -144,7 +141,7 @@ def test_a_step_waits_for_nobody(tmp_path, kind):
                 trainer.train_step(stream)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        catch_up(trainer)
+        trainer.catch_up()
     assert trainer.place["tokens"] > 0 and trainer.guard.skipped == 0
 
 

@@ -9,7 +9,6 @@ import torch
 
 from dflash_lab.drafter.guard import EMPTY, EXPLODED, FINE, HISTORY, LOSS, NORM, TRUSTED, Guard
 from dflash_lab.drafter.metrics import Tally
-from dflash_lab.drafter.outcomes import FIELDS, Outcomes
 from dflash_lab.drafter.parallel import total_norm
 
 
@@ -45,14 +44,6 @@ def test_faults_are_told_apart_and_leave_the_norms_alone(tmp_path):
     other = Guard(10.0, 3, tmp_path)
     other.load(guard.state())
     assert other.state() == guard.state() and judged(other, 10.5)[0] == EXPLODED
-
-
-def test_outcomes_come_in_order_and_the_newest_may_wait():
-    outcomes = Outcomes()
-    for step in range(3):
-        outcomes.add(step, 0.1, [], torch.full((len(FIELDS),), float(step), dtype=torch.float64))
-    assert [(o.step, o.values["norm"]) for o in outcomes.take(1)] == [(0, 0.0), (1, 1.0)]
-    assert [o.step for o in outcomes.take(0)] == [2] and not outcomes.waiting
 
 
 def test_norm_of_bf16_gradients_is_summed_in_fp32():

@@ -15,7 +15,7 @@ from torch import nn
 from dflash_lab.drafter.moments import decode, encode
 from dflash_lab.drafter.muon import muon_updates, orthogonalized
 from dflash_lab.drafter.optimizer import Optimizer, OptimizerConfig, adam_update
-from dflash_lab.drafter.schedule import learning_rate_factor
+from dflash_lab.drafter.train import learning_rate_factor
 from dflash_lab.errors import InputError
 
 

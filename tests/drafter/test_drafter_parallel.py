@@ -34,25 +34,38 @@ def launch(jobs: list[dict]) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """Runs of two processes, by name, from one launch; `again` lost its last checkpoint and was started
-    anew.
+    """Runs of two processes, by name, from one launch; `again` and `slices_on` lost their last checkpoint and
+    were started anew, the latter with slices of the head, which its first steps had not.
     """
     root = tmp_path_factory.mktemp("ranks")
     jobs = {
         "ddp": dict(mode="ddp", kind="adamw"),
         "fsdp": dict(mode="fsdp", kind="muon"),
         "again": dict(mode="fsdp", kind="adamw"),
+        "slices": dict(mode="ddp", kind="adamw", head_parallel=True),
+        "fsdp_slices": dict(mode="fsdp", kind="muon", head_parallel=True),
+        "slices_on": dict(mode="ddp", kind="adamw"),
+        "slices_off": dict(mode="ddp", kind="adamw", head_parallel=True),
     }
     listed = [{**STEPS, "accumulate": 1, "folder": str(root / name), **job} for name, job in jobs.items()]
-    listed.append({**listed[-1], "drop": "step-00000004"})
+    by_name = dict(zip(jobs, listed, strict=True))
+    listed.append({**by_name["again"], "drop": "step-00000004"})
+    for name, head_parallel in (("slices_on", True), ("slices_off", False)):
+        listed.append({**by_name[name], "drop": "step-00000004", "head_parallel": head_parallel})
     launch(listed)
     return {name: root / name for name in jobs}
 
 
-@pytest.mark.parametrize(("name", "kind"), [("ddp", "adamw"), ("fsdp", "muon")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("ddp", "adamw"), ("fsdp", "muon"), ("slices", "adamw"), ("fsdp_slices", "muon"),
+     ("slices_on", "adamw"), ("slices_off", "adamw")],
+)  # fmt: skip
 def test_two_processes_equal_one_on_the_same_global_batch(folders, tmp_path, name, kind):
     report = tiny_run(str(tmp_path), {**STEPS, "accumulate": 2, "kind": kind})
     one, two = read_journal(tmp_path), read_journal(folders[name])
+    if name.startswith("slices_o"):  # steps 3 and 4 were made twice; the last ones count
+        assert (folders[name] / "lost").exists()
     assert [r["step"] for r in two] == [r["step"] for r in one]
     for single, double in zip(one, two, strict=True):
         assert double["loss"] == pytest.approx(single["loss"], rel=2e-5)
@@ -78,15 +91,33 @@ def test_a_sharded_run_resumes_exactly_and_its_checkpoint_is_whole(folders):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("slices", [False, True])
 @pytest.mark.parametrize(("mode", "kind"), [("ddp", "adamw"), ("fsdp", "adamw"), ("fsdp", "muon")])
-def test_two_gpus_equal_one_on_the_same_global_batch(tmp_path, mode, kind):
+def test_two_gpus_equal_one_on_the_same_global_batch(tmp_path, mode, kind, slices):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     report = tiny_run(str(tmp_path / "one"), {**STEPS, "accumulate": 2, "kind": kind}, device="cuda:0")
     job = {**STEPS, "accumulate": 1, "folder": str(tmp_path / "two"), "mode": mode, "kind": kind}
-    launch([{**job, "device": "cuda"}])
+    launch([{**job, "device": "cuda", "head_parallel": slices}])
     for single, double in zip(read_journal(tmp_path / "one"), read_journal(tmp_path / "two"), strict=True):
         assert double["loss"] == pytest.approx(single["loss"], rel=1e-3)
     wanted = load_file(report.last_checkpoint / "model.safetensors")
     found = load_file(tmp_path / "two" / "checkpoints" / "step-00000004" / "model.safetensors")
     assert max(relative_error(found[tensor], wanted[tensor]) for tensor in wanted) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("device", "other"),
+    [("cpu", "cpu"), pytest.param("cuda:0", "cuda:1", marks=pytest.mark.gpu)],
+)
+def test_the_targets_logits_may_be_made_on_a_second_device(tmp_path, device, other):
+    if device != "cpu" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    values = {**STEPS, "accumulate": 2, "kind": "adamw"}
+    report = tiny_run(str(tmp_path / "one"), dict(values), device=device)
+    apart = tiny_run(str(tmp_path / "two"), dict(values), device=device, target_device=other)
+    for single, double in zip(read_journal(tmp_path / "one"), read_journal(tmp_path / "two"), strict=True):
+        assert double["loss"] == pytest.approx(single["loss"], rel=2e-5)
+    wanted = load_file(report.last_checkpoint / "model.safetensors")
+    found = load_file(apart.last_checkpoint / "model.safetensors")
+    assert max(relative_error(found[tensor], wanted[tensor]) for tensor in wanted) < 2e-3

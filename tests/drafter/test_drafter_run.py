@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support.tiny_drafters import ItemList, tiny_config, tiny_head, tiny_items
 
-from dflash_lab.drafter import trainer
+from dflash_lab.drafter import train as loop
 from dflash_lab.drafter.anchors import stream_seed
 from dflash_lab.drafter.checkpoint import load_checkpoint
-from dflash_lab.drafter.guard import Diverged
-from dflash_lab.drafter.journal import read_journal
+from dflash_lab.drafter.guard import FINE, Diverged
+from dflash_lab.drafter.journal import Journal, read_journal
 from dflash_lab.drafter.loss import fused
 from dflash_lab.drafter.loss.plan import ChunkPlan
 from dflash_lab.drafter.metrics import Tally
 from dflash_lab.drafter.model import Drafter
+from dflash_lab.drafter.parallel import Single
 from dflash_lab.drafter.settings import TrainSettings
-from dflash_lab.drafter.train import train
+from dflash_lab.drafter.train import FIELDS, Trainer, train
 from dflash_lab.files import read_json
 
 
@@ -38,7 +40,7 @@ def losses(folder) -> list[float]:
 
 def test_training_rows_get_noise_of_their_own_and_held_out_rows_none(tmp_path, monkeypatch):
     drawn = []
-    plain = trainer.add_noise
+    plain = loop.add_noise
 
     def noted(taps, std, generator):
         drawn.append((std, generator.initial_seed()))
@@ -46,7 +48,7 @@ def test_training_rows_get_noise_of_their_own_and_held_out_rows_none(tmp_path, m
         assert 0 < float((noisy - taps).abs().max()) <= std * 1.01
         return noisy
 
-    monkeypatch.setattr(trainer, "add_noise", noted)
+    monkeypatch.setattr(loop, "add_noise", noted)
     found = {}
     for std in (0.0, 0.5):
         chosen = settings(noise_std=std, eval_rows=1, eval_every=1, accumulate=2, seed=3)
@@ -62,7 +64,7 @@ def test_training_rows_get_noise_of_their_own_and_held_out_rows_none(tmp_path, m
 def test_the_best_drafter_is_that_of_the_longest_held_out_streak(tmp_path, monkeypatch):
     told = iter([1.0, 2.0, 3.5, 3.0, 3.4])
     plain = Tally.report
-    monkeypatch.setattr(trainer, "log", lambda run: None)
+    monkeypatch.setattr(Trainer, "log", lambda run: None)
     monkeypatch.setattr(Tally, "report", lambda tally: plain(tally) | {"streak": next(told)})
     chosen = settings(max_steps=4, eval_rows=1, eval_every=1, keep=9)
     report = train(tiny_items(), tiny_head(), fresh(), chosen, folder=tmp_path)
@@ -116,19 +118,34 @@ def test_bad_steps_that_good_ones_part_do_not_end_a_run(tmp_path):
 def test_a_resumed_run_keeps_the_chunks_of_its_loss(tmp_path, monkeypatch):
     """More memory may be free by then, and other chunks are other sums."""
     seen = []
-    plain = trainer.resume
+    plain = Trainer.resume
 
     def noted(run):
         plain(run)
         seen.append(run.objective.fused.plan)
 
-    monkeypatch.setattr(trainer, "resume", noted)
+    monkeypatch.setattr(Trainer, "resume", noted)
     monkeypatch.setattr(fused, "plan_chunks", lambda **options: ChunkPlan(8))
     with pytest.raises(Killed):
         train(tiny_items(), tiny_head(), fresh(), settings(), folder=tmp_path, on_progress=killed_at(3))
     monkeypatch.setattr(fused, "plan_chunks", lambda **options: ChunkPlan(32))
     train(tiny_items(), tiny_head(), fresh(), settings(), folder=tmp_path)
     assert seen == [None, ChunkPlan(8)]
+
+
+def test_steps_are_taken_in_in_order_and_the_newest_may_wait(tmp_path):
+    run = Trainer(tiny_items(), tiny_head(), fresh(), settings(), tmp_path, None, None, Single(), {})
+    run.journal = Journal(tmp_path, -1)
+    for step in (1, 2, 3):
+        values = torch.full((len(FIELDS),), float(step), dtype=torch.float64)
+        values[FIELDS.index("fault")] = FINE
+        run.begun.append((step, 0.1, [], values, None))
+    run.settle(keep=1)
+    assert [step for step, *_ in run.begun] == [3] and run.place["tokens"] == 1 + 2
+    run.settle()
+    run.journal.close()
+    assert not run.begun and run.place["blocks"] == 1 + 2 + 3
+    assert [(r["step"], r["grad_norm"]) for r in read_journal(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
 
 class Slow(ItemList):
@@ -146,8 +163,8 @@ def test_time_spent_waiting_for_rows_is_told(tmp_path, monkeypatch):
         Slow.now += 0.01  # whatever is computed between two looks
         return Slow.now
 
-    monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=look))
-    monkeypatch.setattr(trainer, "prefetch", lambda stream: stream)  # rows are read when they are asked for
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=look, time=time.time))
+    monkeypatch.setattr(loop, "prefetch", lambda stream: stream)  # rows are read when they are asked for
     shares = {}
     for kind in (ItemList, Slow):
         folder = tmp_path / kind.__name__

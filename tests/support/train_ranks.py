@@ -5,6 +5,7 @@ torchrun --nproc-per-node N train_ranks.py <ddp|fsdp> <folder> <settings.json>
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import weakref
@@ -18,19 +19,26 @@ from support.tiny_drafters import head_on, tiny_config, tiny_items
 from torch.distributed.tensor import DTensor
 
 from dflash_lab.drafter.loss.config import LossConfig
+from dflash_lab.drafter.loss.shard import VocabShard
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.optimizer import OptimizerConfig
 from dflash_lab.drafter.parallel import Sharded, Single, join
 from dflash_lab.drafter.settings import TrainSettings
-from dflash_lab.drafter.train import train
-from dflash_lab.drafter.trainer import TrainReport
+from dflash_lab.drafter.train import TrainReport, train
 
 
 def tiny_run(
-    folder: str, values: dict, group: Single | None = None, device: str | torch.device = "cpu"
+    folder: str,
+    values: dict,
+    group: Single | None = None,
+    device: str | torch.device = "cpu",
+    target_device: str | None = None,
 ) -> TrainReport:
-    """The same tiny run in any number of processes; `accumulate` counts rows of one process."""
+    """The same tiny run in any number of processes; `accumulate` counts rows of one process. With
+    `head_parallel` among the values each holds a slice of the head.
+    """
     drafter = Drafter(tiny_config(initializer_range=0.05)).initialize(torch.Generator().manual_seed(0))
+    head_parallel = values.pop("head_parallel", False)
     chosen = TrainSettings(
         loss=LossConfig(hard_weight=0.85, soft_weight=0.15, cap_weight=0.05, weighting="dpace"),
         optimizer=OptimizerConfig(kind=values.pop("kind", "adamw"), lr=2e-3),
@@ -39,7 +47,20 @@ def tiny_run(
         noise_std=0.02,
         **values,
     )
-    return train(tiny_items(), head_on(device), drafter.to(device), chosen, folder=folder, group=group)
+    head, shard = head_on(device), None
+    if head_parallel:
+        shard = VocabShard(len(head.weight))
+        head = dataclasses.replace(head, weight=head.weight[shard.slice()].clone())
+    return train(
+        tiny_items(),
+        head,
+        drafter.to(device),
+        chosen,
+        folder=folder,
+        group=group,
+        shard=shard,
+        target_device=target_device,
+    )
 
 
 def check_whole(group: Sharded) -> None:

@@ -16,6 +16,8 @@ import numpy as np
 import plotly.graph_objects as go
 import polars as pl
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.checkpoint import load_checkpoint, read_config
@@ -198,7 +200,7 @@ def test_the_store_of_a_trial_is_trained_on_and_the_result_says_how_much_it_hold
 
 def test_a_released_drafter_can_be_started_from(result, run_dir, tiny_target, tmp_path):
     """Its file has notes that ours has not, its weights no digest; what computes otherwise is named."""
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     ours = read_json(run_dir / "drafter" / "config.json")
     notes = {
@@ -374,6 +376,49 @@ def test_two_processes_started_from_the_stage(run_dir, tiny_target, tmp_path):
     assert {total for done, total in seen if done} <= {steps}, "the steps counted from epochs are the whole"
     assert np.isfinite(result.figures["streak_last"])
     assert load_checkpoint(tmp_path / "drafter").config.block_size == 4
+
+
+def test_processes_with_a_slice_of_the_head_each_train_as_those_with_the_whole(
+    run_dir, tiny_target, tmp_path
+):
+    found = {}
+    for name, head_parallel in (("whole", False), ("slices", True)):
+        (tmp_path / name).mkdir()
+        chosen = params(
+            tmp_path / name,
+            tiny_target,
+            store=str(run_dir / "store"),
+            gpus=2,
+            head_parallel=head_parallel,
+            check_store=False,
+            soft_weight=0.2,
+            max_steps=4,
+            eval_every=2,
+            eval_rows=3,
+            export="last",
+        )
+        found[name] = execute(chosen), load_file(chosen.drafter_path / "model.safetensors")
+    (whole, wanted), (slices, weights) = found.values()
+    assert slices.steps["loss"].to_list() == pytest.approx(whole.steps["loss"].to_list(), rel=1e-5)
+    for name in ("loss", "streak", "chained_tau"):
+        known, given = (found.metrics[name].drop_nulls().to_list() for found in (whole, slices))
+        assert known and given == pytest.approx(known, rel=1e-4)
+    assert all(torch.allclose(weights[name], wanted[name], rtol=1e-3, atol=1e-5) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(head_parallel=True), "one process has no slices"),
+        (dict(head_parallel=True, gpus=2, head=1), "slices lie with their drafters"),
+        (dict(head_parallel=True, gpus=2, target_head_gpu=1), "slices lie with their drafters"),
+        (dict(head_parallel=True, gpus=2, second=True), "needs the whole head"),
+        (dict(target_head_gpu=1), "target_head_gpu = 1 names a GPU .* this trains on a CPU"),
+    ],
+)
+def test_a_head_that_cannot_be_placed_so_is_refused(run_dir, tiny_target, tmp_path, changes, words):
+    with pytest.raises(InputError, match=words):
+        execute(params(tmp_path, tiny_target, store=str(run_dir / "store"), **changes))
 
 
 def test_a_dead_process_ends_the_stage_with_its_traceback(result, run_dir, tiny_target, tmp_path):

@@ -268,6 +268,25 @@ def test_the_heads_of_several_processes_are_added_up_on_their_gpu(samples, tiny_
     ]  # fmt: skip
 
 
+def test_the_head_that_makes_the_targets_logits_is_accounted_where_it_is(
+    samples, tiny_target, tmp_path, gpus
+):
+    common = dict(device="cuda", target="random:qwen3-8b", context_tokens=4096, anchors=512, tap_ids=[])
+    found = gpu_processes(params(tmp_path, samples, tiny_target, target_head_gpu=1, **common))
+    assert [(process.name, process.device) for process in found] == [
+        ("drafter-0", "cuda:0"), ("target's head of drafter-0", "cuda:1")
+    ]  # fmt: skip
+    assert found[1].account.terms["head"] == 151936 * 4096 * 2
+    (whole, *_), (slices, *_) = (
+        gpu_processes(
+            params(tmp_path, samples, tiny_target, targets=[2], drafters=[0, 1], tau_samples=0, **placed)
+        )
+        for placed in (common, {**common, "head_parallel": True})
+    )
+    saved = whole.account.terms["head and embedding"] - slices.account.terms["head and embedding"]
+    assert saved == 151936 * 4096 * 2 // 2
+
+
 def test_planned_anchors_leave_targets_their_memory(samples, tiny_target, tmp_path, monkeypatch):
     """They are those with which the processes that share the memory are cleared together."""
     chosen = params(tmp_path, samples, tiny_target, targets=[0, 0], drafters=[0], anchors=40)
@@ -396,9 +415,9 @@ def test_the_frozen_head_may_live_on_another_gpu(samples, tiny_target, tmp_path)
         device="cuda:0", dtype="bfloat16", drafter_dtype="float32", context_tokens=128, compile=False
     )
     losses = [
-        execute(params(tmp_path / str(head), samples, tiny_target, head=head, **common))
+        execute(params(tmp_path / str(number), samples, tiny_target, **where, **common))
         .steps["loss"]
         .to_list()
-        for head in (-1, 1)
+        for number, where in enumerate(({}, {"head": 1}, {"target_head_gpu": 1}))
     ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3) == pytest.approx(losses[2], rel=1e-3)

@@ -1,8 +1,7 @@
-"""The three row passes behind one contract, and the choice between them.
+"""The two row passes behind one contract, and the choice between them.
 
-torch    plain operations on any device and dtype; the reference.
-compile  the same operations fused by torch.compile; portable, needs a compiler on the machine.
-triton   hand-written kernels for CUDA; float32 logits, so not for float64 hidden states.
+torch   plain operations on any device and dtype; the reference.
+triton  hand-written kernels for CUDA; float32 logits, so not for float64 hidden states.
 """
 
 from __future__ import annotations
@@ -23,19 +22,13 @@ def _torch() -> RowPass:
     return TorchRows()
 
 
-def _compile() -> RowPass:
-    from dflash_lab.drafter.loss.rows_compiled import CompiledRows
-
-    return CompiledRows()
-
-
 def _triton() -> RowPass:
     from dflash_lab.drafter.loss.rows_triton import TritonRows
 
     return TritonRows()
 
 
-_BACKENDS: dict[str, Callable[[], RowPass]] = {"torch": _torch, "compile": _compile, "triton": _triton}
+_BACKENDS: dict[str, Callable[[], RowPass]] = {"torch": _torch, "triton": _triton}
 
 
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -51,7 +44,7 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
     if name == "auto":
         return "torch" if reason else "triton"
     if name == "triton" and reason:
-        raise InputError(f"backend 'triton' {reason}: use 'auto', 'torch' or 'compile'.")
+        raise InputError(f"backend 'triton' {reason}: use 'auto' or 'torch'.")
     return name
 
 

@@ -74,7 +74,7 @@ def fused_draft_loss(
         config: terms and options.
         plan: rows a chunk holds; None measures free memory at the first call of this shape and keeps the
             answer.
-        backend: 'auto', 'torch', 'compile' or 'triton'.
+        backend: 'auto', 'torch' or 'triton'.
         target_head: the target's head beside target_hidden, on a second device if you like; None projects
             with `head`.
         shard: vocabulary-parallel mode; hidden, labels, weights and target states are the same on every rank.
@@ -90,7 +90,7 @@ def fused_draft_loss(
     head = plain(head)
     check_tensors(hidden, head, labels, weights, target_hidden, target_rows, target_head, config)
     if shard is not None:
-        shard.check(head.shape[0], head.device)
+        shard.check(head)
     name = choose_backend(backend, hidden.device, hidden.dtype)
     if backend == "auto" and name in _not_compiled:
         name = "torch"
@@ -111,8 +111,10 @@ def fused_draft_loss(
     job = SweepJob(head, selection, target_hidden, target_head, config, load_backend(name), shard, factor)
     holder: list[tuple[Terms, dict[str, Tensor]]] = []
     want = torch.is_grad_enabled() and hidden.requires_grad
+    instead = "Give backend='torch', which needs no compiler"
+    instead += "." if shard is None else ", or train without head_parallel."
     try:
-        with compiling(f"the loss's backend {name!r}", "Give backend='torch', which needs no compiler."):
+        with compiling(f"the loss's backend {name!r}", instead):
             total = _Sweep.apply(hidden, job, want, holder)
     except NotCompiled as refused:
         if backend != "auto" or shard is not None:  # ranks of a shard could only change together
@@ -130,7 +132,7 @@ class FusedDraftLoss(nn.Module):
     Args:
         config: terms and options.
         plan: rows a chunk holds, or None to measure once.
-        backend: 'auto', 'torch', 'compile' or 'triton'.
+        backend: 'auto', 'torch' or 'triton'.
         shard: vocabulary-parallel mode.
         plan_group: ranks that must use the same plan (all data-parallel ranks); None measures alone.
     """

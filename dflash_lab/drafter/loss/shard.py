@@ -1,12 +1,15 @@
 """Vocabulary-parallel mode: each rank of a group holds a slice of the head, and a few numbers a row cross.
 
-Every rank sees the same hidden states, labels and weights. Per chunk the ranks exchange the label's logit (1
-number a row), their sums (10 numbers a row), and the hidden gradient [n, H]; logits never leave their rank.
+Every rank sees the same hidden states, labels and weights (`VocabShard.turns`, where ranks have rows of their
+own). Per chunk the ranks exchange the label's logit (1 number a row), their sums (10 numbers a row), and the
+hidden gradient [n, H]; logits never leave their rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,42 +19,84 @@ from dflash_lab.drafter.loss.terms import DrafterSums, TargetSums
 from dflash_lab.errors import InputError
 
 
-@dataclass(frozen=True)
-class VocabShard:
-    """This rank's slice [start, start + rows of head) of a vocabulary of `total` tokens, over the ranks of
-    `group`.
+class Turn(NamedTuple):
+    """The rows of one rank, `mine` those of this one: hidden [A, B, H] and target_hidden [R, H] on the
+    device, labels, weights and target_rows [A, B] on the CPU.
     """
 
-    start: int
+    mine: bool
+    hidden: Tensor
+    labels: Tensor
+    weights: Tensor
+    target_hidden: Tensor | None
+    target_rows: Tensor | None
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's slice of a vocabulary of `total` tokens, split evenly over the ranks of `group` (None:
+    all), the first ones taking one more; a rank's head is `head[shard.slice()]`.
+    """
+
     total: int
     group: dist.ProcessGroup | None = None
 
-    @classmethod
-    def of(cls, vocab: int, group: dist.ProcessGroup | None = None) -> VocabShard:
-        """Split `vocab` evenly, the first ranks taking one more; a rank's head is `head[shard.slice()]`."""
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        return cls(start=_bound(vocab, rank, size), total=vocab, group=group)
+    @property
+    def start(self) -> int:
+        """The first token of this rank's slice."""
+        return self.slice().start
 
     def slice(self) -> slice:
-        """The rows of the whole head that `VocabShard.of` gives this rank."""
+        """The rows of the whole head that are this rank's."""
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        return slice(_bound(self.total, rank, size), _bound(self.total, rank + 1, size))
+        bounds = [each * (self.total // size) + min(each, self.total % size) for each in (rank, rank + 1)]
+        return slice(*bounds)
 
-    def check(self, rows: int, device: torch.device) -> None:
-        """Refuse slices that do not tile the vocabulary. Collective: every rank raises the same error."""
-        every = self._gather(torch.tensor([self.start, rows, self.total], device=device))
-        expected = 0
-        for rank, (start, count, total) in enumerate(every.tolist()):
-            if start != expected or total != self.total:
-                raise InputError(
-                    f"VocabShard of rank {rank} starts at {start} of {total}, expected {expected} of "
-                    f"{self.total}: slices must follow each other in rank order."
-                )
-            expected += count
-        if expected != self.total:
+    def check(self, head: Tensor) -> None:
+        """`InputError` for a head that is not this rank's slice."""
+        mine = self.slice()
+        if len(head) != mine.stop - mine.start:
             raise InputError(
-                f"the head slices of all ranks hold {expected} tokens, but VocabShard.total is {self.total}."
+                f"the head has {len(head)} tokens, but this rank's slice of a vocabulary of {self.total} is "
+                f"[{mine.start}, {mine.stop}): give head[shard.slice()]."
             )
+
+    def turns(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        target_hidden: Tensor | None,
+        target_rows: Tensor | None,
+        hosts: dist.ProcessGroup | None = None,
+    ) -> Iterator[Turn]:
+        """Each rank's rows in turn, on every rank: data-parallel ranks have rows of their own, of which each
+        computes the loss of all with its slice of the head.
+
+        Gathered all at once they would outweigh the head that is saved; so one rank's are there at a time.
+        labels, weights and target_rows [A, B] are on the CPU, and cross over `hosts`, a group that moves
+        CPU tensors, so that no rank waits for its device. Blocks and target states may be more on one rank
+        than on another; whether there are target states may not.
+        """
+        rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        every: list[Any] = [None] * size
+        target_size = None if target_hidden is None else len(target_hidden)
+        dist.all_gather_object(every, (labels, weights, target_rows, target_size), group=hosts)
+        for turn, (labels, weights, target_rows, target_size) in enumerate(every):
+            mine = turn == rank
+            source = turn if self.group is None else dist.get_global_rank(self.group, turn)
+            states = (
+                hidden.detach().contiguous() if mine else hidden.new_empty(*labels.shape, hidden.shape[2])
+            )
+            dist.broadcast(states, source, group=self.group)
+            teacher = None
+            if target_hidden is not None:
+                wide = target_hidden.shape[1]
+                teacher = target_hidden.contiguous() if mine else target_hidden.new_empty(target_size, wide)
+                dist.broadcast(teacher, source, group=self.group)
+            # A gradient is asked for on all ranks or on none, as they exchange its parts.
+            given = hidden if mine else states.requires_grad_(hidden.requires_grad)
+            yield Turn(mine, given, labels, weights, teacher, target_rows)
 
     def maximum(self, value: Tensor) -> Tensor:
         """Elementwise maximum over the ranks."""
@@ -114,7 +159,3 @@ def _first(token: Tensor, value: Tensor) -> Tensor:
 def _scaled(value: Tensor, shift: Tensor) -> Tensor:
     """value * e^shift, 0 where the slice is all padding (shift -inf), whose own sums are NaN."""
     return torch.where(shift == -torch.inf, 0, value * shift.exp())
-
-
-def _bound(vocab: int, rank: int, size: int) -> int:
-    return rank * (vocab // size) + min(rank, vocab % size)

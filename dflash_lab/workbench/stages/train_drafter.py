@@ -25,7 +25,7 @@ from dflash_lab.workbench.replace import Move, beside
 
 if TYPE_CHECKING:
     from dflash_lab.drafter.config import DrafterConfig
-    from dflash_lab.drafter.trainer import TrainReport
+    from dflash_lab.drafter.train import TrainReport
 
 
 class TrainDrafterParams(StageParams):
@@ -92,6 +92,7 @@ class TrainDrafterParams(StageParams):
     cap_weight: float = param(0.0, "factor of the entropy of right predictions (CAP)", low=0.0, high=1e4)
     tv_weight: float = param(0.0, "factor of the total variation distance", low=0.0, high=1e4)
     lk_weight: float = param(0.0, "factor of the LK hybrid", low=0.0, high=1e4)
+    lk_decay: float = param(3.0, "how fast the hybrid goes from KL to TV as overlap grows", low=0.0, high=1e4)
     length_weight: float = param(0.0, "factor of the expected accepted length", low=0.0, high=1e4)
     acceptance: str = param(
         "label",
@@ -107,7 +108,11 @@ class TrainDrafterParams(StageParams):
     )
     lr: float = param(6e-4, "peak learning rate of AdamW", low=0.0, high=10.0)
     weight_decay: float = param(0.0, "of AdamW", low=0.0, high=10.0)
+    beta1: float = param(0.9, "AdamW's decay of the first moment", low=0.0, high=0.9999)
+    beta2: float = param(0.999, "AdamW's decay of the second moment", low=0.0, high=0.999999)
+    eps: float = param(1e-8, "AdamW's, beside the root of the second moment", low=1e-16, high=1.0)
     muon_lr: float = param(1e-3, "peak learning rate of Muon", low=0.0, high=10.0)
+    muon_momentum: float = param(0.95, "of Muon", low=0.0, high=0.9999)
     muon_weight_decay: float = param(0.1, "of Muon", low=0.0, high=10.0)
     moments: str = param("fp32", "Adam's moments; int8: a byte each", choices=("fp32", "int8"))
     offload: bool = param(False, "masters and moments in host memory: slower steps, 12 bytes a weight less")
@@ -150,6 +155,12 @@ class TrainDrafterParams(StageParams):
     head: int = param(
         -1, "GPU of the frozen head, where the loss is; -1: the drafter's own", low=-1, high=1023
     )
+    target_head_gpu: int = param(
+        -1, "GPU of a copy of the head that makes the target's logits; -1: none", low=-1, high=1023
+    )
+    head_parallel: bool = param(
+        False, "of several processes: each holds a slice of the head, for the rows of all"
+    )
     queue_rows: int = param(2, "rows that may lie ready between a target and a drafter", low=1, high=64)
 
     def check(self) -> None:
@@ -170,6 +181,14 @@ class TrainDrafterParams(StageParams):
         self.require(not apart or self.gpus == 1, "gpus", "drafters says on which GPUs to train")
         once = len(set(self.drafters)) == len(self.drafters)
         self.require(once, "drafters", "name each GPU once: drafters that train as one cannot share a GPU")
+        alone = self.head < 0 and self.target_head_gpu < 0 and not self.dflash2
+        self.require(not self.head_parallel or self.world > 1, "head_parallel", "one process has no slices")
+        self.require(
+            not self.head_parallel or alone,
+            "head_parallel",
+            "slices lie with their drafters, and the selector of second needs the whole head: not with head, "
+            "target_head_gpu or second",
+        )
         over = [layer for layer in self.sliding_layers if layer >= self.num_layers]
         self.require(not over, "sliding_layers", f"the drafter has layers 0..{self.num_layers - 1}")
         self.require(bool(self.max_steps or self.epochs), "max_steps", "give max_steps or epochs")
@@ -292,7 +311,7 @@ def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> Train
     check_placement(params)
     train_setup.check_states(params, progress)  # before targets load and processes start
     params = with_anchors(params)
-    if params.targets or params.head >= 0:  # a GPU may be named for several
+    if params.targets or max(params.head, params.target_head_gpu) >= 0:  # a GPU may be named for several
         clear_processes(params)
     if params.drafter_path.exists() and not params.drafter_path.is_dir():
         raise FileError(errno.ENOTDIR, params.drafter_path)

@@ -12,7 +12,7 @@ from dflash_lab.drafter.journal import BY_SLOT
 
 if TYPE_CHECKING:
     from dflash_lab.drafter.config import DrafterConfig
-    from dflash_lab.drafter.trainer import TrainReport
+    from dflash_lab.drafter.train import TrainReport
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
 STEP_SCHEMA = {

@@ -53,7 +53,7 @@ def gpu_processes(params: TrainDrafterParams) -> list[GpuProcess]:
     from dflash_lab.memory.advice import advise_training
     from dflash_lab.memory.gate import GpuProcess
     from dflash_lab.memory.shapes import TrainingSetup, target_shape
-    from dflash_lab.memory.training import head_process, training_account
+    from dflash_lab.memory.training import head_process, target_head_process, training_account
     from dflash_lab.target.loading import choose_device
     from dflash_lab.target.sources import load_config
     from dflash_lab.workbench.stages import train_setup
@@ -84,6 +84,10 @@ def gpu_processes(params: TrainDrafterParams) -> list[GpuProcess]:
         if setup.head_elsewhere:
             account = head_process(shape, drafter, setup, cuda=cuda)
             found.append(GpuProcess(f"head of drafter-{number}", str(placed(home, params.head)), account))
+        if params.target_head_gpu >= 0:
+            account = target_head_process(shape, setup, cuda=cuda)
+            where = str(placed(home, params.target_head_gpu))
+            found.append(GpuProcess(f"target's head of drafter-{number}", where, account))
     for number, gpu in enumerate(params.targets):
         device = placed(home, gpu)
         found.append(

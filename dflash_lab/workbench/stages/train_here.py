@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from dflash_lab.drafter.config import DrafterConfig
     from dflash_lab.drafter.model import Drafter
-    from dflash_lab.drafter.trainer import TrainReport
+    from dflash_lab.drafter.train import TrainReport
     from dflash_lab.memory.gate import Clearance, NotPredicted
     from dflash_lab.target.head import TargetHead
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
@@ -37,6 +38,7 @@ def train_here(
     import torch
 
     from dflash_lab.drafter.live import LiveItems
+    from dflash_lab.drafter.loss.shard import VocabShard
     from dflash_lab.drafter.parallel import join
     from dflash_lab.drafter.state import setup
     from dflash_lab.drafter.train import train
@@ -88,7 +90,17 @@ def train_here(
         now = setup(settings, drafter, lengths, group.world, source)
         train_setup.set_aside_other_run(run, now, anew=params.force)
     group.barrier()
-    probe = tau_probe(params, items, head) if params.tau_samples else None
+    whole, shard = head, None
+    measured = bool(params.tau_samples) and group.rank == 0  # tau is measured with the whole head
+    if params.head_parallel:
+        shard = VocabShard(config.vocab_size)
+        mine = whole.weight[shard.slice()]  # a view, where the whole stays for others
+        tied = whole.weight is whole.embedding_weight
+        kept = tied or measured or isinstance(items, LiveItems)
+        head = dataclasses.replace(whole, weight=mine if kept else mine.clone())
+    probe = tau_probe(params, items, whole if measured else head) if params.tau_samples else None
+    del whole
+    apart = params.target_head_gpu
     with explained(cleared, sizes, **watch):
         report = train(
             items,
@@ -100,6 +112,8 @@ def train_here(
             on_progress=progress,
             group=group,
             source=source,
+            shard=shard,
+            target_device=torch.device("cuda", apart) if apart >= 0 else None,
         )
     if group.rank == 0:
         figures: dict[str, Any] = memory_figures(cleared, device)

@@ -35,10 +35,12 @@ def setup_options(
     """Return the fields of `TrainingSetup` that these parameters say; see `clearance.ask_training`."""
     from dflash_lab.drafter.feed import DEPTH
     from dflash_lab.memory.planner import expandable_segments
+    from dflash_lab.memory.shapes import target_shape
 
     cuda, name = device.type == "cuda", _name(dtype)
     together = params.source == "live" and not params.targets  # the target is in the training process
     sharded = params.world > 1 and params.parallel == "fsdp"
+    tied, tau = target_shape(config).tied, params.tau_samples > 0
     slots = params.queue_rows * len(params.targets)
     # Of a store: what lies ready, one on its way there, and on CUDA one until its kernels have passed.
     stored = params.accumulate - 1 + DEPTH + 1 + cuda
@@ -61,6 +63,9 @@ def setup_options(
         final_states=final_states or params.source == "live",
         noise=params.noise_std > 0,
         head_elsewhere=cuda and params.head not in (-1, device.index or 0),
+        target_logits_elsewhere=params.target_head_gpu >= 0,
+        # Where the embedding, the live target or the measure of tau holds the whole head, no slice is saved.
+        vocabulary_shards=params.world if params.head_parallel and not (tied or together or tau) else 1,
     )
     if together:
         options |= target_options(params, config, device, rows)

@@ -23,19 +23,21 @@ logger = logging.getLogger(__name__)
 
 def check_placement(params: TrainDrafterParams) -> None:
     """`InputError` for GPUs that this machine lacks, and for a head's GPU where there is none."""
+    heads = {"head": "the frozen head", "target_head_gpu": "the target's logits"}
     import torch
 
     from dflash_lab.target.loading import choose_device
 
     if choose_device(params.device).type != "cuda":
-        if params.head >= 0:
-            raise InputError(
-                f"train_drafter: head = {params.head} names a GPU for the frozen head, but this trains on a "
-                "CPU. Leave head at -1."
-            )
+        for name, what in heads.items():
+            if getattr(params, name) >= 0:
+                raise InputError(
+                    f"train_drafter: {name} = {getattr(params, name)} names a GPU for {what}, but this "
+                    f"trains on a CPU. Leave {name} at -1."
+                )
         return
     count = torch.cuda.device_count()
-    for name in ("targets", "drafters", "head"):
+    for name in ("targets", "drafters", *heads):
         given = getattr(params, name)
         if max([given] if isinstance(given, int) else given, default=-1) >= count:
             raise InputError(

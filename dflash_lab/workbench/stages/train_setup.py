@@ -246,6 +246,7 @@ def train_settings(params: TrainDrafterParams, items: States, config: DrafterCon
             cap_weight=params.cap_weight,
             tv_weight=params.tv_weight,
             lk_weight=params.lk_weight,
+            lk_decay=params.lk_decay,
             length_weight=params.length_weight,
             acceptance=params.acceptance,  # type: ignore[arg-type]
             label_source=params.labels,  # type: ignore[arg-type]
@@ -255,8 +256,11 @@ def train_settings(params: TrainDrafterParams, items: States, config: DrafterCon
         optimizer=OptimizerConfig(
             kind=params.optimizer,
             lr=params.lr,
+            betas=(params.beta1, params.beta2),
+            eps=params.eps,
             weight_decay=params.weight_decay,
             muon_lr=params.muon_lr,
+            muon_momentum=params.muon_momentum,
             muon_weight_decay=params.muon_weight_decay,
             moments=params.moments,
             offload=params.offload,

@@ -22,7 +22,7 @@ def main(rank: int, size: int, folder: Path, backend: str) -> None:
     for name, config in CONFIGS.items():
         case = make_case(dtype=dtype)
         (hidden, head, labels, weights), target = case.arguments()
-        shard = VocabShard.of(head.shape[0])
+        shard = VocabShard(head.shape[0])
         found = fused_draft_loss(
             hidden, head[shard.slice()], labels, weights, **target, config=config, plan=ChunkPlan(12),
             shard=shard,
@@ -34,12 +34,11 @@ def main(rank: int, size: int, folder: Path, backend: str) -> None:
             {"total": found.total.detach(), "grad": hidden.grad, **rows},
             folder / f"{name}-{rank}.safetensors",
         )
-    loss = FusedDraftLoss(CONFIGS["ce"], shard=VocabShard.of(97))
+    loss = FusedDraftLoss(CONFIGS["ce"], shard=VocabShard(97))
     loss(hidden, head[loss.shard.slice()], labels, weights)
-    wrong = VocabShard(start=0, total=97)
     message = ""
     try:
-        fused_draft_loss(hidden, head[:50], labels, weights, config=CONFIGS["ce"], shard=wrong)
+        fused_draft_loss(hidden, head[:50], labels, weights, config=CONFIGS["ce"], shard=VocabShard(97))
     except ValueError as error:
         message = str(error)
     (folder / f"rank-{rank}.txt").write_text(f"{loss.plan.rows}\n{message}\n")
