@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 from dflash_lab.errors import InputError
+from dflash_lab.workbench.figures.style import escape
 from dflash_lab.workbench.progress import duration
 
 if TYPE_CHECKING:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from functools import lru_cache
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 from dflash_lab.errors import InputError
 from dflash_lab.workbench.figures import memory_sweep as figures
 from dflash_lab.workbench.figures import style
 from dflash_lab.workbench.figures.memory_map import map_axes, peak_map
+from dflash_lab.workbench.figures.style import escape
 
 if TYPE_CHECKING:
     import ipywidgets
