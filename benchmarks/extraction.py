@@ -44,10 +44,9 @@ from dflash_lab.extraction.writer import HostBuffers
 from dflash_lab.machine import device_budget_gib
 from dflash_lab.memory.gate import clear_extraction, outcome
 from dflash_lab.memory.shapes import GIB
-from dflash_lab.target.loading import load_target
-from dflash_lab.target.model import Target
-from dflash_lab.target.sources import load_config
-from dflash_lab.target.taps import Taps, default_tap_ids
+from dflash_lab.models.hooks import Taps, default_tap_ids
+from dflash_lab.models.load import Target, load_target
+from dflash_lab.models.source import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTHS = ROOT / "tests" / "data" / "lengths_public_chat.parquet"

@@ -23,11 +23,9 @@ from pathlib import Path
 import torch
 
 from dflash_lab import files
-from dflash_lab.target.generation import generate
-from dflash_lab.target.loading import load_target
-from dflash_lab.target.model import Target
-from dflash_lab.target.prompting import self_prompts
-from dflash_lab.target.template import render, render_prompt
+from dflash_lab.models.generate import generate, self_prompts
+from dflash_lab.models.load import Target, load_target
+from dflash_lab.models.template import render, render_prompt
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "demo"
 # SmolLM2 seldom ends an answer within the limit unless it is asked to; sampled turns get this system message.

@@ -33,9 +33,9 @@ def extract_worker(order: dict[str, Any]) -> None:
     """Load the target once, then extract the shards that are asked for, one JSON line each way."""
     from dflash_lab.extraction.fast.apply import speed_up
     from dflash_lab.extraction.loop import extract
-    from dflash_lab.target.loading import load_target
-    from dflash_lab.target.sources import load_config
-    from dflash_lab.target.taps import default_tap_ids
+    from dflash_lab.models.hooks import default_tap_ids
+    from dflash_lab.models.load import load_target
+    from dflash_lab.models.source import load_config
 
     name = f"random:{order['target']}"
     taps = default_tap_ids(load_config(name).num_hidden_layers)

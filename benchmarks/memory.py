@@ -38,7 +38,7 @@ from result_file import made_of, read_result, told
 
 from dflash_lab import files, provenance
 from dflash_lab.memory.shapes import GIB
-from dflash_lab.target.loading import choose_device
+from dflash_lab.models.load import choose_device
 
 TRAINING_SHARE = 0.5  # of the time of the runs
 RUN_FIGURES = ("run_", "train_", "filled_")  # so begin the figures of the second part

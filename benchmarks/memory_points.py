@@ -30,8 +30,8 @@ from dflash_lab.memory.measure import (
 )
 from dflash_lab.memory.shapes import ExtractionSetup, TrainingSetup, target_shape
 from dflash_lab.memory.training import training_account
-from dflash_lab.target.sources import load_config
-from dflash_lab.target.taps import default_tap_ids
+from dflash_lab.models.hooks import default_tap_ids
+from dflash_lab.models.source import load_config
 
 DRAFTERS: dict[str, dict[str, Any]] = {  # in the order measured
     "random:qwen3.6-27b": {"num_layers": 5, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128},

@@ -27,7 +27,7 @@ from dflash_lab.extraction.oom import classify
 from dflash_lab.memory.account import OUTSIDE_TORCH
 from dflash_lab.memory.measure import capped, clean
 from dflash_lab.memory.shapes import GIB
-from dflash_lab.target.loading import load_target
+from dflash_lab.models.load import load_target
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTHS = ROOT / "tests" / "data" / "lengths_public_chat.parquet"

@@ -39,8 +39,8 @@ from dflash_lab.memory.account import Account, extraction_account
 from dflash_lab.memory.measure import clean, forward_once
 from dflash_lab.memory.planner import ExtractionBudget, extraction_budget, usable
 from dflash_lab.memory.shapes import CHUNK, GIB, ExtractionSetup, dtype_bytes, target_shape
-from dflash_lab.target.sources import load_config
-from dflash_lab.target.taps import default_tap_ids
+from dflash_lab.models.hooks import default_tap_ids
+from dflash_lab.models.source import load_config
 
 LARGE = "random:qwen3.6-27b"
 HAND_SET = (2048, 4096, 16384, 32768, 65536)  # tokens a batch

@@ -26,7 +26,7 @@ from dflash_lab.memory.account import OUTSIDE_TORCH
 from dflash_lab.memory.measure import TrainingStep, clean, training_parts
 from dflash_lab.memory.planner import training_fits
 from dflash_lab.memory.shapes import GIB, TargetShape, TrainingSetup, target_shape
-from dflash_lab.target.sources import load_config
+from dflash_lab.models.source import load_config
 
 SMALL = "random:smollm2-135m"
 LAYERS, BLOCK = 2, 16

@@ -42,8 +42,8 @@ from dflash_lab.acceptance.results import Tau, summarize
 from dflash_lab.data.samples import read_provenance
 from dflash_lab.drafter.checkpoint import load_checkpoint, save_checkpoint
 from dflash_lab.drafter.live import LiveItems
-from dflash_lab.target.loading import choose_device, load_target
-from dflash_lab.target.smollm2 import cached_folder
+from dflash_lab.models.load import choose_device, load_target
+from dflash_lab.models.source import cached_folder
 from dflash_lab.workbench.stage import execute
 from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 from dflash_lab.workbench.stages.train_setup import drafter_config, open_bare

@@ -34,8 +34,8 @@ from dflash_lab.data.samples import (
     read_samples,
     write_samples,
 )
-from dflash_lab.target.model import Target
-from dflash_lab.target.template import user_frame
+from dflash_lab.models.load import Target
+from dflash_lab.models.template import user_frame
 
 log = logging.getLogger("quality")
 OTHER_TURN, LATE_START = 0.5, 0.3  # shares of variants

@@ -23,10 +23,9 @@ from quality_augment import augment
 from dflash_lab.acceptance.prompts import file_prompts, humaneval_file
 from dflash_lab.data.samples import Sample, read_lengths, read_provenance, write_samples
 from dflash_lab.errors import InputError, StoreError
-from dflash_lab.target.generation import generate
-from dflash_lab.target.model import Target
-from dflash_lab.target.prompting import prompts_of, self_prompts
-from dflash_lab.target.template import user_frame
+from dflash_lab.models.generate import generate, prompts_of, self_prompts
+from dflash_lab.models.load import Target
+from dflash_lab.models.template import user_frame
 
 log = logging.getLogger("quality")
 TASK = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n"

@@ -11,7 +11,7 @@ import torch
 
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.target.model import Target
+from dflash_lab.models.load import Target
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MATRICES = ("gate_proj", "up_proj", "down_proj")

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from dflash_lab.acceptance.static_decode import StaticDecoder, Workspace
 from result_file import read_result, told
 from safetensors.torch import load_file
 
@@ -31,7 +32,6 @@ from safetensors.torch import load_file
 from dflash_lab import files, provenance
 from dflash_lab.acceptance.batch import decode_batch
 from dflash_lab.acceptance.decode import Decoded, decode, plain_decode
-from dflash_lab.acceptance.static_decode import StaticDecoder, Workspace
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.checkpoint import save_checkpoint
 from dflash_lab.drafter.config import DrafterConfig
@@ -46,10 +46,8 @@ from dflash_lab.drafter.train import train
 from dflash_lab.errors import UnsupportedTarget
 from dflash_lab.extraction.loop import extract
 from dflash_lab.extraction.store import open_store
-from dflash_lab.target.generation import generate
-from dflash_lab.target.head import TargetHead
-from dflash_lab.target.loading import load_target
-from dflash_lab.target.model import Target
+from dflash_lab.models.generate import generate
+from dflash_lab.models.load import Target, TargetHead, load_target
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "tests"))

@@ -25,7 +25,7 @@ from dflash_lab import files, provenance
 from dflash_lab.acceptance.offline import offline
 from dflash_lab.drafter.checkpoint import load_checkpoint
 from dflash_lab.extraction.store import open_store
-from dflash_lab.target.loading import choose_device, load_head
+from dflash_lab.models.load import choose_device, load_head
 from dflash_lab.workbench.stage import execute
 from dflash_lab.workbench.stages.extract import ExtractParams
 from dflash_lab.workbench.stages.prepare import PrepareParams

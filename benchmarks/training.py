@@ -52,8 +52,8 @@ from dflash_lab.drafter.rows import Row
 from dflash_lab.drafter.settings import TrainSettings
 from dflash_lab.drafter.train import Trainer
 from dflash_lab.extraction.store import open_store
+from dflash_lab.models.load import TargetHead
 from dflash_lab.provenance import provenance
-from dflash_lab.target.head import TargetHead
 
 BLENDED = LossConfig(hard_weight=0.85, soft_weight=0.15, cap_weight=0.1)
 

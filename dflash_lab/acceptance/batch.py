@@ -30,7 +30,8 @@ from dflash_lab.acceptance.decode import (
 from dflash_lab.acceptance.prompts import Prompt
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError, UnsupportedTarget
-from dflash_lab.target.kv_cache import (
+from dflash_lab.models.hooks import Taps
+from dflash_lab.models.kv_cache import (
     additive_mask,
     attention_layers,
     check_goes_on,
@@ -42,9 +43,8 @@ from dflash_lab.target.kv_cache import (
     shallow_copy,
     stack_rows,
 )
-from dflash_lab.target.model import Target
-from dflash_lab.target.spans import FULL, LINEAR
-from dflash_lab.target.taps import Taps
+from dflash_lab.models.load import Target
+from dflash_lab.models.spans import FULL, LINEAR
 
 
 def check_batch_target(target: Target) -> None:

@@ -31,9 +31,9 @@ from dflash_lab.acceptance.tree import (
 from dflash_lab.drafter.cache import DraftCache
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError, UnsupportedTarget
-from dflash_lab.target.choice import check_temperature, choose, draw
-from dflash_lab.target.head import TargetHead
-from dflash_lab.target.kv_cache import (
+from dflash_lab.models.generate import check_temperature, choose, draw
+from dflash_lab.models.hooks import Taps
+from dflash_lab.models.kv_cache import (
     additive_mask,
     check_goes_on,
     crop_keys,
@@ -43,9 +43,8 @@ from dflash_lab.target.kv_cache import (
     save_states,
     select_rows,
 )
-from dflash_lab.target.model import Target
-from dflash_lab.target.spans import FULL, besides
-from dflash_lab.target.taps import Taps
+from dflash_lab.models.load import Target, TargetHead
+from dflash_lab.models.spans import FULL, besides
 
 PHASES = ("draft", "build", "verify", "commit")
 PATHS_A_FORWARD = 64  # rows of a batch that verifies a tree path by path, a cache copy each

@@ -17,9 +17,9 @@ from dflash_lab.data.items import FeatureItem
 from dflash_lab.data.samples import read_provenance
 from dflash_lab.drafter.config import resolve_mask_token_id
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.target.identity import template_hash, tokenizer_hash
-from dflash_lab.target.model import Target
-from dflash_lab.target.template import render_prompt
+from dflash_lab.models.load import Target
+from dflash_lab.models.source import template_hash, tokenizer_hash
+from dflash_lab.models.template import render_prompt
 
 CHECKS_SCHEMA = {"name": pl.String, "verdict": pl.String, "value": pl.Float64, "detail": pl.String}
 

@@ -50,9 +50,8 @@ from dflash_lab.acceptance.settings import EvaluationSettings
 from dflash_lab.drafter.checkpoint import load_checkpoint
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError, UnsupportedTarget
-from dflash_lab.target.loading import choose_device, load_target
-from dflash_lab.target.model import Target
-from dflash_lab.target.template import TemplateFailure, template_of
+from dflash_lab.models.load import Target, choose_device, load_target
+from dflash_lab.models.template import TemplateFailure, template_of
 
 logger = logging.getLogger(__name__)
 

@@ -39,10 +39,10 @@ from dflash_lab.drafter.attention import BlockLayout, Segment
 from dflash_lab.drafter.cache import run_blocks
 from dflash_lab.drafter.model import ContextKeys, Drafter, RMSNorm, rotate
 from dflash_lab.errors import UnsupportedTarget
-from dflash_lab.target.kv_cache import StaticCache, additive_mask, run_cached
-from dflash_lab.target.model import Target
-from dflash_lab.target.spans import FULL
-from dflash_lab.target.taps import Taps
+from dflash_lab.models.hooks import Taps
+from dflash_lab.models.kv_cache import StaticCache, additive_mask, run_cached
+from dflash_lab.models.load import Target
+from dflash_lab.models.spans import FULL
 
 _LOOKS_AT_POSITIONS = ("dynamic", "longrope")  # rotary angles chosen on the host by the longest position
 

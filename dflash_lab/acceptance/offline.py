@@ -29,9 +29,8 @@ from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.manifest import trial_of
 from dflash_lab.extraction.store import FeatureStore, open_store
-from dflash_lab.target.head import TargetHead
-from dflash_lab.target.model import Target
-from dflash_lab.target.taps import Taps
+from dflash_lab.models.hooks import Taps
+from dflash_lab.models.load import Target, TargetHead
 
 logger = logging.getLogger(__name__)
 BUDGETS = (16, 32, 64, 128, 256, 512, 1024)

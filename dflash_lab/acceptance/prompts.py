@@ -31,7 +31,7 @@ from dflash_lab.file_errors import naming
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from dflash_lab.target.dialogue import Dialogue
+    from dflash_lab.models.template import Dialogue
 
 
 LONGEST_LABEL = 200  # characters of a record's id and kind
@@ -210,8 +210,7 @@ def dialogue_of(
     **options: Any,
 ) -> Dialogue:
     """Return the conversation of a prompt from a file, to be answered; options are `Dialogue`'s."""
-    from dflash_lab.target.dialogue import Dialogue
-    from dflash_lab.target.template import DATE
+    from dflash_lab.models.template import DATE, Dialogue
 
     options["date"] = options.get("date") or DATE
     return Dialogue(tokenizer, prompt.messages, tools=prompt.tools, stop_ids=stop_ids, **options)

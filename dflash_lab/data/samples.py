@@ -36,7 +36,7 @@ SCHEMA: dict[str, Any] = {
     "split": pl.String,
 }
 FORMAT = 1
-# Version of what is masked and how fields are rendered (`target/template.py`). Raised whenever the same
+# Version of what is masked and how fields are rendered (`models/template.py`). Raised whenever the same
 # records would come out with other ids or another mask: older samples are not what the target says.
 MASK_RULES = 2
 _ROW_GROUP = 8192

@@ -20,7 +20,7 @@ from dflash_lab.data.samples import FlatTokens, read_samples
 from dflash_lab.drafter.live_forward import RowForward
 from dflash_lab.drafter.rows import Row
 from dflash_lab.errors import InputError
-from dflash_lab.target.model import Target
+from dflash_lab.models.load import Target
 
 
 class SampleItems:

@@ -27,10 +27,10 @@ from dflash_lab.data.batching import plan_batches
 from dflash_lab.drafter.anchors import seeded
 from dflash_lab.drafter.compiling import why_not_compiled
 from dflash_lab.drafter.live_attention import ATTENTION, Unpackable
-from dflash_lab.target.layer_proof import TOLERANCE, layer_errors
-from dflash_lab.target.model import Target
-from dflash_lab.target.spans import FULL, SLIDING, Span, besides
-from dflash_lab.target.taps import Taps
+from dflash_lab.models.hooks import Taps
+from dflash_lab.models.layer_proof import TOLERANCE, layer_errors
+from dflash_lab.models.load import Target
+from dflash_lab.models.spans import FULL, SLIDING, Span, besides
 
 logger = logging.getLogger(__name__)
 

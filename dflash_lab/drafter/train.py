@@ -42,7 +42,7 @@ from dflash_lab.drafter.settings import TrainSettings
 from dflash_lab.errors import InputError
 
 if TYPE_CHECKING:
-    from dflash_lab.target.head import TargetHead
+    from dflash_lab.models.load import TargetHead
 
 logger = logging.getLogger(__name__)
 

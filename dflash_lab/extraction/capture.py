@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from dflash_lab.extraction.health import check_rows
 from dflash_lab.extraction.layout import FLAGS, Layout
 from dflash_lab.extraction.writer import HostBatch, HostBuffers
-from dflash_lab.target.model import Target
-from dflash_lab.target.taps import Taps
+from dflash_lab.models.hooks import Taps
+from dflash_lab.models.load import Target
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from dflash_lab.extraction.selftest import AROUND_A_CHUNK, CANDIDATES
 from dflash_lab.extraction.shard import SampleIndex, Tokens, drawn, not_stored, read_index, shard_rows
 from dflash_lab.extraction.verify import drop_part, stored_keys
 from dflash_lab.extraction.writer import Written
-from dflash_lab.target.model import Target
-from dflash_lab.target.taps import check_tap_ids
+from dflash_lab.models.hooks import check_tap_ids
+from dflash_lab.models.load import Target
 
 logger = logging.getLogger(__name__)
 GRID = 65_535  # blocks of a CUDA grid in its second and third dimension

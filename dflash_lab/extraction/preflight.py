@@ -17,8 +17,8 @@ from dflash_lab.errors import InputError
 from dflash_lab.extraction import manifest as manifests
 from dflash_lab.extraction.codecs import find_codec
 from dflash_lab.extraction.layout import Layout
-from dflash_lab.target import structure
-from dflash_lab.target.taps import check_tap_ids
+from dflash_lab.models import source
+from dflash_lab.models.hooks import check_tap_ids
 
 ROW_BYTES = 5.0  # token id and mask; offsets, hashes and marks add 25 bytes a sample
 SAMPLE_BYTES = 25
@@ -118,10 +118,8 @@ def body_parameters(config: PretrainedConfig, last_layer: int) -> int:
 
     For a mixture of experts every expert counts, so its hours are an upper bound.
     """
-    body = structure.skeleton(
-        structure.cut_config(config, last_layer), name="preflight", dtype=torch.bfloat16
-    )
-    layers = structure.find_parts(body, structure.cut_config(config, last_layer), "preflight").layers
+    body = source.skeleton(source.cut_config(config, last_layer), name="preflight", dtype=torch.bfloat16)
+    layers = source.find_parts(body, source.cut_config(config, last_layer), "preflight").layers
     return sum(parameter.numel() for parameter in layers.parameters())
 
 

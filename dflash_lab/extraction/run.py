@@ -31,8 +31,8 @@ from dflash_lab.extraction.selftest import Comparison, SelfTestError, SpotChecks
 from dflash_lab.extraction.shard import SampleIndex, Tokens
 from dflash_lab.extraction.writer import BackgroundWriter, HostBuffers, PartWriter, Records, Written
 from dflash_lab.machine import device_budget_gib, others_on
+from dflash_lab.models.load import Target
 from dflash_lab.release import release
-from dflash_lab.target.model import Target
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from dflash_lab.errors import LabError
 from dflash_lab.extraction.capture import Capture, pad
 from dflash_lab.extraction.health import FINDINGS, check_rows
-from dflash_lab.target.model import Target
+from dflash_lab.models.load import Target
 
 AROUND_A_CHUNK = (1, 17, 63, 64, 65)  # around the 64-token chunk of the gated delta rule
 SHORT = (1, 17, 40)  # a dense target on a CPU has no chunks, and every token costs milliseconds

@@ -30,9 +30,9 @@ from dflash_lab.extraction.oom import classify
 from dflash_lab.memory.crash import requested_bytes
 from dflash_lab.memory.shapes import GIB, ExtractionSetup, TargetShape, TrainingSetup, target_shape
 from dflash_lab.memory.training import with_chunk
+from dflash_lab.models.hooks import Taps
+from dflash_lab.models.load import TargetHead
 from dflash_lab.release import release
-from dflash_lab.target.head import TargetHead
-from dflash_lab.target.taps import Taps
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dflash_lab.errors import InputError, UnsupportedTarget
-from dflash_lab.target.spans import FULL, LINEAR, SLIDING, layer_spans
+from dflash_lab.models.spans import FULL, LINEAR, SLIDING, layer_spans
 
 GIB = 2**30
 MIB = 2**20

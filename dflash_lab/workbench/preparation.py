@@ -41,7 +41,7 @@ class Preparation:
     @functools.cached_property
     def _vocabulary(self) -> int:
         """How many tokens the target has."""
-        from dflash_lab.target.sources import load_config
+        from dflash_lab.models.source import load_config
 
         return int(load_config(self.params.target).vocab_size)
 
@@ -69,8 +69,8 @@ class Preparation:
         """Let the target write the prompts asked for, and all answers."""
         from dflash_lab.data.problems import BadRecord
         from dflash_lab.data.regenerate import AnswerFile, problem_of, regenerate
-        from dflash_lab.target.generation import usual_batch
-        from dflash_lab.target.loading import load_target
+        from dflash_lab.models.generate import usual_batch
+        from dflash_lab.models.load import load_target
         from dflash_lab.workbench.speaking import speaker_of
 
         params = self.params
@@ -181,7 +181,7 @@ class Preparation:
         """Read the input, then let the target write prompts."""
         from dflash_lab.data.conversations import Conversation
         from dflash_lab.data.problems import Problem
-        from dflash_lab.target.generation import PLAIN_BATCH, usual_batch
+        from dflash_lab.models.generate import PLAIN_BATCH, usual_batch
         from dflash_lab.workbench.speaking import own_prompts
 
         yield from self._read()

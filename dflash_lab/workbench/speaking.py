@@ -19,9 +19,8 @@ from dflash_lab.workbench.progress import ProgressCallback
 if TYPE_CHECKING:
     from dflash_lab.data.conversations import Conversation
     from dflash_lab.data.regenerate import Speaker
-    from dflash_lab.target.dialogue import Dialogue
-    from dflash_lab.target.model import Target
-    from dflash_lab.target.template import Rendered
+    from dflash_lab.models.load import Target
+    from dflash_lab.models.template import Dialogue, Rendered
 
 logger = logging.getLogger(__name__)
 _EXTRA_ROUNDS = 8  # of drawing prompts again where the target repeated itself
@@ -29,7 +28,7 @@ _EXTRA_ROUNDS = 8  # of drawing prompts again where the target repeated itself
 
 def rendered(tokenizer: Any, conversation: Conversation, thinking: bool, date: str) -> Rendered:
     """Return ids and assistant mask; `BadRecord` when the template refuses."""
-    from dflash_lab.target.template import render
+    from dflash_lab.models.template import render
 
     with _bad_record():
         return render(
@@ -41,7 +40,7 @@ def rendered(tokenizer: Any, conversation: Conversation, thinking: bool, date: s
 def _bad_record() -> Iterator[None]:
     """Turn a template's refusal into a record that cannot be used."""
     from dflash_lab.data.problems import BadRecord
-    from dflash_lab.target.template import TemplateFailure
+    from dflash_lab.models.template import TemplateFailure
 
     try:
         yield
@@ -85,8 +84,8 @@ def speaker_of(
     import xxhash
 
     from dflash_lab.data.regenerate import Speaker
-    from dflash_lab.target.dialogue import Dialogue
-    from dflash_lab.target.generation import generate
+    from dflash_lab.models.generate import generate
+    from dflash_lab.models.template import Dialogue
 
     stop_ids = frozenset(target.stop_ids)
 
@@ -138,7 +137,7 @@ def own_prompts(
 ) -> list[str]:
     """Return up to `count` different user turns sampled by the target; rounds that `path` holds are not drawn
     again."""
-    from dflash_lab.target.prompting import self_prompts
+    from dflash_lab.models.generate import self_prompts
 
     settings = json.dumps([target.identity, max_new_tokens, batch, seed], sort_keys=True)
     stored = _stored_rounds(path, settings)

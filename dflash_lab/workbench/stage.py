@@ -237,7 +237,7 @@ def _current(device: str) -> Iterator[None]:
         return
     import torch
 
-    from dflash_lab.target.loading import choose_device
+    from dflash_lab.models.load import choose_device
 
     with torch.cuda.device(choose_device(device)):
         yield

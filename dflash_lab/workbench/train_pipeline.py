@@ -82,8 +82,7 @@ def drafter_process(values: dict[str, Any], rank: int, pipes: list[Connection], 
 
     from dflash_lab.drafter.channel import Taker
     from dflash_lab.drafter.pipeline import Diary, PipelineItems
-    from dflash_lab.target.identity import identify
-    from dflash_lab.target.sources import load_config, resolve
+    from dflash_lab.models.source import identify, load_config, resolve
     from dflash_lab.workbench.stages.train_here import train_here
     from dflash_lab.workbench.stages.train_placement import check_queue
     from dflash_lab.workbench.stages.train_setup import live_taps, load_ends
@@ -145,7 +144,7 @@ def target_process(values: dict[str, Any], number: int, pipes: list[Connection])
     from dflash_lab.drafter.channel import Giver
     from dflash_lab.drafter.pipeline import Diary, Making, serve
     from dflash_lab.memory.gate import explained
-    from dflash_lab.target.sources import load_config
+    from dflash_lab.models.source import load_config
     from dflash_lab.workbench.stages.clearance import SNAPSHOT
     from dflash_lab.workbench.stages.train_gpu_processes import target_figures
     from dflash_lab.workbench.stages.train_setup import live_taps, open_live, packed_rows
@@ -180,7 +179,7 @@ def _placed(values: dict[str, Any], side: str, number: int) -> TrainDrafterParam
     """The run's parameters with this process's own device."""
     import torch
 
-    from dflash_lab.target.loading import choose_device
+    from dflash_lab.models.load import choose_device
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")

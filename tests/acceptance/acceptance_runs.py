@@ -14,9 +14,9 @@ from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.checkpoint import save_checkpoint
 from dflash_lab.extraction.loop import extract
 from dflash_lab.extraction.store import open_store
-from dflash_lab.target.identity import template_hash, tokenizer_hash
-from dflash_lab.target.loading import load_target
-from dflash_lab.target.template import render_prompt
+from dflash_lab.models.load import load_target
+from dflash_lab.models.source import template_hash, tokenizer_hash
+from dflash_lab.models.template import render_prompt
 
 QUESTIONS = ("Hi", "What?", "Tell me", "Why not", "Go on", "Ten", "A b c", "Who")
 

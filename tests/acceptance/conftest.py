@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(scope="session")
 def loaded(tiny_target):
     """Return a function that loads the tiny target of a kind on the CPU in fp32."""
-    from dflash_lab.target.loading import load_target
+    from dflash_lab.models.load import load_target
 
     targets = {}
 

@@ -13,7 +13,7 @@ from dflash_lab.acceptance.batch import decode_batch
 from dflash_lab.acceptance.decode import Study, decode, plain_decode
 from dflash_lab.acceptance.offline import answered_items
 from dflash_lab.errors import InputError, UnsupportedTarget
-from dflash_lab.target.loading import load_target
+from dflash_lab.models.load import load_target
 
 PROMPTS = [
     [257, 84, 104, 105, 115, 32, 105],

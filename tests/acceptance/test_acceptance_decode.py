@@ -12,7 +12,7 @@ from dflash_lab.acceptance import decode as decode_module
 from dflash_lab.acceptance.decode import PHASES, decode, plain_decode
 from dflash_lab.acceptance.results import summarize
 from dflash_lab.errors import InputError
-from dflash_lab.target.loading import load_target
+from dflash_lab.models.load import load_target
 
 PROMPT = [257, 84, 104, 105, 115, 32, 105, 115, 32, 97]
 DENSE, HYBRID = ("llama", "qwen3", "qwen3_moe"), ("qwen3_5", "qwen3_5_moe")

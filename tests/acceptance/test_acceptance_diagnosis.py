@@ -15,9 +15,9 @@ from dflash_lab.acceptance.decode import TargetRun, plain_decode
 from dflash_lab.acceptance.diagnose import FINE, SKIPPED, SUSPECT, Case, diagnose, likely_cause
 from dflash_lab.data.items import FeatureItem
 from dflash_lab.files import write_json
-from dflash_lab.target.identity import template_hash, tokenizer_hash
-from dflash_lab.target.loading import load_target
-from dflash_lab.target.template import render_prompt
+from dflash_lab.models.load import load_target
+from dflash_lab.models.source import template_hash, tokenizer_hash
+from dflash_lab.models.template import render_prompt
 
 PROMPTS = [[257, 84, 104, 105, 115, 32, 105], [257, 80, 44, 10, 32], [257, 66, 67, 12]]
 

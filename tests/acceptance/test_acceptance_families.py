@@ -15,9 +15,9 @@ from dflash_lab.acceptance.decode import TargetRun, check_tree_target, plain_dec
 from dflash_lab.acceptance.fixed_shapes import StaticDecoder, Workspace, why_not
 from dflash_lab.acceptance.tree import build_tree, marginal_edges
 from dflash_lab.errors import UnsupportedTarget
-from dflash_lab.target.generation import generate
-from dflash_lab.target.kv_cache import check_goes_on, growing_cache
-from dflash_lab.target.spans import CHUNKED, FULL, SLIDING, Span
+from dflash_lab.models.generate import generate
+from dflash_lab.models.kv_cache import check_goes_on, growing_cache
+from dflash_lab.models.spans import CHUNKED, FULL, SLIDING, Span
 
 LENGTH, CHANGED = 48, 8  # tokens of the text, and the one that is changed in it
 COUNT = 42  # tokens decoded: a short prompt with its answer is longer than a window too
@@ -229,7 +229,7 @@ def test_every_family_that_can_be_built_is_decoded_right_or_refused_by_name(part
 
 def test_a_cache_that_forgets_is_refused_before_a_token_is_decoded(tmp_path, monkeypatch):
     """As a version of Falcon Mamba did, without any error."""
-    from dflash_lab.target import kv_cache
+    from dflash_lab.models import kv_cache
 
     target = tiny_family("qwen3", tmp_path)
     two = {"max_new_tokens": 2, "stop_ids": ()}

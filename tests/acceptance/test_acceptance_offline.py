@@ -221,7 +221,7 @@ def test_expected_acceptance_under_sampling_equals_simulation(loaded):
     """
     from dflash_lab.acceptance.decode import Study, probabilities, verify_sampled
     from dflash_lab.acceptance.offline import answered_items
-    from dflash_lab.target.choice import draw
+    from dflash_lab.models.generate import draw
 
     target = loaded("llama")
     drafter = random_drafter(target, block_size=2, initializer_range=0.1)

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dflash_lab.acceptance.decode import Draft, Sampling, probabilities, verify_sampled
 from dflash_lab.errors import InputError
-from dflash_lab.target.choice import choose, draw
+from dflash_lab.models.generate import choose, draw
 
 VOCAB = 5
 

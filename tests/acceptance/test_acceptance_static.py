@@ -18,7 +18,7 @@ from dflash_lab.acceptance.decode import Draft, decode, plain_decode
 from dflash_lab.acceptance.fixed_shapes import StaticDecoder, Workspace, why_not
 from dflash_lab.acceptance.tree import Choices, best_tree, build_tree, marginal_edges, plan_build, with_chain
 from dflash_lab.errors import UnsupportedTarget
-from dflash_lab.target.loading import load_target
+from dflash_lab.models.load import load_target
 
 PROMPT = [257, 84, 104, 105, 115, 32, 105, 115, 32, 97]
 COUNT = 40

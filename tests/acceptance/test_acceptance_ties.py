@@ -9,7 +9,7 @@ import torch
 
 from dflash_lab.acceptance.decode import Study, plain_decode
 from dflash_lab.acceptance.evaluate import differences
-from dflash_lab.target.loading import load_target
+from dflash_lab.models.load import load_target
 
 PROMPT = [257, 84, 104, 105, 115, 32, 105, 115, 32, 97]
 

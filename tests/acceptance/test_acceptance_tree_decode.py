@@ -10,7 +10,7 @@ from support.tiny_targets import build_tiny
 from dflash_lab.acceptance import decode as decode_module
 from dflash_lab.acceptance.decode import Proposer, TargetRun, decode, plain_decode
 from dflash_lab.errors import UnsupportedTarget
-from dflash_lab.target.loading import load_target
+from dflash_lab.models.load import load_target
 
 PROMPT = [257, 84, 104, 105, 115, 32, 105, 115, 32, 97]
 DENSE = ("llama", "qwen3", "qwen3_moe")

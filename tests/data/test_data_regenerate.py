@@ -15,7 +15,7 @@ from support.tiny_targets import CHATML, tiny_tokenizer
 from dflash_lab.data.conversations import Conversation
 from dflash_lab.data.problems import BadRecord
 from dflash_lab.data.regenerate import AnswerFile, Speaker, regenerate
-from dflash_lab.target.dialogue import Dialogue
+from dflash_lab.models.template import Dialogue
 from dflash_lab.workbench.speaking import AskedRecord
 
 STOP = 258

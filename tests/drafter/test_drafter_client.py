@@ -95,7 +95,7 @@ def test_greedy_generation_through_its_own_loop_gives_our_tokens(tmp_path, tiny_
     from dflash_lab.acceptance.decode import decode
     from dflash_lab.drafter.config import DrafterConfig
     from dflash_lab.drafter.model import Drafter
-    from dflash_lab.target.loading import load_target
+    from dflash_lab.models.load import load_target
 
     folder = tiny_target("llama")
     target = load_target(str(folder))

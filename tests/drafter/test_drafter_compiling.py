@@ -174,7 +174,7 @@ def test_a_row_pass_that_auto_chose_gives_way_to_plain_torch_once(loss_call, mon
 
 def test_layers_of_a_live_target_that_do_not_compile_stay_as_they_are(tiny_target, monkeypatch):
     from dflash_lab.drafter.live_forward import RowForward
-    from dflash_lab.target.loading import load_target
+    from dflash_lab.models.load import load_target
 
     target = load_target(str(tiny_target("llama")), device="cpu", dtype="float32")
     forward = RowForward(target, tap_ids=(1, 3), row_tokens=64, longest=32)

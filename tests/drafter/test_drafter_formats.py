@@ -269,7 +269,7 @@ def test_shape_from_a_target():
 
 
 def test_partial_rotary_of_a_target_does_not_leak(tiny_target):
-    from dflash_lab.target.sources import load_config
+    from dflash_lab.models.source import load_config
 
     target = load_config(str(tiny_target("qwen3_5")))
     config = DrafterConfig.from_target(target, mask_token_id=280, num_layers=2, tap_ids=(1, 3))

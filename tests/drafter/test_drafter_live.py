@@ -26,8 +26,8 @@ from dflash_lab.drafter.train import train
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.loop import extract
 from dflash_lab.extraction.store import open_store
-from dflash_lab.target.loading import load_target
-from dflash_lab.target.taps import Taps
+from dflash_lab.models.hooks import Taps
+from dflash_lab.models.load import load_target
 
 TAPS = [1, 3, 5]
 LENGTHS = [20, 31, 17, 44, 25, 38, 29, 33, 18, 40, 22, 27, 35, 90]

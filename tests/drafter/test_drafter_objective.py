@@ -16,8 +16,8 @@ from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.objective import TERMS, Objective
 from dflash_lab.drafter.rows import pack
 from dflash_lab.drafter.settings import TrainSettings
-from dflash_lab.target.loading import load_target
-from dflash_lab.target.taps import Taps
+from dflash_lab.models.hooks import Taps
+from dflash_lab.models.load import load_target
 
 
 def chosen(**changes) -> TrainSettings:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from support.tiny_targets import build_tiny
 
-from dflash_lab.target.loading import load_target
-from dflash_lab.target.model import Target
+from dflash_lab.models.load import Target, load_target
 
 
 @pytest.fixture(scope="session")

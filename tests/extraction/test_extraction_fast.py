@@ -16,10 +16,9 @@ from dflash_lab.extraction.fast.apply import speed_up
 from dflash_lab.extraction.fast.layers import FusedLayer, NotUnderstood, read_norm
 from dflash_lab.extraction.fast.ops import reference_ops
 from dflash_lab.extraction.selftest import rel_l2
-from dflash_lab.target.loading import load_target
-from dflash_lab.target.model import Target
-from dflash_lab.target.spans import SLIDING, Span
-from dflash_lab.target.taps import Taps
+from dflash_lab.models.hooks import Taps
+from dflash_lab.models.load import Target, load_target
+from dflash_lab.models.spans import SLIDING, Span
 
 KINDS = ("llama", "qwen3", "qwen3_5", "qwen3_moe", "qwen3_5_moe", "qwen3_5_wrapped")
 LAYERS = [0, 3, 7]

@@ -33,7 +33,7 @@ from dflash_lab.extraction.report import QuarantineError
 from dflash_lab.extraction.selftest import SelfTest, SelfTestError, rel_l2
 from dflash_lab.extraction.store import open_store
 from dflash_lab.extraction.verify import discard, verify
-from dflash_lab.target.model import Target
+from dflash_lab.models.load import Target
 
 LENGTHS = [int(length) for length in np.random.default_rng(3).integers(2, 90, 70)]
 PLAN = {"tap_ids": TAP_IDS, "token_budget": 400, "max_batch": 8, "part_gib": 0.0003, "seal_seconds": 0.05}

@@ -19,8 +19,8 @@ from dflash_lab.extraction.loop import extract
 from dflash_lab.extraction.selftest import rel_l2
 from dflash_lab.extraction.store import open_store
 from dflash_lab.extraction.verify import verify
-from dflash_lab.target.loading import load_target
-from dflash_lab.target.taps import Taps
+from dflash_lab.models.hooks import Taps
+from dflash_lab.models.load import load_target
 
 pytestmark = pytest.mark.gpu
 

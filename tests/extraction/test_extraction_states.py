@@ -24,8 +24,7 @@ from dflash_lab.extraction.manifest import read_lines
 from dflash_lab.extraction.selftest import Comparison, SelfTestError, rel_l2
 from dflash_lab.extraction.store import open_store
 from dflash_lab.extraction.writer import HostBuffers
-from dflash_lab.target.loading import load_target
-from dflash_lab.target.model import Target
+from dflash_lab.models.load import Target, load_target
 
 KINDS = ("llama", "qwen3", "qwen3_5", "qwen3_moe", "qwen3_5_moe", "qwen3_5_wrapped")
 LONGEST = 200

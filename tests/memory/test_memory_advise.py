@@ -19,7 +19,7 @@ from dflash_lab.memory.planner import (
     usable,
 )
 from dflash_lab.memory.shapes import GIB, ExtractionSetup, TrainingSetup, target_shape
-from dflash_lab.target.shapes import shape_config
+from dflash_lab.models.source import shape_config
 
 TAPS = (1, 16, 31, 46, 61)
 CONFIG = shape_config("qwen3.6-27b")

@@ -11,8 +11,8 @@ from transformers import AutoConfig
 from dflash_lab.errors import InputError
 from dflash_lab.memory.account import extraction_account, predict_extraction
 from dflash_lab.memory.shapes import GIB, ExtractionSetup, target_shape
-from dflash_lab.target.shapes import shape_config
-from dflash_lab.target.taps import default_tap_ids
+from dflash_lab.models.hooks import default_tap_ids
+from dflash_lab.models.source import shape_config
 
 CARD_GIB = 94.97
 TAPS_27B = (1, 16, 31, 46, 61)

@@ -7,8 +7,8 @@ from support.fake_memory.extraction import count_extraction
 from dflash_lab.memory.account import FRAGMENTS, predict_extraction
 from dflash_lab.memory.planner import expandable_segments
 from dflash_lab.memory.shapes import ExtractionSetup
-from dflash_lab.target.shapes import shape_config
-from dflash_lab.target.taps import default_tap_ids
+from dflash_lab.models.hooks import default_tap_ids
+from dflash_lab.models.source import shape_config
 
 
 @pytest.mark.parametrize("name", ["qwen3.6-27b", "qwen3-8b"])

@@ -16,7 +16,7 @@ from dflash_lab.memory.gate import (
 )
 from dflash_lab.memory.planner import usable
 from dflash_lab.memory.shapes import GIB, ExtractionSetup
-from dflash_lab.target.shapes import shape_config
+from dflash_lab.models.source import shape_config
 
 CONFIG = shape_config("qwen3.6-27b")
 TAPS = (1, 16, 31, 46, 61)

@@ -10,7 +10,7 @@ from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.memory.account import predict_extraction
 from dflash_lab.memory.shapes import GIB, TrainingSetup, target_shape
 from dflash_lab.memory.training import drafter_parameters, resident_target_bytes, training_account
-from dflash_lab.target.shapes import shape_config
+from dflash_lab.models.source import shape_config
 
 PIPELINE = Path(__file__).parents[2] / "benchmarks/results/h200-x2/pipeline.json"
 CONFIG = shape_config("qwen3-8b")
@@ -112,7 +112,7 @@ def test_a_process_that_makes_rows_holds_what_was_counted(tiny_target, tmp_path)
     from dflash_lab.drafter.live import LiveItems
     from dflash_lab.drafter.rows import PackedRows
     from dflash_lab.memory.training import target_process
-    from dflash_lab.target.loading import load_target
+    from dflash_lab.models.load import load_target
 
     target = load_target(str(tiny_target("llama")), dtype="float32")
     drafter = DrafterConfig.from_target(target.config, mask_token_id=0, num_layers=2, block_size=4)

@@ -18,9 +18,8 @@ from dflash_lab.memory.measure import (
     measure_training,
 )
 from dflash_lab.memory.shapes import MIB, ExtractionSetup, TrainingSetup, target_shape
-from dflash_lab.target.loading import load_target
-from dflash_lab.target.shapes import shape_config
-from dflash_lab.target.sources import load_config
+from dflash_lab.models.load import load_target
+from dflash_lab.models.source import load_config, shape_config
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_5"])

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dflash_lab.errors import InputError, UnsupportedTarget
 from dflash_lab.memory.shapes import LINEAR, dtype_bytes, target_shape
-from dflash_lab.target.shapes import shape_config
+from dflash_lab.models.source import shape_config
 
 BIG = {"num_hidden_layers": 2}
 

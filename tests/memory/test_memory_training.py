@@ -24,7 +24,7 @@ from dflash_lab.memory.training import (
     update_temporaries,
     with_chunk,
 )
-from dflash_lab.target.shapes import shape_config
+from dflash_lab.models.source import shape_config
 
 CARD_GIB = 94.97
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dflash_lab.target.model import Target
+from dflash_lab.models.load import Target
 
 
 @torch.no_grad()

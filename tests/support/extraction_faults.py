@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from dflash_lab.target.model import Target
+from dflash_lab.models.load import Target
 
 MEMORY_ERRORS = {
     "cuda": "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 94.97 GiB "

@@ -11,8 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from dflash_lab.target.loading import load_target
-from dflash_lab.target.model import Target
+from dflash_lab.models.load import Target, load_target
 
 WINDOW = 16
 VOCAB_SIZE = 64

@@ -180,7 +180,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from support.tiny_targets import tiny_tokenizer
 
-    import dflash_lab.target.template
+    import dflash_lab.models.template
 
-    for (name, talk), found in battery(Path(sys.argv[1]), tiny_tokenizer, dflash_lab.target.template).items():
+    for (name, talk), found in battery(Path(sys.argv[1]), tiny_tokenizer, dflash_lab.models.template).items():
         print(f"{name}, {talk}: {'; '.join(found)[:500]}")

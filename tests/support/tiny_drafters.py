@@ -14,7 +14,7 @@ from dflash_lab.data.items import FeatureItem
 from dflash_lab.drafter.config import FULL, SLIDING, DrafterConfig
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.model import RMSNorm as PlainNorm
-from dflash_lab.target.head import TargetHead
+from dflash_lab.models.load import TargetHead
 
 VOCAB, HIDDEN, TAPS = 97, 48, (1, 3)
 MIXED = (SLIDING, FULL, SLIDING)

@@ -8,11 +8,9 @@ from support.draws import assert_follows
 from support.tiny_targets import build_tiny
 
 from dflash_lab.errors import InputError
-from dflash_lab.target import generation
-from dflash_lab.target.generation import generate
-from dflash_lab.target.loading import load_target
-from dflash_lab.target.prompting import prompts_of, self_prompts
-from dflash_lab.target.template import render_prompt
+from dflash_lab.models.generate import _batches, generate, prompts_of, self_prompts
+from dflash_lab.models.load import load_target
+from dflash_lab.models.template import render_prompt
 
 LENGTHS = (5, 70, 9, 66, 5, 33, 1, 64, 65)
 
@@ -57,10 +55,10 @@ def test_rows_that_stop_leave_and_the_others_go_on(tiny_target, kind):
 
 
 def test_prompts_of_unlike_lengths_are_not_fed_token_by_token():
-    runs = generation._batches([10, 11, 12, 28, 29, 500, 510, 2000], 32)
+    runs = _batches([10, 11, 12, 28, 29, 500, 510, 2000], 32)
     assert [(run.start, run.stop) for run in runs] == [(0, 4), (4, 5), (5, 7), (7, 8)]
-    assert [len(run) for run in generation._batches([7] * 70, 32)] == [32, 32, 6]
-    assert generation._batches([], 32) == []
+    assert [len(run) for run in _batches([7] * 70, 32)] == [32, 32, 6]
+    assert _batches([], 32) == []
 
 
 def test_sampling_is_seeded_and_follows_the_distribution(tiny_target):

@@ -7,7 +7,7 @@ import torch
 from support.tiny_targets import KINDS, build_tiny
 from transformers import AutoModelForCausalLM
 
-from dflash_lab.target.loading import load_head, load_target
+from dflash_lab.models.load import load_head, load_target
 
 
 def assert_same(head, whole):

@@ -12,9 +12,8 @@ from huggingface_hub import constants
 
 from dflash_lab import hub as reach
 from dflash_lab.errors import InputError
-from dflash_lab.target.identity import identify
-from dflash_lab.target.loading import load_target
-from dflash_lab.target.sources import load_config, resolve
+from dflash_lab.models.load import load_target
+from dflash_lab.models.source import identify, load_config, resolve
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 

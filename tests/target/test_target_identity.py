@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.tiny_targets import build_tiny
 
-from dflash_lab.target.identity import identify
-from dflash_lab.target.loading import load_target
-from dflash_lab.target.sources import resolve
+from dflash_lab.models.load import load_target
+from dflash_lab.models.source import identify, resolve
 
 
 @pytest.fixture

@@ -12,12 +12,10 @@ from support.tiny_targets import CHATML, KINDS, build_tiny, tiny_config, tiny_to
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from dflash_lab.errors import InputError, UnsupportedTarget
-from dflash_lab.target import loading
-from dflash_lab.target.checkpoint import Checkpoint
-from dflash_lab.target.loading import choose_device, load_head, load_target
-from dflash_lab.target.sources import load_config, load_tokenizer
-from dflash_lab.target.spans import layer_spans
-from dflash_lab.target.structure import cut_config
+from dflash_lab.models import load as loading
+from dflash_lab.models.load import choose_device, load_head, load_target
+from dflash_lab.models.source import Checkpoint, cut_config, load_config, load_tokenizer
+from dflash_lab.models.spans import layer_spans
 
 TOKENS = torch.randint(0, 256, (2, 70), generator=torch.Generator().manual_seed(3))
 

@@ -15,8 +15,8 @@ from support.tiny_targets import CHATML, tiny_tokenizer
 
 from dflash_lab.data.sample_checks import content_hash
 from dflash_lab.data.samples import MASK_RULES
-from dflash_lab.target import template
-from dflash_lab.target.template import render, render_prompt
+from dflash_lab.models import template
+from dflash_lab.models.template import render, render_prompt
 
 CLIENTS = Path(os.environ.get("DFLASH_CLIENTS", Path(sys.prefix) / "clients"))
 PUBLIC = CLIENTS / "trl" / "chat_templates"

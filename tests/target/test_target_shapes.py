@@ -10,9 +10,9 @@ from support.tiny_targets import KINDS, tiny_config
 from test_target_head import assert_same
 
 from dflash_lab.errors import InputError, UnsupportedTarget
-from dflash_lab.target import shapes
-from dflash_lab.target.loading import load_head, load_target
-from dflash_lab.target.sources import load_config, load_tokenizer
+from dflash_lab.models import source
+from dflash_lab.models.load import load_head, load_target
+from dflash_lab.models.source import load_config, load_tokenizer
 
 
 @pytest.fixture
@@ -141,10 +141,10 @@ def test_computed_buffers_are_refused_rather_than_left_empty(tmp_path):
 
 
 def test_an_installed_package_looks_beside_its_prefix(monkeypatch, tmp_path):
-    monkeypatch.setattr(shapes, "__file__", str(tmp_path / "site-packages/dflash_lab/target/shapes.py"))
-    monkeypatch.setattr(shapes.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(source, "__file__", str(tmp_path / "site-packages/dflash_lab/models/source.py"))
+    monkeypatch.setattr(source.sysconfig, "get_path", lambda name: str(tmp_path))
     installed = tmp_path / "share" / "dflash-lab" / "targets"
     installed.mkdir(parents=True)
     (installed / "mine.json").write_text(json.dumps(tiny_config("llama").to_dict()))
-    assert shapes.shape_names() == ["mine"]
+    assert source.shape_names() == ["mine"]
     assert load_config("random:mine").num_hidden_layers == 8

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from support.draws import assert_follows
 
-from dflash_lab.target.generation import generate
-from dflash_lab.target.loading import load_target
-from dflash_lab.target.slots import few_kernels, generate_in_slots, takes_slots
+from dflash_lab.models.generate import few_kernels, generate, generate_in_slots, takes_slots
+from dflash_lab.models.load import load_target
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 LENGTHS = (5, 30, 9, 66, 5, 33, 1, 24, 25)
@@ -137,7 +136,7 @@ def test_bf16_slots_start_fewer_kernels_for_the_same_tokens(tiny_target, kind, m
         return new, sum(not inside(event, "aten::rms_norm") for event in roots)
 
     new, roots = run()
-    monkeypatch.setattr("dflash_lab.target.slots.few_kernels", lambda body: contextlib.nullcontext())
+    monkeypatch.setattr("dflash_lab.models.generate.few_kernels", lambda body: contextlib.nullcontext())
     plain, before = run()
     assert new == plain
     forwards = 32 + 1  # steps to the host's first look, and one that tells the cache its shapes
@@ -175,7 +174,7 @@ def test_targets_with_state_or_experts_are_left_to_the_plain_way(tiny_target, ki
 )
 @pytest.mark.parametrize("heads, key_heads", [(9, 3), (4, 4), (32, 1)])
 def test_the_kernel_reads_what_each_row_has(device, heads, key_heads):
-    from dflash_lab.target.slot_kernels import attend_slots
+    from dflash_lab.models.slot_kernels import attend_slots
 
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(5, heads, 32, generator=generator).to(device)

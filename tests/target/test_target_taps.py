@@ -10,8 +10,8 @@ import torch
 from support.tiny_targets import KINDS
 
 from dflash_lab.errors import InputError
-from dflash_lab.target.loading import load_target
-from dflash_lab.target.taps import TapError, Taps, check_tap_ids, default_tap_ids
+from dflash_lab.models.hooks import TapError, Taps, check_tap_ids, default_tap_ids
+from dflash_lab.models.load import load_target
 
 IDS = [1, 4, 5]
 

@@ -11,7 +11,7 @@ from support.chat_templates import HERMES, MARKED, PLAIN, SPACED, THOUGHTFUL, WE
 from support.tiny_targets import CHATML, tiny_tokenizer
 
 from dflash_lab.errors import InputError
-from dflash_lab.target.template import TemplateFailure, closing_id, render, render_prompt, user_frame
+from dflash_lab.models.template import TemplateFailure, closing_id, render, render_prompt, user_frame
 
 
 def masked(tokenizer, messages, **options):

@@ -50,7 +50,7 @@ def llama_result(run_of):
 def test_states_come_from_the_target_where_the_store_is_that_of_a_trial(run_of, tmp_path, caplog):
     from dflash_lab.acceptance.offline import Answers
     from dflash_lab.extraction.loop import extract
-    from dflash_lab.target.loading import load_target
+    from dflash_lab.models.load import load_target
 
     folder, run = run_of("llama")
     target = load_target(str(folder))

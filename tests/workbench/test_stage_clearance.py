@@ -20,8 +20,8 @@ from dflash_lab.files import read_json
 from dflash_lab.memory import crash, gate, planner
 from dflash_lab.memory.gate import DoesNotFit, NotPredicted
 from dflash_lab.memory.shapes import target_shape
-from dflash_lab.target import loading
-from dflash_lab.target.sources import load_config
+from dflash_lab.models import load
+from dflash_lab.models.source import load_config
 from dflash_lab.workbench import train_launch
 from dflash_lab.workbench.stage import execute
 from dflash_lab.workbench.stages import clearance
@@ -306,7 +306,7 @@ def test_layers_that_stay_plain_are_asked_for_again_with_the_memory_there_was(ex
 def test_the_gpu_of_a_head_is_asked_for_too(monkeypatch):
     free = {"cuda:0": 140.0, "cuda:1": 1.0}
     monkeypatch.setattr(machine, "device_budget_gib", lambda device: free[str(device)])
-    monkeypatch.setattr(loading, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(load, "choose_device", lambda name: torch.device("cuda"))
     params = TrainDrafterParams(target="random:qwen3-8b", source="live", context_tokens=4096, head=1)
     with pytest.raises(
         DoesNotFit, match=r"cuda:1 is predicted to hold head of drafter-0 .*head and embedding"

@@ -153,7 +153,7 @@ def test_the_preflight_refuses_a_full_disk_before_loading(
 
 def test_the_preflight_counts_a_large_target_on_paper(tmp_path: Path) -> None:
     """27B, five taps: 51,200 bytes a token; 306 M tokens take 15.7 TB and about 8 hours at 500 TFLOP/s."""
-    from dflash_lab.target.sources import load_config
+    from dflash_lab.models.source import load_config
 
     config, lengths = load_config("random:qwen3.6-27b"), np.full(1000, 335)
     found = preflight_module.preflight(

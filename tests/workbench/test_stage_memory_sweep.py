@@ -82,7 +82,7 @@ def test_the_result_is_kept_and_not_made_again(swept, monkeypatch):
     params, result = swept
     again = MemorySweepResult.load(params.folder)
     assert again.figures == result.figures and again.points.equals(result.points)
-    monkeypatch.setattr("dflash_lab.target.loading.load_target", None)  # a second run must not load
+    monkeypatch.setattr("dflash_lab.models.load.load_target", None)  # a second run must not load
     assert execute(params).terms.equals(result.terms)
     written = json.loads((params.folder / "result.json").read_text())
     assert written["figures"]["largest_batch"] == result.figures["largest_batch"]
@@ -198,13 +198,13 @@ def test_nothing_measured_still_draws(tmp_path, tiny_target):
 def test_weights_that_do_not_fit_are_a_result(tmp_path, tiny_target, monkeypatch, caplog):
     import torch
 
-    from dflash_lab.target import loading
+    from dflash_lab.models import load
 
     def lacking(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     params = params_for(tmp_path, tiny_target("llama"))
-    monkeypatch.setattr(loading, "load_target", lacking)
+    monkeypatch.setattr(load, "load_target", lacking)
     result = execute(params)
     assert result.figures["out_of_memory"] == result.points.height == 6
     assert result.figures["points_measured"] == 0 and result.points["failed_gib"].to_list() == [2.0] * 6
@@ -370,7 +370,7 @@ def test_every_term_of_an_account_has_a_colour():
         target_shape,
     )
     from dflash_lab.memory.training import training_account
-    from dflash_lab.target.shapes import shape_config
+    from dflash_lab.models.source import shape_config
 
     config = shape_config("qwen3.6-27b")
     shape, terms = target_shape(config), set()
@@ -453,7 +453,7 @@ def test_a_sweep_stops_between_points_and_keeps_what_it_has(swept):
 
 def test_an_error_in_the_thread_is_shown(swept, monkeypatch):
     params, result = swept
-    monkeypatch.setattr("dflash_lab.target.loading.load_target", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("dflash_lab.models.load.load_target", lambda *_, **__: 1 / 0)
     box = sweep_control(result, params)
     run, stop, _, line = box.children[0].children
     run.click()
@@ -508,9 +508,9 @@ def test_training_steps_are_measured_falling_and_rising(tmp_path, tiny_target, m
 def test_on_a_device_the_plan_is_of_compiled_layers_beside_plain_ones(tmp_path, tiny_target, monkeypatch):
     import torch
 
-    from dflash_lab.target import loading
+    from dflash_lab.models import load
 
-    monkeypatch.setattr(loading, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(load, "choose_device", lambda name: torch.device("cuda"))
     params = params_for(tmp_path, tiny_target("llama"))
     inputs = sweep_inputs(params)
     assert inputs.training.compiled and not inputs.measured_step.compiled

@@ -19,7 +19,7 @@ from support.tiny_targets import tiny_tokenizer
 
 from dflash_lab.data.samples import MASK_RULES, content_hash, read_provenance, read_samples
 from dflash_lab.errors import InputError
-from dflash_lab.target.sources import load_tokenizer
+from dflash_lab.models.source import load_tokenizer
 from dflash_lab.workbench.figures.prepare import (
     conversation_kinds,
     mask_html,
@@ -139,9 +139,9 @@ def test_limit_reads_only_so_many_and_too_few_to_split_is_said(made, caplog):
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
 def test_greedy_answers_are_what_the_target_says(made, kind):
-    from dflash_lab.target.generation import generate
-    from dflash_lab.target.loading import load_target
-    from dflash_lab.target.template import render_prompt
+    from dflash_lab.models.generate import generate
+    from dflash_lab.models.load import load_target
+    from dflash_lab.models.template import render_prompt
 
     params = made(kind, regenerate="greedy")
     result = execute(params)
@@ -350,7 +350,7 @@ def test_wrong_tokens_are_refused_by_row_and_reason_and_nothing_else_is_lost(mad
 
 
 def test_the_last_token_of_the_vocabulary_is_one(made, tmp_path):
-    from dflash_lab.target.sources import load_config
+    from dflash_lab.models.source import load_config
 
     size = load_config(made().target).vocab_size
     rows = [{**TOKENS, "input_ids": [1, 2, 3, last]} for last in (size - 1, size)]

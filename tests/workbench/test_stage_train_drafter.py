@@ -58,7 +58,7 @@ TINY = dict(
 def run_dir(tiny_target, tmp_path_factory) -> Path:
     """A run folder with a store of 14 samples, a third of them held out, extracted from a tiny llama."""
     from dflash_lab.extraction.loop import extract
-    from dflash_lab.target.loading import load_target
+    from dflash_lab.models.load import load_target
 
     run = tmp_path_factory.mktemp("run")
     generator = np.random.default_rng(0)
@@ -98,7 +98,7 @@ def test_what_does_not_fit_on_the_disk_is_said_before_anything_is_loaded(
 
     Usage = collections.namedtuple("Usage", "free")
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10_000))
-    monkeypatch.setattr("dflash_lab.target.loading.load_head", lambda *args, **more: pytest.fail("loaded"))
+    monkeypatch.setattr("dflash_lab.models.load.load_head", lambda *args, **more: pytest.fail("loaded"))
     before = (run_dir / "drafter" / "model.safetensors").read_bytes()
     with pytest.raises(InputError, match=r"GiB are free\. An earlier drafter stays until it is whole"):
         execute(params(run_dir, tiny_target, num_layers=1, force=True))
@@ -479,7 +479,7 @@ def store_of(run: Path, target: str, samples: list[tuple[int, int, bool]]) -> No
     import polars as pl
 
     from dflash_lab.extraction.loop import extract
-    from dflash_lab.target.loading import load_target
+    from dflash_lab.models.load import load_target
 
     path, generator = run / "samples.parquet", np.random.default_rng(1)
     rows = [
@@ -539,9 +539,9 @@ def test_stage_trains_from_a_live_target(run_dir, tiny_target, tmp_path):
 
 def test_live_samples_are_checked_before_a_target_is_loaded(tiny_target, tmp_path, monkeypatch):
     """The message names the file, with processes of their own too, and nothing has been loaded or started."""
-    from dflash_lab.target import loading
+    from dflash_lab.models import load
 
-    monkeypatch.setattr(loading, "load_target", lambda *a, **k: pytest.fail("loaded a target"))
+    monkeypatch.setattr(load, "load_target", lambda *a, **k: pytest.fail("loaded a target"))
 
     def ids(*numbers):
         return [Sample(f"s{n}", np.full(9, n), np.r_[0, np.ones(8)].astype(np.uint8), "t") for n in numbers]

@@ -30,7 +30,7 @@ from dflash_lab.memory import shapes
 from dflash_lab.memory.gate import DoesNotFit, clear_devices
 from dflash_lab.memory.planner import MARGIN
 from dflash_lab.memory.shapes import GIB
-from dflash_lab.target import loading
+from dflash_lab.models import load
 from dflash_lab.workbench.figures import train_drafter as figures
 from dflash_lab.workbench.progress import Stopped
 from dflash_lab.workbench.stage import execute
@@ -219,7 +219,7 @@ def test_a_pipeline_that_does_not_fit_is_refused_before_a_process_starts(
 def gpus(monkeypatch, tiny_target):
     """Parameters that take this machine for one with GPUs."""
     tiny_target("llama")
-    monkeypatch.setattr(loading, "choose_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(load, "choose_device", lambda name: torch.device("cuda", 0))
 
 
 def test_what_shares_a_gpu_is_added_up(samples, tiny_target, tmp_path, gpus):

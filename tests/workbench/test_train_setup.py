@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dflash_lab.target.loading import load_head
+from dflash_lab.models.load import load_head
 from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 from dflash_lab.workbench.stages.train_here import first_drafter
 from dflash_lab.workbench.stages.train_setup import drafter_config, train_settings

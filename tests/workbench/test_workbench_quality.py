@@ -39,8 +39,8 @@ def test_data_is_the_targets_own_and_what_is_measured_is_apart(tiny_target, tmp_
     import quality_data
 
     from dflash_lab.data.samples import read_samples
-    from dflash_lab.target.generation import generate
-    from dflash_lab.target.loading import load_target
+    from dflash_lab.models.generate import generate
+    from dflash_lab.models.load import load_target
 
     target = load_target(str(tiny_target("llama")))
     problems = tmp_path / "problems.jsonl"

@@ -14,9 +14,9 @@ import torch
 
 from dflash_lab.data.samples import Sample, read_samples, write_samples
 from dflash_lab.errors import InputError
-from dflash_lab.target.generation import generate
-from dflash_lab.target.loading import load_target
-from dflash_lab.target.template import user_frame
+from dflash_lab.models.generate import generate
+from dflash_lab.models.load import load_target
+from dflash_lab.models.template import user_frame
 
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 COUNT = 40

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from dflash_lab.data.samples import Sample, write_samples
-from dflash_lab.target.loading import load_target
-from dflash_lab.target.template import user_frame
+from dflash_lab.models.load import load_target
+from dflash_lab.models.template import user_frame
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.fast.layers import FusedLayer, NotUnderstood
 from dflash_lab.extraction.fast.ops import Ops, ops_for
-from dflash_lab.target.layer_proof import TOLERANCE, layer_errors
-from dflash_lab.target.model import Target
-from dflash_lab.target.spans import FULL, LINEAR, Span
+from dflash_lab.models.layer_proof import TOLERANCE, layer_errors
+from dflash_lab.models.load import Target
+from dflash_lab.models.spans import FULL, LINEAR, Span
 
 log = logging.getLogger(__name__)
 _PROBE = (2, 70)  # sequences x tokens: two chunks of 64, the second one short

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dflash_lab.extraction.fast.merge import merge
 from dflash_lab.extraction.fast.ops import Ops
 from dflash_lab.extraction.fast.reference import Gates
-from dflash_lab.target.kv_cache import CACHE_KEYWORDS
+from dflash_lab.models.kv_cache import CACHE_KEYWORDS
 
 
 class NotUnderstood(Exception):

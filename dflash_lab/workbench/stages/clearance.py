@@ -42,7 +42,7 @@ def ask_extraction(
     from dflash_lab.extraction.loop import BUFFERS
     from dflash_lab.machine import device_budget_gib
     from dflash_lab.memory.gate import clear_extraction
-    from dflash_lab.target.loading import choose_dtype
+    from dflash_lab.models.load import choose_dtype
 
     cuda = device.type == "cuda"
     layers: dict[str, Any] = dict(

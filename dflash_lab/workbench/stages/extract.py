@@ -245,9 +245,9 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
     from dflash_lab.extraction.preflight import preflight
     from dflash_lab.extraction.shard import drawn, read_index
     from dflash_lab.memory.gate import Clearance, explained
-    from dflash_lab.target.loading import choose_device, load_target
-    from dflash_lab.target.sources import load_config
-    from dflash_lab.target.taps import default_tap_ids
+    from dflash_lab.models.hooks import default_tap_ids
+    from dflash_lab.models.load import choose_device, load_target
+    from dflash_lab.models.source import load_config
     from dflash_lab.workbench.stages.clearance import (
         SNAPSHOT,
         ask_extraction,
@@ -352,9 +352,8 @@ def _store_to_fill(params: ExtractParams, config: Any, tap_ids: list[int], sampl
     from dflash_lab.extraction.codecs import find_codec
     from dflash_lab.extraction.layout import Layout
     from dflash_lab.extraction.loop import store_identity
-    from dflash_lab.target.identity import identify
-    from dflash_lab.target.loading import choose_dtype
-    from dflash_lab.target.sources import resolve
+    from dflash_lab.models.load import choose_dtype
+    from dflash_lab.models.source import identify, resolve
 
     layout = Layout(tuple(tap_ids), config.hidden_size, params.store_final, find_codec(params.storage))
     target = identify(resolve(params.target), seed=params.seed)

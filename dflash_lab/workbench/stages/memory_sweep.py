@@ -172,9 +172,9 @@ def sweep_inputs(params: MemorySweepParams) -> SweepInputs:
     from dflash_lab.machine import device_budget_gib
     from dflash_lab.memory.planner import expandable_segments
     from dflash_lab.memory.shapes import ExtractionSetup, TrainingSetup, target_shape
-    from dflash_lab.target.loading import choose_device, choose_dtype
-    from dflash_lab.target.sources import load_config
-    from dflash_lab.target.taps import default_tap_ids
+    from dflash_lab.models.hooks import default_tap_ids
+    from dflash_lab.models.load import choose_device, choose_dtype
+    from dflash_lab.models.source import load_config
     from dflash_lab.workbench.stages.train_memory import optimizer_of
     from dflash_lab.workbench.stages.train_setup import own_shape
 
@@ -300,7 +300,7 @@ def measure_points(
     from dflash_lab.extraction.fast.apply import skip_tuning, speed_up
     from dflash_lab.memory.crash import requested_bytes
     from dflash_lab.memory.measure import attempt, measure_extraction
-    from dflash_lab.target.loading import load_target
+    from dflash_lab.models.load import load_target
 
     last = inputs.extraction.last_layer(inputs.shape.layers)
     how: dict[str, Any] = dict(

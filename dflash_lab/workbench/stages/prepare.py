@@ -174,9 +174,8 @@ def run_prepare(params: PrepareParams, progress: ProgressCallback | None = None)
     Raises `InputError` when nothing can be read, or nothing is left to store (its details list the problems).
     """
     from dflash_lab.data.samples import MASK_RULES, write_samples
+    from dflash_lab.models.source import load_tokenizer, template_hash, tokenizer_hash
     from dflash_lab.provenance import provenance
-    from dflash_lab.target.identity import template_hash, tokenizer_hash
-    from dflash_lab.target.sources import load_tokenizer
     from dflash_lab.workbench.preparation import Preparation
 
     work = Preparation(params, progress or (lambda *args, **fields: None))

@@ -299,7 +299,7 @@ def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> Train
     """Train, export, and collect what the figures need."""
     from dflash_lab.drafter.checkpoint import copy_checkpoint, read_config
     from dflash_lab.drafter.serving import write_serving_notes
-    from dflash_lab.target.sources import served_name
+    from dflash_lab.models.source import served_name
     from dflash_lab.workbench.stages import train_setup
     from dflash_lab.workbench.stages.train_gpu_processes import clear_processes
     from dflash_lab.workbench.stages.train_here import train_here
@@ -353,7 +353,7 @@ def _decoder(params: TrainDrafterParams) -> Any:
     """token id -> text, or None for targets without a tokenizer."""
     if params.target.startswith("random:"):
         return None
-    from dflash_lab.target.sources import load_tokenizer
+    from dflash_lab.models.source import load_tokenizer
 
     tokenizer = load_tokenizer(params.target)
     return lambda token: tokenizer.decode([token])

@@ -54,8 +54,8 @@ def gpu_processes(params: TrainDrafterParams) -> list[GpuProcess]:
     from dflash_lab.memory.gate import GpuProcess
     from dflash_lab.memory.shapes import TrainingSetup, target_shape
     from dflash_lab.memory.training import head_process, target_head_process, training_account
-    from dflash_lab.target.loading import choose_device
-    from dflash_lab.target.sources import load_config
+    from dflash_lab.models.load import choose_device
+    from dflash_lab.models.source import load_config
     from dflash_lab.workbench.stages import train_setup
     from dflash_lab.workbench.stages.train_memory import setup_options
 

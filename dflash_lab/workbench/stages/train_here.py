@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dflash_lab.drafter.model import Drafter
     from dflash_lab.drafter.train import TrainReport
     from dflash_lab.memory.gate import Clearance, NotPredicted
-    from dflash_lab.target.head import TargetHead
+    from dflash_lab.models.load import TargetHead
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,8 @@ def train_here(
     from dflash_lab.drafter.train import train
     from dflash_lab.machine import device_budget_gib
     from dflash_lab.memory.gate import explained
-    from dflash_lab.target.loading import choose_device
-    from dflash_lab.target.sources import load_config
+    from dflash_lab.models.load import choose_device
+    from dflash_lab.models.source import load_config
     from dflash_lab.workbench.stages import train_setup
     from dflash_lab.workbench.stages.clearance import ask_training, memory_figures
 

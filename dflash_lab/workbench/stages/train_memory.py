@@ -79,8 +79,8 @@ def target_options(
     from dflash_lab.drafter.live_forward import unpackable
     from dflash_lab.memory.planner import expandable_segments
     from dflash_lab.memory.shapes import target_shape
-    from dflash_lab.target.loading import choose_dtype
-    from dflash_lab.target.spans import Span
+    from dflash_lab.models.load import choose_dtype
+    from dflash_lab.models.spans import Span
 
     cuda, dtype, shape = device.type == "cuda", choose_dtype(params.dtype, config), target_shape(config)
     packed = rows == "packed" if rows else not unpackable([*map(Span, shape.layer_types)], dtype, cuda)
@@ -103,8 +103,8 @@ def with_anchors(params: TrainDrafterParams) -> TrainDrafterParams:
     from dflash_lab.memory.gate import clear_training
     from dflash_lab.memory.planner import MARGIN, training_fits
     from dflash_lab.memory.shapes import target_shape
-    from dflash_lab.target.loading import choose_device
-    from dflash_lab.target.sources import load_config
+    from dflash_lab.models.load import choose_device
+    from dflash_lab.models.source import load_config
     from dflash_lab.workbench.stages import train_setup
 
     device = choose_device(params.device)

@@ -26,7 +26,7 @@ def check_placement(params: TrainDrafterParams) -> None:
     heads = {"head": "the frozen head", "target_head_gpu": "the target's logits"}
     import torch
 
-    from dflash_lab.target.loading import choose_device
+    from dflash_lab.models.load import choose_device
 
     if choose_device(params.device).type != "cuda":
         for name, what in heads.items():

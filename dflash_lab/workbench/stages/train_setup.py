@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dflash_lab.drafter.rows import PackedRows
     from dflash_lab.drafter.settings import TrainSettings
     from dflash_lab.extraction.store import FeatureStore
-    from dflash_lab.target.head import TargetHead
+    from dflash_lab.models.load import TargetHead
     from dflash_lab.workbench.progress import ProgressCallback
     from dflash_lab.workbench.stages.memory_sweep import MemorySweepParams
     from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
@@ -55,7 +55,7 @@ def load_ends(params: TrainDrafterParams, device: torch.device, dtype: torch.dty
     """
     import torch
 
-    from dflash_lab.target.loading import load_head
+    from dflash_lab.models.load import load_head
 
     place = torch.device("cuda", params.head) if device.type == "cuda" and params.head >= 0 else device
     return load_head(params.target, device=place, dtype=dtype, seed=params.seed)
@@ -64,7 +64,7 @@ def load_ends(params: TrainDrafterParams, device: torch.device, dtype: torch.dty
 def open_live(params: TrainDrafterParams, device: torch.device) -> LiveItems:
     """The samples and the target on `device` that makes their states."""
     from dflash_lab.drafter.live import LiveItems
-    from dflash_lab.target.loading import load_target
+    from dflash_lab.models.load import load_target
 
     target = load_target(params.target, device=device, dtype=params.dtype, seed=params.seed)
     if target.is_hybrid:
@@ -97,7 +97,7 @@ def open_bare(params: TrainDrafterParams) -> States:
     """What rows are planned from, without a target: the store, or the samples alone, which are checked."""
     from dflash_lab.drafter.live import SampleItems
     from dflash_lab.extraction.store import open_store
-    from dflash_lab.target.sources import load_config
+    from dflash_lab.models.source import load_config
 
     if params.source == "store":
         return open_store(params.store_path)
@@ -128,8 +128,8 @@ def check_states(params: TrainDrafterParams, progress: ProgressCallback | None) 
 
 def live_taps(params: TrainDrafterParams) -> list[int]:
     """The layers a live target is tapped at."""
-    from dflash_lab.target.sources import load_config
-    from dflash_lab.target.taps import default_tap_ids
+    from dflash_lab.models.hooks import default_tap_ids
+    from dflash_lab.models.source import load_config
 
     return params.tap_ids or default_tap_ids(load_config(params.target).num_hidden_layers)
 
@@ -140,8 +140,7 @@ def drafter_config(params: TrainDrafterParams, states: Any) -> DrafterConfig:
     """
     from dflash_lab.data.samples import occurs
     from dflash_lab.drafter.config import DrafterConfig, resolve_mask_token_id
-    from dflash_lab.target.identity import identify
-    from dflash_lab.target.sources import load_config, load_tokenizer, resolve
+    from dflash_lab.models.source import identify, load_config, load_tokenizer, resolve
 
     target = load_config(params.target)
     tokenizer = None if params.target.startswith("random:") else load_tokenizer(params.target)

@@ -1,5 +1,5 @@
-"""What a target keeps between forwards, layer kind by layer kind: a cache that grows, one that is rolled back
-and batched, and one of fixed size and address for CUDA graphs.
+"""The target's keys and values: growing, at fixed size, rolled back, copied and batched, layer kind by layer
+kind.
 """
 
 from __future__ import annotations
@@ -23,8 +23,13 @@ from transformers.cache_utils import (
 )
 
 from dflash_lab.errors import UnsupportedTarget
-from dflash_lab.target.model import Target
-from dflash_lab.target.spans import CHUNKED, FULL, LINEAR, SLIDING, Span, besides
+from dflash_lab.models.load import Target
+from dflash_lab.models.spans import CHUNKED, FULL, LINEAR, SLIDING, Span, besides
+
+# ----------------------------------------------------------------------------------------------------
+# What a target keeps between forwards, layer kind by layer kind: a cache that grows, one that is rolled
+# back and batched, and one of fixed size and address for CUDA graphs.
+
 
 # Names for a cache among a forward's arguments: the first from transformers 5.24 on, the other before.
 CACHE_KEYWORDS = ("cache", "past_key_values")

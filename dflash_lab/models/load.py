@@ -1,4 +1,4 @@
-"""Load a target, or its head alone, reading only the tensors that were asked for."""
+"""A target, loaded: its parts found and checked, its weights read, its head kept apart."""
 
 from __future__ import annotations
 
@@ -9,20 +9,170 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import nn
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from dflash_lab.errors import InputError, UnsupportedTarget, near
-from dflash_lab.target import shapes, structure
-from dflash_lab.target.checkpoint import Checkpoint
-from dflash_lab.target.head import TargetHead
-from dflash_lab.target.model import Target
-from dflash_lab.target.sources import Source, resolve, whole_config
-from dflash_lab.target.spans import LINEAR, layer_spans
+from dflash_lab.models import source as structure
+from dflash_lab.models.source import (
+    Checkpoint,
+    Source,
+    identify,
+    randomise,
+    randomise_alone,
+    resolve,
+    source_stop_ids,
+    source_tokenizer,
+    whole_config,
+)
+from dflash_lab.models.spans import LINEAR, Span, layer_spans
+
+# ----------------------------------------------------------------------------------------------------
+# The head of a target alone: embedding, final norm and head matrix, which is all that training a drafter
+# needs of it.
+#
+# The final norm is the model class's own module: Qwen3.5 and Gemma multiply by (1 + w), Llama by w, and a
+# norm written again here would be wrong for one of them.
+
+
+@dataclass(frozen=True)
+class TargetHead:
+    """Frozen ends of a target. V vocabulary, H hidden size; all on one device in one dtype."""
+
+    embedding_weight: torch.Tensor  # [V, H], raw: a model that scales its embeddings does so after this
+    norm: nn.Module  # the final norm, [.., H] -> [.., H]
+    weight: torch.Tensor  # [V, H]; the same tensor as embedding_weight when they are tied
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the raw embedding rows of `ids`: [..] -> [.., H]."""
+        return F.embedding(ids, self.embedding_weight)
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Apply the final norm to the output of the last decoder layer: [.., H] -> [.., H]."""
+        return self.norm(hidden)
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """Return the logits of normed states: [.., H] -> [.., V]."""
+        return F.linear(normed, self.weight)
+
+
+# ----------------------------------------------------------------------------------------------------
+# A target as the rest of the lab sees it: a frozen body that turns token ids into states, and a head
+# matrix.
+#
+# The causal-LM class is not used. With body and head apart, one path serves dense, mixture-of-experts,
+# hybrid and multimodal-wrapped checkpoints, and layers or a head that nobody asked for are never read.
+
+
+class Target:
+    """A frozen model that text is drafted for. B batch, L length, H hidden size, V vocabulary.
+
+    body(input_ids=[B, L], use_cache=False).last_hidden_state is [B, L, H], after the final norm.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        config: PretrainedConfig,
+        body: PreTrainedModel,
+        head_weight: torch.Tensor | None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        seed: int = 0,
+    ) -> None:
+        self.name = source.name
+        self.config = config  # text config; num_hidden_layers counts the layers that were loaded
+        self.body = body
+        self.head_weight = head_weight  # [V, H], or None with with_head=False
+        self.device = device
+        self.dtype = dtype
+        self.seed = seed  # of the random weights; means nothing for a checkpoint
+        self._source = source
+        self._parts = structure.find_parts(body, config, source.name)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers; a forward hook on layer k sees tap id k."""
+        return self._parts.layers
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        return self._parts.embedding
+
+    @property
+    def final_norm(self) -> nn.Module:
+        return self._parts.norm
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.embedding.weight.shape[0]
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """What each layer attends to."""
+        return layer_spans(self.config, self.body)
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether some layers keep a recurrent state instead of keys and values."""
+        return any(span.recurrent for span in self.spans)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether layers route tokens to experts."""
+        return structure.has_experts(self.config)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The target's tokenizer; `InputError` for a random target."""
+        return source_tokenizer(self._source)
+
+    @cached_property
+    def stop_ids(self) -> list[int]:
+        """Token ids that end an answer: from the generation config, the config and the tokenizer."""
+        return source_stop_ids(self._source, self.config)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What the states of this target depend on, as plain JSON values (see `identity.identify`)."""
+        return identify(self._source, seed=self.seed)
+
+    @property
+    def head(self) -> TargetHead:
+        """Embedding, final norm and head matrix; shares this target's tensors."""
+        return TargetHead(self.embedding.weight, self.final_norm, self._weight())
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of what the last decoder layer put out, before the final norm: [.., H] -> [..,
+        V].
+        """
+        return F.linear(self.final_norm(hidden), self._weight())
+
+    def _weight(self) -> torch.Tensor:
+        if self.head_weight is None:
+            raise InputError(f"{self.name} was loaded with with_head=False and has no logits.")
+        return self.head_weight
+
+
+# ----------------------------------------------------------------------------------------------------
+# Load a target, or its head alone, reading only the tensors that were asked for.
+
 
 log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -128,7 +278,7 @@ def load_target(
     body, parts = order.skeleton(config)
     if order.device.type != "meta":
         if order.checkpoint is None:
-            shapes.randomise(body, seed=seed, device=order.device, dtype=order.dtype)
+            randomise(body, seed=seed, device=order.device, dtype=order.dtype)
         else:
             body = _read_body(order, order.checkpoint, config, parts)
     body.requires_grad_(False).eval()
@@ -156,7 +306,7 @@ def load_head(
         if order.device.type == "meta":
             continue
         if order.checkpoint is None:
-            shapes.randomise_alone(module, name, body, seed=seed, device=order.device, dtype=order.dtype)
+            randomise_alone(module, name, body, seed=seed, device=order.device, dtype=order.dtype)
             continue
         prefix = order.checkpoint.text_prefix(parts.embedding_name, parts.norm_name)
         for key, _ in list(module.named_parameters(recurse=False)):
@@ -211,7 +361,7 @@ def _head_weight(order: _Order, embedding: torch.Tensor) -> torch.Tensor:
         return embedding if tied else torch.empty_like(embedding)
     module = nn.Linear(embedding.shape[1], embedding.shape[0], bias=False, device="meta", dtype=order.dtype)
     body, _ = order.skeleton(structure.cut_config(text, 0))
-    shapes.randomise_alone(module, head, body, seed=order.seed, device=device, dtype=order.dtype)
+    randomise_alone(module, head, body, seed=order.seed, device=device, dtype=order.dtype)
     return module.weight.detach()
 
 

@@ -1,0 +1,1 @@
+"""What is drafted for: targets, their templates, caches and answers."""
