@@ -19,7 +19,7 @@ import torch
 from memory_runs import GIVEN_UP, MAX_LENGTH, Card, Clock, Keep, alternating, fitted, real_lengths
 from memory_runs import share_of_best as share
 
-from dflash_lab.data.items import FeatureItem
+from dflash_lab.data.samples import FeatureItem
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.rows import PackedRows, Row
 from dflash_lab.memory.account import OUTSIDE_TORCH

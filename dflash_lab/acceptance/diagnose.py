@@ -13,8 +13,7 @@ import torch
 
 from dflash_lab.acceptance.decode import Proposer, TargetRun
 from dflash_lab.acceptance.offline import answer_segments, blocks_at, context_of
-from dflash_lab.data.items import FeatureItem
-from dflash_lab.data.samples import read_provenance
+from dflash_lab.data.samples import FeatureItem, read_provenance
 from dflash_lab.drafter.config import resolve_mask_token_id
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.models.load import Target

@@ -20,8 +20,7 @@ from dflash_lab.acceptance.prompts import Prompt
 from dflash_lab.acceptance.results import OfflineReport
 from dflash_lab.acceptance.settings import EvaluationSettings
 from dflash_lab.acceptance.tree import accepted_by_budget
-from dflash_lab.data.items import FeatureItem
-from dflash_lab.data.samples import provenance_path, read_provenance, scan_samples
+from dflash_lab.data.samples import FeatureItem, provenance_path, read_provenance, scan_samples
 from dflash_lab.drafter.attention import row_layout
 from dflash_lab.drafter.cache import DraftCache
 from dflash_lab.drafter.live import SampleItems

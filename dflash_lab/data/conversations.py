@@ -1,27 +1,90 @@
-"""Conversations in the forms people have them: OpenAI `messages`, ShareGPT `conversations`, Alpaca
-instructions; beside them, tokens made elsewhere (`data.tokens`).
-
-A form is registered by name with the keys it needs and those it may have beside them
-(`@form("alpaca", needs=("instruction", "output"), may=("input",))`; of Parquet, no other column is read) and
-turns a record into a list of messages. Reasoning and tool calls come under the one name that templates know,
-however the record spells them. A record no form knows, or a turn that would lose content (an image), is named
-by file and line and left out; nothing is guessed.
-"""
+"""Conversations in the forms people have them, tokens made elsewhere, and mixtures of several inputs."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from dflash_lab.data.problems import BadRecord, Problem, storable
-from dflash_lab.data.records import FIELDS, MAX_RECORD_BYTES, read_records
-from dflash_lab.data.tokens import KEYS as TOKEN_KEYS
-from dflash_lab.data.tokens import Tokens, holds_tokens, read_tokens
-from dflash_lab.errors import near
+import numpy as np
+import xxhash
+
+from dflash_lab.data.records import FIELDS, MAX_RECORD_BYTES, BadRecord, Problem, read_records, storable
+from dflash_lab.errors import InputError, near
+
+# ----------------------------------------------------------------------------------------------------
+# Tokens that were made elsewhere: `input_ids` with their `loss_mask`, taken as they are where a drafter can
+# be trained on them, and named by their fault where it cannot.
+
+
+KEYS = ("input_ids", "loss_mask")
+
+Tokens = tuple[list[int], list[int]]  # ids [L]; mask [L], 1 on what the target is to have said
+
+
+def holds_tokens(record: Any) -> bool:
+    """Whether a record has tokens of its own."""
+    return isinstance(record, Mapping) and all(record.get(key) is not None for key in KEYS)
+
+
+def read_tokens(record: Mapping[str, Any]) -> Tokens:
+    """Return ids [L] and mask [L] of a record that has them; `BadRecord` where they are not what they must
+    be: whole numbers, a mark of 0 or 1 (false or true) for each, none at the first position, one at least.
+    """
+    ids, mask = (_numbers(record[key], key) for key in KEYS)
+    if len(ids) != len(mask):
+        reason = f"{len(ids):,} input_ids and {len(mask):,} values of loss_mask: one is needed for each"
+        raise BadRecord("other length", reason)
+    if not ids:
+        raise BadRecord("no tokens", "input_ids is empty")
+    for place, mark in enumerate(mask):
+        if mark not in (0, 1):
+            raise BadRecord("wrong mask", f"loss_mask[{place}] is {mark}, neither 0 nor 1")
+    if not any(mask):
+        raise BadRecord("no answer", "loss_mask is 0 everywhere: nothing is to be learned from these tokens")
+    if mask[0]:
+        reason = "loss_mask[0] is 1, and nothing stands before the first token to foretell it from: make it 0"
+        raise BadRecord("wrong mask", reason)
+    return ids, mask
+
+
+def check_vocabulary(ids: list[int], size: int) -> None:
+    """Raise a `BadRecord` for the first of `ids` [L] that is no token of a target with `size` of them."""
+    if min(ids) >= 0 and max(ids) < size:
+        return
+    place, token = next((at, one) for at, one in enumerate(ids) if not 0 <= one < size)
+    raise BadRecord(
+        "not in the vocabulary",
+        f"input_ids[{place}] is {str(token)[:40]}, the target has tokens 0 to {size - 1:,}: they were made "
+        "with another tokenizer",
+    )
+
+
+def _numbers(value: Any, name: str) -> list[int]:
+    if not isinstance(value, list):
+        raise BadRecord("wrong type", f"{name} is {type(value).__name__}, not a list of whole numbers")
+    allowed = {int, bool} if name == "loss_mask" else {int}
+    if {*map(type, value)} <= allowed:
+        return [int(one) for one in value]
+    place, one = next((at, one) for at, one in enumerate(value) if type(one) not in allowed)
+    raise BadRecord("wrong type", f"{name}[{place}] is {str(one)[:40]!r}, not a whole number")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Conversations in the forms people have them: OpenAI `messages`, ShareGPT `conversations`, Alpaca
+# instructions; beside them, tokens made elsewhere (`data.tokens`).
+#
+# A form is registered by name with the keys it needs and those it may have beside them (`@form("alpaca",
+# needs=("instruction", "output"), may=("input",))`; of Parquet, no other column is read) and turns a record
+# into a list of messages. Reasoning and tool calls come under the one name that templates know, however the
+# record spells them. A record no form knows, or a turn that would lose content (an image), is named by file
+# and line and left out; nothing is guessed.
+
 
 # {"role": system | user | assistant | tool, "content": text}. An assistant's turn may have, as text,
 # "reasoning_content", and "tool_calls", [{"type": "function", "function": {"name", "arguments"}}], beside
@@ -55,7 +118,7 @@ class Form:
 
 FORMS: dict[str, Form] = {}
 _OF_ANY = ("source", "tools", "functions")  # what any record may have
-FIELDS[TOKEN_KEYS] = frozenset((*TOKEN_KEYS, *_OF_ANY))
+FIELDS[KEYS] = frozenset((*KEYS, *_OF_ANY))
 
 _ROLES = {
     "system": "system",
@@ -149,7 +212,7 @@ def to_messages(record: Any) -> list[Message]:
             messages = candidate.convert(dict(record))
             _check(messages, record)
             return messages
-    needed = [*(candidate.needs for candidate in FORMS.values()), TOKEN_KEYS]
+    needed = [*(candidate.needs for candidate in FORMS.values()), KEYS]
     known = [key for keys in needed for key in keys]
     keys = ", ".join(sorted(map(str, present))[:8]) or "none"
     near_ones = (near(str(key), known) for key in present if key not in known)
@@ -357,3 +420,107 @@ def _kind(value: Any) -> str:
         float: "a number",
     }
     return "null" if value is None else names.get(type(value), type(value).__name__)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Several inputs mixed: what is taken of each, by a share of the whole or up to a number, drawn by a seed.
+#
+#     mixture:
+#       chats.jsonl: {weight: 3}            # or chats.jsonl: 3
+#       code/: {weight: 1, cap: 20000}
+#       rules.jsonl: {cap: 500}
+#       owner/name: {}
+#
+# What has a weight is thinned until its conversations stand to each other as the weights do: there is none
+# of them too few, so the one that is scarcest for its weight (after its cap) goes in whole, and nothing is
+# repeated. What has a cap alone goes in up to that number, what has neither as a whole; both beside the
+# weighted ones, whose shares they do not change.
+#
+# Every conversation of an input gets a random number, by seed and name of the input and its place in it;
+# the smallest are taken. So a draw is the same each time, and a larger one holds the smaller.
+
+
+T = TypeVar("T")
+_KEYS = ("weight", "cap")
+_FORM = "Type {weight: 2} for a share, {cap: 1000} for so many at most, both, or {} for all of it"
+
+
+@dataclass(frozen=True)
+class Ingredient:
+    """An input as a person named it; `weight` 0: no share asked for, `cap` 0: as many as there are."""
+
+    name: str
+    weight: Fraction = Fraction(0)
+    cap: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it goes in, so that nothing needs counting."""
+        return not self.weight and not self.cap
+
+
+def read_mixture(given: Mapping[Any, Any]) -> list[Ingredient]:
+    """Return what a person's mapping of inputs to weights and caps means, in its order; a `ValueError` says
+    which entry is wrong and what to type.
+    """
+    found = [_ingredient(name, value) for name, value in given.items()]
+    places: dict[str, str] = {}
+    for one in found:
+        other = places.setdefault(os.path.realpath(os.path.expanduser(one.name)), one.name)
+        if other != one.name:
+            raise ValueError(f"{other} and {one.name} are one input. Name it once")
+    return found
+
+
+def _ingredient(name: Any, value: Any) -> Ingredient:
+    if not isinstance(name, str) or not name.strip():
+        raise ValueError(f"{name!r} is no input: name a file, a folder or a data set id")
+    if isinstance(value, int | float):
+        value = {"weight": value}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name}: {_shown(value)} says neither a weight nor a cap. {_FORM}")
+    for key in value:
+        if key not in _KEYS:
+            raise ValueError(f"{name}: {_shown(key)} is unknown{near(str(key), _KEYS)}. {_FORM}")
+    weight, cap = value.get("weight", 0), value.get("cap", 0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise ValueError(f"{name}: weight {_shown(weight)} is no number. Type one above 0, such as weight: 2")
+    if "weight" in value and not 0 < weight <= 10**9:
+        raise ValueError(f"{name}: weight {weight} is no share. Type one above 0, or leave the input out")
+    if isinstance(cap, bool) or not isinstance(cap, int):
+        raise ValueError(f"{name}: cap {_shown(cap)} is no whole number. Type one, such as cap: 1000")
+    if "cap" in value and cap < 1:
+        raise ValueError(f"{name}: cap {cap} takes nothing. Type 1 or more, or leave the input out")
+    return Ingredient(name, Fraction(str(weight)), cap)
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else repr(value)[:60]
+
+
+def amounts(mixture: Sequence[Ingredient], counts: Sequence[int]) -> list[int]:
+    """Return how many of each input's `counts` conversations are taken.
+
+    Raises `InputError` for an input that has a weight and no conversation: shares with it would all be 0.
+    """
+    there = [min(count, one.cap or count) for one, count in zip(mixture, counts, strict=True)]
+    weighted = [(one, number) for one, number in zip(mixture, there, strict=True) if one.weight]
+    for one, number in weighted:
+        if not number:
+            raise InputError(
+                f"mixture: {one.name} has a weight and no conversation that can be used, so nothing can be "
+                "mixed with it in that share. Mend it, or take it out of the mixture."
+            )
+    scale = min((number / one.weight for one, number in weighted), default=Fraction(0))
+    return [
+        int(one.weight * scale) if one.weight else number for one, number in zip(mixture, there, strict=True)
+    ]
+
+
+def draw(items: Iterable[T], count: int, wanted: int, *, seed: int, name: str) -> Iterator[T | None]:
+    """Yield each of `items` that is drawn, `wanted` of the first `count`, and None for each that is not."""
+    numbers = np.random.default_rng([seed, xxhash.xxh3_64_intdigest(name.encode())]).random(count)
+    taken = np.zeros(count, bool)
+    taken[np.argsort(numbers, kind="stable")[:wanted]] = True
+    for place, item in enumerate(items):
+        yield item if place < count and taken[place] else None

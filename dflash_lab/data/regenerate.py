@@ -23,7 +23,7 @@ import xxhash
 
 from dflash_lab import files
 from dflash_lab.data.conversations import Conversation
-from dflash_lab.data.problems import BadRecord, Problem
+from dflash_lab.data.records import BadRecord, Problem
 from dflash_lab.file_errors import naming
 
 _KEY = re.compile("[0-9a-f]{32}")

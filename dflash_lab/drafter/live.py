@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import xxhash
 
-from dflash_lab.data.items import FeatureItem
-from dflash_lab.data.samples import FlatTokens, read_samples
+from dflash_lab.data.samples import FeatureItem, FlatTokens, read_samples
 from dflash_lab.drafter.live_forward import RowForward
 from dflash_lab.drafter.rows import Row
 from dflash_lab.errors import InputError

@@ -21,7 +21,7 @@ import polars as pl
 import torch
 
 from dflash_lab import files
-from dflash_lab.data.items import FeatureItem
+from dflash_lab.data.samples import FeatureItem
 from dflash_lab.drafter.channel import Asked, Begin, Giver, Place, Taker
 from dflash_lab.drafter.crew import heard
 from dflash_lab.drafter.feed import prefetch

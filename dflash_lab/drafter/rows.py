@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_lab.data.items import FeatureItem
+from dflash_lab.data.samples import FeatureItem
 from dflash_lab.drafter.anchors import draw_anchors, seeded, slot_labels, valid_anchors
 from dflash_lab.drafter.attention import BlockLayout, Segment
 from dflash_lab.drafter.config import DrafterConfig

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dflash_lab import files, provenance
-from dflash_lab.data.fitting import Fitted, fit_batches
+from dflash_lab.data.batching import Fitted, fit_batches
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.extraction import manifest as manifests
 from dflash_lab.extraction.codecs import find_codec

@@ -15,8 +15,7 @@ import numpy as np
 import xxhash
 
 from dflash_lab.data.batching import balance_shards, predicted_cost
-from dflash_lab.data.sample_checks import checked
-from dflash_lab.data.samples import FlatTokens, read_samples, reading_samples, scan_samples
+from dflash_lab.data.samples import FlatTokens, checked, read_samples, reading_samples, scan_samples
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.parts import as_keys, hex_to_hashes
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_lab.data.items import FeatureItem
+from dflash_lab.data.samples import FeatureItem
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.extraction import manifest as manifests
 from dflash_lab.extraction.codecs import find_codec

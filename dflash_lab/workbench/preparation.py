@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from dflash_lab.workbench.progress import ProgressCallback
 
 if TYPE_CHECKING:
-    from dflash_lab.data.conversations import Conversation
-    from dflash_lab.data.mixture import Ingredient
-    from dflash_lab.data.problems import Problem
+    from dflash_lab.data.conversations import Conversation, Ingredient
+    from dflash_lab.data.records import Problem
     from dflash_lab.data.samples import Sample, WriteReport
     from dflash_lab.workbench.stages.prepare import PrepareParams
 
@@ -47,9 +46,9 @@ class Preparation:
 
     def rendered(self, tokenizer: Any) -> Iterator[Sample]:
         """Render conversations as they are; tokens made elsewhere are taken so."""
-        from dflash_lab.data.problems import BadRecord
+        from dflash_lab.data.conversations import check_vocabulary
+        from dflash_lab.data.records import BadRecord
         from dflash_lab.data.regenerate import problem_of
-        from dflash_lab.data.tokens import check_vocabulary
         from dflash_lab.workbench.speaking import rendered
 
         for one in self._read():
@@ -67,7 +66,7 @@ class Preparation:
 
     def answered(self) -> Iterator[Sample]:
         """Let the target write the prompts asked for, and all answers."""
-        from dflash_lab.data.problems import BadRecord
+        from dflash_lab.data.records import BadRecord
         from dflash_lab.data.regenerate import AnswerFile, problem_of, regenerate
         from dflash_lab.models.generate import usual_batch
         from dflash_lab.models.load import load_target
@@ -111,7 +110,7 @@ class Preparation:
 
     def _read(self) -> Iterator[Conversation]:
         """Read the input, or what is drawn of those of the mixture, reporting now and then."""
-        from dflash_lab.data.mixture import amounts
+        from dflash_lab.data.conversations import amounts
 
         mixture = self.params.ingredients
         opened = [self._open(one) for one in mixture]  # all of them: what is not there is told at once
@@ -164,8 +163,8 @@ class Preparation:
         wanted: int,
     ) -> Iterator[Conversation]:
         """Yield the conversations of an input that are drawn; the others become one problem."""
-        from dflash_lab.data.mixture import draw
-        from dflash_lab.data.problems import Problem
+        from dflash_lab.data.conversations import draw
+        from dflash_lab.data.records import Problem
 
         left = 0
         for conversation in draw(found, count, wanted, seed=self.params.seed, name=one.name):
@@ -180,7 +179,7 @@ class Preparation:
     def _prompts(self, target: Any) -> Iterator[Conversation]:
         """Read the input, then let the target write prompts."""
         from dflash_lab.data.conversations import Conversation
-        from dflash_lab.data.problems import Problem
+        from dflash_lab.data.records import Problem
         from dflash_lab.models.generate import PLAIN_BATCH, usual_batch
         from dflash_lab.workbench.speaking import own_prompts
 
@@ -208,7 +207,7 @@ class Preparation:
         """Apply the length limit; a cut is noted among the problems, though it loses no record."""
         import numpy as np
 
-        from dflash_lab.data.problems import BadRecord
+        from dflash_lab.data.records import BadRecord
         from dflash_lab.data.regenerate import problem_of
         from dflash_lab.data.samples import Sample, fitted
 
@@ -241,7 +240,7 @@ class Preparation:
 
     def problems(self) -> list[Problem]:
         """Return all problems, and a note on each kind of thing not shown as it was given, by file."""
-        from dflash_lab.data.problems import Problem
+        from dflash_lab.data.records import Problem
 
         notes = [
             Problem(file, line, f"{count:,} conversations, of which this is the first", kind, records=0)

@@ -39,7 +39,7 @@ def rendered(tokenizer: Any, conversation: Conversation, thinking: bool, date: s
 @contextlib.contextmanager
 def _bad_record() -> Iterator[None]:
     """Turn a template's refusal into a record that cannot be used."""
-    from dflash_lab.data.problems import BadRecord
+    from dflash_lab.data.records import BadRecord
     from dflash_lab.models.template import TemplateFailure
 
     try:

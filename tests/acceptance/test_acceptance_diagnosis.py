@@ -13,7 +13,7 @@ from dflash_lab.acceptance import decode as decode_module
 from dflash_lab.acceptance import diagnose as diagnose_module
 from dflash_lab.acceptance.decode import TargetRun, plain_decode
 from dflash_lab.acceptance.diagnose import FINE, SKIPPED, SUSPECT, Case, diagnose, likely_cause
-from dflash_lab.data.items import FeatureItem
+from dflash_lab.data.samples import FeatureItem
 from dflash_lab.files import write_json
 from dflash_lab.models.load import load_target
 from dflash_lab.models.source import template_hash, tokenizer_hash

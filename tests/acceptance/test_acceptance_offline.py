@@ -12,7 +12,7 @@ from dflash_lab.acceptance.decode import Proposer, TargetRun, decode, plain_deco
 from dflash_lab.acceptance.evaluate import token_class
 from dflash_lab.acceptance.offline import answer_segments, offline
 from dflash_lab.acceptance.results import OfflineReport
-from dflash_lab.data.items import FeatureItem
+from dflash_lab.data.samples import FeatureItem
 from dflash_lab.errors import InputError
 
 PROMPTS = [[257, 84, 104, 105, 115, 32, 105], [257, 80, 44, 10, 32], [257, 66, 66]]

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from dflash_lab import folders
 from dflash_lab.data.conversations import FORMS, form, read_conversations, to_messages, tools_of
-from dflash_lab.data.problems import BadRecord
-from dflash_lab.data.records import CONTAINERS, container
+from dflash_lab.data.records import CONTAINERS, BadRecord, container
 from dflash_lab.errors import InputError
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
@@ -660,7 +659,7 @@ def test_damaged_parquet_is_named(tmp_path_factory, position, value, cut):
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 9), json_values)
 def test_splitting_does_not_depend_on_where_chunks_end(size, value):
-    from dflash_lab.data.strict_json import parse, split_values
+    from dflash_lab.data.records import parse, split_values
 
     data = json.dumps([value, {"a": '\\"[', "b": [1, {}]}, value], indent=1).encode()
     chunks = [data[start : start + size] for start in range(0, len(data), size)]

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_lab.data.batching import plan_batches
-from dflash_lab.data.fitting import BATCH_TOKENS, WASTE_PCT, fit_batches
+from dflash_lab.data.batching import BATCH_TOKENS, WASTE_PCT, fit_batches, plan_batches
 from dflash_lab.data.lengths import synthetic_lengths
 
 REAL = Path(__file__).parent / "lengths_public_chat.parquet"

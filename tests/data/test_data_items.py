@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from dflash_lab.data.items import FeatureItem
+from dflash_lab.data.samples import FeatureItem
 
 
 def item(**changes):

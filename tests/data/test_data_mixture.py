@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_lab.data.mixture import Ingredient, amounts, draw, read_mixture
+from dflash_lab.data.conversations import Ingredient, amounts, draw, read_mixture
 from dflash_lab.errors import InputError
 
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_lab.data.batching import POLICIES, Limits, explore, plan_by, policy, policy_waste
 from dflash_lab.data.lengths import synthetic_lengths
-from dflash_lab.data.policies import POLICIES, Limits, explore, plan_by, policy, policy_waste
 from dflash_lab.errors import InputError
 
 REAL = Path(__file__).parent / "lengths_public_chat.parquet"
@@ -68,6 +68,6 @@ def test_unknown_names_and_values_are_refused(monkeypatch):
     for options in ({"over_long": "keep"}, {"max_length": -1}, {"tokens_per_s": 0.0}):
         with pytest.raises(InputError):
             explore(np.array([1]), **{"max_length": 0, **options})
-    monkeypatch.setattr("dflash_lab.data.policies.POLICIES", dict(POLICIES))
+    monkeypatch.setattr("dflash_lab.data.batching.POLICIES", dict(POLICIES))
     policy("mine")(POLICIES["sort all"])
     assert explore(np.array([1, 2]), max_length=0, policy="mine").kept == 2

@@ -15,9 +15,7 @@ import polars as pl
 import pytest
 
 from dflash_lab.data.conversations import FORMS, read_conversations, to_messages
-from dflash_lab.data.parquet_footer import row_groups
-from dflash_lab.data.problems import BadRecord
-from dflash_lab.data.records import FIELDS, _ranges, columns_read
+from dflash_lab.data.records import FIELDS, BadRecord, _ranges, columns_read, row_groups
 
 
 def chat(number, answer="Hello."):

@@ -13,7 +13,7 @@ from support.chat_templates import CHANNELS, HERMES, WEATHER, call
 from support.tiny_targets import CHATML, tiny_tokenizer
 
 from dflash_lab.data.conversations import Conversation
-from dflash_lab.data.problems import BadRecord
+from dflash_lab.data.records import BadRecord
 from dflash_lab.data.regenerate import AnswerFile, Speaker, regenerate
 from dflash_lab.models.template import Dialogue
 from dflash_lab.workbench.speaking import AskedRecord

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.tiny_drafters import SECOND, tiny_config, tiny_drafter, tiny_head, tiny_items
 
-from dflash_lab.data.items import FeatureItem
+from dflash_lab.data.samples import FeatureItem
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.loss.config import LossConfig
 from dflash_lab.drafter.metrics import Tally

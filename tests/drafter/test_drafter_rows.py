@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny_drafters import relative_error, tiny_config, tiny_drafter, tiny_head, tiny_items
 
-from dflash_lab.data.items import FeatureItem
+from dflash_lab.data.samples import FeatureItem
 from dflash_lab.drafter.attention import row_layout
 from dflash_lab.drafter.feed import prefetch
 from dflash_lab.drafter.loss.config import LossConfig

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_lab.data.items import FeatureItem
+from dflash_lab.data.samples import FeatureItem
 from dflash_lab.drafter.config import FULL, SLIDING, DrafterConfig
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.model import RMSNorm as PlainNorm

@@ -13,8 +13,7 @@ from support.chat_templates import CHANNELS, HERMES, MARKED, THOUGHTFUL
 from support.template_battery import TALKS, battery, runs_of, templates
 from support.tiny_targets import CHATML, tiny_tokenizer
 
-from dflash_lab.data.sample_checks import content_hash
-from dflash_lab.data.samples import MASK_RULES
+from dflash_lab.data.samples import MASK_RULES, content_hash
 from dflash_lab.models import template
 from dflash_lab.models.template import render, render_prompt
 

@@ -9,8 +9,8 @@ import numpy as np
 import polars as pl
 import pytest
 
+from dflash_lab.data.batching import Limits, explore
 from dflash_lab.data.lengths import synthetic_lengths
-from dflash_lab.data.policies import Limits, explore
 from dflash_lab.errors import InputError
 from dflash_lab.workbench.figures import dataset_stats as figures
 from dflash_lab.workbench.progress import duration

@@ -10,7 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 import polars as pl
 
-from dflash_lab.data.policies import Exploration, Limits, explore
+from dflash_lab.data.batching import Exploration, Limits, explore
 from dflash_lab.workbench.figures.style import BLUE, GREEN, GREY, ORANGE, RED, SKY, escape, thin
 from dflash_lab.workbench.progress import duration
 

@@ -99,7 +99,7 @@ def run_dataset_stats(
 ) -> DatasetStatsResult:
     """Measure `params.samples_path`. `InputError` if it is empty."""
     from dflash_lab.data import lengths as stats
-    from dflash_lab.data.policies import policy_waste
+    from dflash_lab.data.batching import policy_waste
 
     report = progress or (lambda *args, **fields: None)
     path = params.samples_path

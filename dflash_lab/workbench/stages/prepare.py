@@ -25,8 +25,8 @@ from dflash_lab.workbench.replace import Move
 if TYPE_CHECKING:
     import polars as pl
 
-    from dflash_lab.data.mixture import Ingredient
-    from dflash_lab.data.problems import Problem
+    from dflash_lab.data.conversations import Ingredient
+    from dflash_lab.data.records import Problem
 
 log = logging.getLogger(__name__)
 _PREVIEWS = 3  # samples shown with their mask
@@ -67,7 +67,7 @@ class PrepareParams(StageParams):
         return self.run_folder / "samples.parquet"
 
     def check(self) -> None:
-        from dflash_lab.data.mixture import read_mixture
+        from dflash_lab.data.conversations import read_mixture
 
         self.require(_is_day(self.date), "date", "give year-month-day, such as 2026-01-01")
         try:
@@ -90,7 +90,7 @@ class PrepareParams(StageParams):
     @property
     def ingredients(self) -> list[Ingredient]:
         """The inputs to read: those of the mixture, else the one input, if there is one."""
-        from dflash_lab.data.mixture import Ingredient, read_mixture
+        from dflash_lab.data.conversations import Ingredient, read_mixture
 
         return read_mixture(self.mixture) or ([Ingredient(self.input)] if self.input else [])
 

@@ -19,7 +19,7 @@ def explorer(result: DatasetStatsResult, params: DatasetStatsParams) -> ipywidge
     many."""
     import ipywidgets as widgets
 
-    from dflash_lab.data.policies import POLICIES
+    from dflash_lab.data.batching import POLICIES
     from dflash_lab.workbench.figures.dataset_stats import exploration, explored
     from dflash_lab.workbench.figures.style import live
 
