@@ -31,7 +31,7 @@ from dflash_lab.drafter.train import Trainer
 
 def extract_worker(order: dict[str, Any]) -> None:
     """Load the target once, then extract the shards that are asked for, one JSON line each way."""
-    from dflash_lab.extraction.fast.apply import speed_up
+    from dflash_lab.extraction.fused_layers import speed_up
     from dflash_lab.extraction.loop import extract
     from dflash_lab.models.hooks import default_tap_ids
     from dflash_lab.models.load import load_target

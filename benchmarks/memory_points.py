@@ -18,7 +18,7 @@ from memory_runs import Clock, kernels, load
 
 from dflash_lab.drafter import attention
 from dflash_lab.drafter.config import DrafterConfig
-from dflash_lab.extraction.fast.apply import skip_tuning, speed_up
+from dflash_lab.extraction.fused_layers import skip_tuning, speed_up
 from dflash_lab.memory.account import Account, extraction_account
 from dflash_lab.memory.measure import (
     TrainingStep,

@@ -34,7 +34,7 @@ from memory_runs import share_of_best as share
 
 from dflash_lab import files
 from dflash_lab.data.batching import plan_batches
-from dflash_lab.extraction.fast.apply import skip_tuning, speed_up
+from dflash_lab.extraction.fused_layers import skip_tuning, speed_up
 from dflash_lab.memory.account import Account, extraction_account
 from dflash_lab.memory.measure import clean, forward_once
 from dflash_lab.memory.planner import ExtractionBudget, extraction_budget, usable

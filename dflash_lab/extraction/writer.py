@@ -1,34 +1,73 @@
-"""From finished batches to sealed parts, on two threads of their own: one collects, one seals.
-
-The bytes in flight are bounded by construction: a batch lies in one of a fixed number of host buffers
-(`HostBuffers`), pinned on CUDA, and the loop waits for a free one. The collecting thread waits for the copy's
-event and copies the rows of each sound sample into the part under way. A part that is full or old goes to the
-sealing thread (temporary name, hash and write, fsync, rename, manifest line) while the next one is filled: a
-disk that takes a second for a part must not hold the buffers that the device waits for. Parts are sealed one
-after another, in order. An error in either thread stops the run: the loop sees it at its next batch, and
-nothing unsealed is ever named.
-"""
+"""Captured states on their way to disk: copied off the device, packed, written and committed by a thread."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dflash_lab.extraction import manifest as manifests
-from dflash_lab.extraction.health import describe
-from dflash_lab.extraction.layout import FLAGS, Layout
+from dflash_lab.extraction import store as manifests
 from dflash_lab.extraction.oom import classify
-from dflash_lab.extraction.parts import hex_to_hashes, write_part
+from dflash_lab.extraction.store import FLAGS, Layout, hex_to_hashes, write_part
+from dflash_lab.models.hooks import Taps
+from dflash_lab.models.load import Target
+
+# ----------------------------------------------------------------------------------------------------
+# Is a captured state one that a model computes? NaN, infinite, all-zero and constant rows are kept out of
+# the store.
+#
+# Checked on the device in one pass over the rows, so that only a byte a sample and state travels to the
+# host.
+
+
+# By rank: the worst finding among a sample's rows is kept.
+FINDINGS = ("sound", "constant", "all zero", "infinite", "NaN")
+
+
+def check_rows(states: Tensor, owner: Tensor, samples: int) -> Tensor:
+    """Return the worst finding a sample, uint8 [samples] (index into FINDINGS).
+
+    `states` [T, H] are the rows of one tap, `owner` [T] int64 says which sample a row belongs to.
+    """
+    low, high = torch.aminmax(states, dim=-1)  # NaN propagates
+    found = (low == high).to(torch.uint8)
+    found.masked_fill_((low == 0) & (high == 0), 2)
+    found.masked_fill_(low.isinf() | high.isinf(), 3)
+    found.masked_fill_(low.isnan() | high.isnan(), 4)
+    return torch.zeros(samples, dtype=torch.uint8, device=states.device).scatter_reduce_(
+        0, owner, found, "amax"
+    )
+
+
+def describe(flags: np.ndarray, layout: Layout) -> str:
+    """Say in words what is wrong with a sample: `flags` [states] as `check_rows` gives them, worst first."""
+    names = [f"tap {tap}" for tap in layout.tap_ids] + ["the final state"]
+    worst = int(flags.max())
+    where = [name for name, flag in zip(names, flags) if flag == worst]
+    return f"{FINDINGS[worst]} row in {', '.join(where)}"
+
+
+# ----------------------------------------------------------------------------------------------------
+# From finished batches to sealed parts, on two threads of their own: one collects, one seals.
+#
+# The bytes in flight are bounded by construction: a batch lies in one of a fixed number of host buffers
+# (`HostBuffers`), pinned on CUDA, and the loop waits for a free one. The collecting thread waits for the
+# copy's event and copies the rows of each sound sample into the part under way. A part that is full or old
+# goes to the sealing thread (temporary name, hash and write, fsync, rename, manifest line) while the next
+# one is filled: a disk that takes a second for a part must not hold the buffers that the device waits for.
+# Parts are sealed one after another, in order. An error in either thread stops the run: the loop sees it at
+# its next batch, and nothing unsealed is ever named.
+
 
 log = logging.getLogger(__name__)
 
@@ -309,3 +348,165 @@ class BackgroundWriter:
         finally:
             self._buffers.give_back(message.buffer)
         self._writer.seal_if_old()
+
+
+# ----------------------------------------------------------------------------------------------------
+# One batch through the target: pad right, no mask, catch the taps, drop the padding, one copy to the host.
+#
+# Right padding without a mask is exact for causal attention and for recurrent layers: a position sees only
+# what stands before it. The rows of all taps are gathered into one buffer on the device, which leaves in
+# one copy on a stream of its own while the next forward runs.
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A batch on the device. `valid` [T] are the flat positions of real tokens, `owner` [T] the row each
+    belongs to.
+    """
+
+    input_ids: Tensor  # [B, L] int64, zeros after each sample
+    valid: Tensor
+    owner: Tensor
+
+
+def pad(ids: list[np.ndarray], device: torch.device) -> Padded:
+    """Pad samples on the right with token 0 and say where their tokens are."""
+    lengths = np.asarray([len(row) for row in ids])
+    batch = np.zeros((len(ids), int(lengths.max())), np.int64)
+    for number, row in enumerate(ids):
+        batch[number, : len(row)] = row
+    owner = np.repeat(np.arange(len(ids)), lengths)
+    valid = np.flatnonzero(np.arange(batch.shape[1])[None, :] < lengths[:, None])
+    return Padded(*(_to(array, device) for array in (batch, valid, owner)))
+
+
+def _to(array: np.ndarray, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+@contextlib.contextmanager
+def without_final_norm(target: Target) -> Iterator[None]:
+    """Let the target's body end after its last layer; the norm returns to its place whatever happens."""
+    name = next(name for name, module in target.body.named_modules() if module is target.final_norm)
+    norm = target.final_norm
+    target.body.set_submodule(name, nn.Identity())
+    try:
+        yield
+    finally:
+        target.body.set_submodule(name, norm)
+
+
+class Capture:
+    """Runs batches through a target and hands over `HostBatch`es. Enter it; leaving removes every hook."""
+
+    def __init__(self, target: Target, layout: Layout, buffers: HostBuffers) -> None:
+        self._target, self._layout, self._buffers = target, layout, buffers
+        last = target.num_layers - 1
+        self._ids = sorted({*layout.tap_ids, *([last] if layout.has_final else [])})
+        wanted = [*layout.tap_ids, *([last] if layout.has_final else [])]
+        self._order = [self._ids.index(layer) for layer in wanted]  # caught state of each stored one
+        self._taps = Taps(target.layers, self._ids)
+        self._stack = contextlib.ExitStack()
+        self._cuda = target.device.type == "cuda"
+        self._stream = torch.cuda.Stream(target.device) if self._cuda else None
+        # Begin and end of each forward, CUDA only.
+        self.spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def __enter__(self) -> Capture:
+        self._stack.enter_context(without_final_norm(self._target))
+        self._stack.enter_context(self._taps)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @torch.inference_mode()
+    def states(self, padded: Padded) -> list[Tensor]:
+        """Return the stored states of a batch on the device, [B, L, H] each: the taps in order, then the
+        final one.
+        """
+        try:
+            self._target.body(input_ids=padded.input_ids, use_cache=False)
+            caught = self._taps.take()
+        finally:
+            self._taps.clear()
+        return [caught[at] for at in self._order]
+
+    def forget(self) -> None:
+        """Drop what a forward outside `states` left in the hooks."""
+        self._taps.clear()
+
+    @torch.inference_mode()
+    def run(
+        self,
+        rows: np.ndarray,
+        ids: list[np.ndarray],
+        masks: list[np.ndarray],
+        still_working: Callable[[], None],
+        examine: Callable[[list[Tensor]], None],
+    ) -> HostBatch:
+        """Forward one batch, let `examine` look at its states [B, L, H], and start its copy. Any error leaves
+        no hook's catch and no buffer behind.
+        """
+        began = self._mark()
+        padded = pad(ids, self._target.device)
+        states = self.states(padded)
+        examine(states)
+        tokens, samples = len(padded.valid), len(ids)
+        size = self._layout.buffer_bytes(tokens, samples)
+        packed = torch.empty(size, dtype=torch.uint8, device=self._target.device) if self._cuda else None
+        if packed is not None:
+            self._pack(states, padded, packed, tokens, samples)
+            states.clear()
+        self.spans += [(began, ended)] if began is not None and (ended := self._mark()) is not None else []
+        host = self._buffers.acquire(still_working)
+        try:
+            if packed is None:
+                self._pack(states, padded, host, tokens, samples)
+            return HostBatch(
+                host, rows, ids, masks, self._copy(packed, host[:size]) if packed is not None else None
+            )
+        except BaseException:
+            self._buffers.give_back(host)
+            raise
+
+    def _pack(self, states: list[Tensor], padded: Padded, buffer: Tensor, tokens: int, samples: int) -> None:
+        """Gather the valid rows of every state into its columns of `buffer`, with the samples'
+        health flags.
+        """
+        views = self._layout.views(buffer, tokens, samples)
+        for index, state in enumerate(states):
+            valid = state.flatten(0, 1).index_select(0, padded.valid)  # [T, H]
+            self._layout.write_state(views, index, valid)
+            # As stored: a sum that float32 holds may be infinite in bf16.
+            stored = self._layout.read_state(views, index)
+            views[FLAGS][:, index] = check_rows(stored, padded.owner, samples)
+
+    def _copy(self, packed: Tensor, host: Tensor) -> torch.cuda.Event:
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream(self._target.device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(packed, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        packed.record_stream(self._stream)  # its memory is not reused before the copy has read it
+        return event
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def busy(spans: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> tuple[float, float]:
+    """Return the seconds from the first forward's begin to the last one's end, and the percent of
+    it without a forward.
+    """
+    if not spans:
+        return 0.0, 0.0
+    torch.cuda.synchronize()
+    total = spans[0][0].elapsed_time(spans[-1][1])
+    return total / 1e3, 100 * (1 - sum(begin.elapsed_time(end) for begin, end in spans) / total)

@@ -414,11 +414,11 @@ def target_weight_bytes(shape: TargetShape, setup: ExtractionSetup) -> int:
     return parameters * dtype_bytes(setup.dtype)
 
 
-# Fused layers (extraction/fast/layers.py) ------------------------------------------------------------------
+# Fused layers (extraction/fused_layers.py) ------------------------------------------------------------------
 # Projections of one input are one tensor there, filled up to whole tiles, and no key is repeated. Their
 # feed-forward holds what transformers' own does.
 
-_TILE = 128  # columns: extraction/fast/merge.py
+_TILE = 128  # columns: extraction/fused_layers.py
 
 
 def fusable(shape: TargetShape, setup: ExtractionSetup, index: int) -> bool:

@@ -133,7 +133,7 @@ def tokens_done(params: StageParams) -> tuple[int, int]:
         return 0, 0
     import polars as pl
 
-    from dflash_lab.extraction.manifest import sealed_parts, shard_folders
+    from dflash_lab.extraction.store import sealed_parts, shard_folders
 
     total = int(pl.scan_parquet(samples, glob=False).select(pl.col("length").sum()).collect().item() or 0)
     parts = (part for folder in shard_folders(store) for part in sealed_parts(folder, []))

@@ -13,10 +13,9 @@ import numpy as np
 from support.extraction_crash_child import PART_GIB
 from support.sample_files import make_samples
 
+from dflash_lab.extraction.checks import rel_l2, verify
 from dflash_lab.extraction.loop import extract
-from dflash_lab.extraction.selftest import rel_l2
 from dflash_lab.extraction.store import open_store
-from dflash_lab.extraction.verify import verify
 
 KILLS = 20
 

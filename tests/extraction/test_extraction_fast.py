@@ -11,11 +11,9 @@ import torch
 from torch import nn
 
 from dflash_lab.errors import InputError
-from dflash_lab.extraction.fast import apply as apply_module
-from dflash_lab.extraction.fast.apply import speed_up
-from dflash_lab.extraction.fast.layers import FusedLayer, NotUnderstood, read_norm
-from dflash_lab.extraction.fast.ops import reference_ops
-from dflash_lab.extraction.selftest import rel_l2
+from dflash_lab.extraction import fused_layers as apply_module
+from dflash_lab.extraction.checks import rel_l2
+from dflash_lab.extraction.fused_layers import FusedLayer, NotUnderstood, read_norm, reference_ops, speed_up
 from dflash_lab.models.hooks import Taps
 from dflash_lab.models.load import Target, load_target
 from dflash_lab.models.spans import SLIDING, Span

@@ -21,18 +21,15 @@ from support.sample_files import TAP_IDS, make_samples
 
 from dflash_lab import files
 from dflash_lab.data.batching import plan_batches
-from dflash_lab.extraction import capture as capture_module
+from dflash_lab.extraction import checks as selftest_module
 from dflash_lab.extraction import loop as loop_module
-from dflash_lab.extraction import run as run_module
-from dflash_lab.extraction import selftest as selftest_module
+from dflash_lab.extraction import loop as run_module
+from dflash_lab.extraction import writer as capture_module
 from dflash_lab.extraction import writer as writer_module
-from dflash_lab.extraction.loop import extract
-from dflash_lab.extraction.manifest import read_lines, shard_folders
+from dflash_lab.extraction.checks import SelfTest, SelfTestError, discard, rel_l2, verify
+from dflash_lab.extraction.loop import QuarantineError, extract
 from dflash_lab.extraction.oom import DeviceLost, MemoryShort
-from dflash_lab.extraction.report import QuarantineError
-from dflash_lab.extraction.selftest import SelfTest, SelfTestError, rel_l2
-from dflash_lab.extraction.store import open_store
-from dflash_lab.extraction.verify import discard, verify
+from dflash_lab.extraction.store import open_store, read_lines, shard_folders
 from dflash_lab.models.load import Target
 
 LENGTHS = [int(length) for length in np.random.default_rng(3).integers(2, 90, 70)]

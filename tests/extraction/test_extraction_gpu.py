@@ -11,14 +11,11 @@ import torch
 from support.sample_files import make_samples
 from support.tiny_targets import build_tiny
 
-from dflash_lab.extraction.fast import reference
-from dflash_lab.extraction.fast.apply import skip_tuning, speed_up
-from dflash_lab.extraction.fast.layers import FusedLayer
-from dflash_lab.extraction.fast.ops import reference_ops, triton_ops
+from dflash_lab.extraction import fused_reference
+from dflash_lab.extraction.checks import rel_l2, verify
+from dflash_lab.extraction.fused_layers import FusedLayer, reference_ops, skip_tuning, speed_up, triton_ops
 from dflash_lab.extraction.loop import extract
-from dflash_lab.extraction.selftest import rel_l2
 from dflash_lab.extraction.store import open_store
-from dflash_lab.extraction.verify import verify
 from dflash_lab.models.hooks import Taps
 from dflash_lab.models.load import load_target
 
@@ -52,13 +49,13 @@ def draw(request: pytest.FixtureRequest):
 
 
 def kernels_sequence():
-    from dflash_lab.extraction.fast import kernels_sequence
+    from dflash_lab.extraction import kernels
 
-    return kernels_sequence
+    return kernels
 
 
 def both(name: str, *args, limit: float) -> None:
-    found, wanted = getattr(triton_ops(), name)(*args), getattr(reference, name)(*args)
+    found, wanted = getattr(triton_ops(), name)(*args), getattr(fused_reference, name)(*args)
     for one, other in zip(
         found if isinstance(found, tuple) else [found], wanted if isinstance(wanted, tuple) else [wanted]
     ):
@@ -86,10 +83,10 @@ def test_convolution_equals_its_reference(draw, normalise: bool) -> None:
 
 def test_gates_equal_their_reference(draw) -> None:
     rows = draw(BATCH * LENGTH, COLUMNS)
-    gates = reference.Gates(7, 31, draw(VALUE_HEADS).float(), 20 * draw(VALUE_HEADS).float())
+    gates = fused_reference.Gates(7, 31, draw(VALUE_HEADS).float(), 20 * draw(VALUE_HEADS).float())
     for chunk in (1, 64):
-        found = kernels_sequence().delta_gates(rows, gates, BATCH, chunk)
-        for one, other in zip(found, reference.delta_gates(rows, gates, BATCH, chunk)):
+        found = kernels().delta_gates(rows, gates, BATCH, chunk)
+        for one, other in zip(found, fused_reference.delta_gates(rows, gates, BATCH, chunk)):
             assert rel_l2(one, other) <= 1e-5
     mixed = draw(BATCH, LENGTH, VALUE_HEADS, WIDTH)
     both("gated_rms_norm", mixed, rows, 128, draw(WIDTH), 1e-6, limit=draw.limit)
@@ -119,10 +116,13 @@ def delta_rule_equals(length: int) -> None:
         torch.nn.functional.normalize(make(2, length, KEY_HEADS, WIDTH), dim=-1).bfloat16() for _ in range(2)
     )
     v, rows = make(2, length, VALUE_HEADS, WIDTH).bfloat16(), make(2 * length, 2 * VALUE_HEADS).bfloat16()
-    gates = reference.Gates(0, VALUE_HEADS, make(VALUE_HEADS), make(VALUE_HEADS))
-    found, wanted = triton_ops().delta_rule(q, k, v, rows, gates), reference.delta_rule(q, k, v, rows, gates)
+    gates = fused_reference.Gates(0, VALUE_HEADS, make(VALUE_HEADS), make(VALUE_HEADS))
+    found, wanted = (
+        triton_ops().delta_rule(q, k, v, rows, gates),
+        fused_reference.delta_rule(q, k, v, rows, gates),
+    )
     assert rel_l2(found, wanted) <= 1e-2
-    from dflash_lab.extraction.fast.delta_rule import _by_entry_point
+    from dflash_lab.extraction.kernels import _by_entry_point
 
     assert rel_l2(_by_entry_point(q, k, v, rows, gates), wanted) <= 1e-2
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from support.extraction_faults import MEMORY_ERRORS, memory_error
 
-from dflash_lab.extraction.budget import PATIENCE, BucketBudgets
-from dflash_lab.extraction.oom import classify
+from dflash_lab.extraction.oom import PATIENCE, BucketBudgets, classify
 from dflash_lab.release import release
 
 DEAD = [

@@ -15,15 +15,11 @@ from support.sample_files import make_samples
 from support.tiny_targets import build_tiny
 
 from dflash_lab.errors import InputError, StoreError
-from dflash_lab.extraction import capture as capture_module
-from dflash_lab.extraction.capture import Capture, pad
-from dflash_lab.extraction.codecs import CODECS
-from dflash_lab.extraction.layout import Layout
+from dflash_lab.extraction import writer as capture_module
+from dflash_lab.extraction.checks import Comparison, SelfTestError, rel_l2
 from dflash_lab.extraction.loop import extract
-from dflash_lab.extraction.manifest import read_lines
-from dflash_lab.extraction.selftest import Comparison, SelfTestError, rel_l2
-from dflash_lab.extraction.store import open_store
-from dflash_lab.extraction.writer import HostBuffers
+from dflash_lab.extraction.store import CODECS, Layout, open_store, read_lines
+from dflash_lab.extraction.writer import Capture, HostBuffers, pad
 from dflash_lab.models.load import Target, load_target
 
 KINDS = ("llama", "qwen3", "qwen3_5", "qwen3_moe", "qwen3_5_moe", "qwen3_5_wrapped")
@@ -146,10 +142,10 @@ def wrong_side(ids: list[np.ndarray], device: torch.device) -> capture_module.Pa
 
 
 def test_the_self_test_stops_a_run_with_wrong_padding(tiny, tmp_path: Path, monkeypatch) -> None:
-    from dflash_lab.extraction import selftest
+    from dflash_lab.extraction import checks
 
     samples = make_samples(tmp_path / "s.parquet", LENGTHS)
-    monkeypatch.setattr(selftest, "pad", wrong_side)
+    monkeypatch.setattr(checks, "pad", wrong_side)
     with pytest.raises(SelfTestError, match="batched states differ"):
         extract(tiny("qwen3_5"), samples, tmp_path / "store", tap_ids=LAYERS, token_budget=500, max_batch=4)
     with pytest.raises(InputError, match="no sample yet"):
@@ -179,7 +175,7 @@ def near_ties(target: Target):
 
 
 def test_a_target_that_rounding_alone_moves_far_is_no_fault(tiny, tmp_path: Path, monkeypatch) -> None:
-    from dflash_lab.extraction import selftest
+    from dflash_lab.extraction import checks
 
     samples = make_samples(tmp_path / "s.parquet", LENGTHS)
     plan = dict(tap_ids=[1, 4], token_budget=500, max_batch=4)
@@ -189,7 +185,7 @@ def test_a_target_that_rounding_alone_moves_far_is_no_fault(tiny, tmp_path: Path
         fixed = [2e-5 * (layer + 1) ** 0.5 for layer in (1, 4)]
         assert test["batched_error"][0] < fixed[0] == test["tolerance"][0]
         assert 5 * fixed[1] < test["batched_error"][1] < test["tolerance"][1] < 0.2
-        monkeypatch.setattr(selftest, "pad", wrong_side)
+        monkeypatch.setattr(checks, "pad", wrong_side)
         with pytest.raises(SelfTestError, match="layer 4: batched states differ"):
             extract(tiny("llama"), samples, tmp_path / "wrong", **plan)
 

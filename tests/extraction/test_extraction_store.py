@@ -16,12 +16,10 @@ from support.sample_files import TAP_IDS, make_samples
 from dflash_lab import files
 from dflash_lab.data.samples import content_hash
 from dflash_lab.errors import InputError, StoreError
-from dflash_lab.extraction import manifest as manifests
-from dflash_lab.extraction.lock import shard_lock
-from dflash_lab.extraction.loop import extract
-from dflash_lab.extraction.parts import write_part
-from dflash_lab.extraction.store import open_store
-from dflash_lab.extraction.verify import discard, verify
+from dflash_lab.extraction import store as manifests
+from dflash_lab.extraction.checks import discard, verify
+from dflash_lab.extraction.loop import extract, shard_lock
+from dflash_lab.extraction.store import open_store, write_part
 
 LENGTHS = [60, 50, 40, 30, 20, 10, 55, 45, 35, 25]
 PLAN = {"tap_ids": TAP_IDS, "token_budget": 120, "max_batch": 8, "part_gib": 0.00004}

@@ -6,7 +6,7 @@ from support.fake_memory.extraction import count_extraction
 from support.fake_memory.training import count_training
 
 from dflash_lab.drafter.config import DrafterConfig
-from dflash_lab.extraction.fast.apply import speed_up
+from dflash_lab.extraction.fused_layers import speed_up
 from dflash_lab.memory import measure
 from dflash_lab.memory.account import extraction_account
 from dflash_lab.memory.crash import requested_bytes

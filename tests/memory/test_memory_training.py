@@ -295,8 +295,8 @@ def test_options_that_cannot_be_are_refused():
 def test_what_the_formulas_take_from_the_code_is_what_stands_there():
     """The accounts import no torch, so they repeat two numbers."""
     from dflash_lab.drafter import optimizer
-    from dflash_lab.extraction.fast import merge
+    from dflash_lab.extraction import fused_layers
     from dflash_lab.memory import account, training
 
     assert training.MUON_ELEMENTS == optimizer.MUON_ELEMENTS
-    assert account._TILE == merge._ROWS
+    assert account._TILE == fused_layers._ROWS

@@ -167,8 +167,8 @@ def test_dataset_stats_counts_the_same_samples(run):
 
 
 def test_both_shards_together_store_every_sample_once(run):
+    from dflash_lab.extraction.checks import verify
     from dflash_lab.extraction.store import open_store
-    from dflash_lab.extraction.verify import verify
 
     store = open_store(run.folder / "store")
     samples = pl.read_parquet(run.folder / "samples.parquet")

@@ -23,7 +23,7 @@ torch.set_num_threads(1)  # no thread pool may exist before a fork
 
 from dflash_lab import files  # noqa: E402
 from dflash_lab.extraction import loop as loop_module  # noqa: E402
-from dflash_lab.extraction.capture import Capture  # noqa: E402
+from dflash_lab.extraction.writer import Capture  # noqa: E402
 from dflash_lab.models.load import load_target  # noqa: E402
 
 PART_GIB = 0.0001  # 559 tokens: three buffers of a batch and two parts of up to 100 each

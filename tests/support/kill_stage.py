@@ -27,8 +27,8 @@ from test_notebooks_headless import TINY, conversations  # noqa: E402
 
 from dflash_lab.data.samples import read_provenance, read_samples  # noqa: E402
 from dflash_lab.drafter.checkpoint import load_checkpoint  # noqa: E402
+from dflash_lab.extraction.checks import verify  # noqa: E402
 from dflash_lab.extraction.store import open_store  # noqa: E402
-from dflash_lab.extraction.verify import verify  # noqa: E402
 from dflash_lab.files import read_json  # noqa: E402
 from dflash_lab.workbench.params import StageParams  # noqa: E402
 from dflash_lab.workbench.registry import params_class, result_class  # noqa: E402

@@ -15,7 +15,7 @@ from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.crew import WorkerFailed
 from dflash_lab.errors import InputError, StoreError
-from dflash_lab.extraction.fast import apply
+from dflash_lab.extraction import fused_layers
 from dflash_lab.files import read_json
 from dflash_lab.memory import crash, gate, planner
 from dflash_lab.memory.gate import DoesNotFit, NotPredicted
@@ -290,7 +290,9 @@ def test_layers_that_stay_plain_are_asked_for_again_with_the_memory_there_was(ex
         return ask_extraction(*args, **options)
 
     monkeypatch.setattr(clearance, "ask_extraction", ask)
-    monkeypatch.setattr(apply, "speed_up", lambda *_: apply.FastPath("triton", plain={0: "not understood"}))
+    monkeypatch.setattr(
+        fused_layers, "speed_up", lambda *_: fused_layers.FastPath("triton", plain={0: "not understood"})
+    )
     execute(extraction())
     assert [options.get("plain_layers") for options in asked] == [None, [0]]
     assert asked[1]["budget_gib"] > 0

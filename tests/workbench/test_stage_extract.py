@@ -16,12 +16,10 @@ import torch
 
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.errors import InputError
-from dflash_lab.extraction import preflight as preflight_module
-from dflash_lab.extraction.manifest import trial_of
-from dflash_lab.extraction.report import QuarantineError
-from dflash_lab.extraction.shard import drawn, read_index
-from dflash_lab.extraction.store import open_store
-from dflash_lab.extraction.verify import discard, verify
+from dflash_lab.extraction import checks as preflight_module
+from dflash_lab.extraction.checks import discard, verify
+from dflash_lab.extraction.loop import QuarantineError, drawn, read_index
+from dflash_lab.extraction.store import open_store, trial_of
 from dflash_lab.files import read_json
 from dflash_lab.workbench.closing import closing_figures
 from dflash_lab.workbench.figures import extract as figures
@@ -123,16 +121,16 @@ def test_what_is_lost_of_a_finished_store_is_redone_by_the_same_command(params, 
 def test_a_quarantined_sample_fails_the_stage_after_everything_is_sealed(
     params: Callable[..., ExtractParams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dflash_lab.extraction import capture
+    from dflash_lab.extraction import writer
 
-    real = capture.check_rows
+    real = writer.check_rows
 
     def one_bad(states: torch.Tensor, owner: torch.Tensor, samples: int) -> torch.Tensor:
         found = real(states, owner, samples)
         lengths = torch.bincount(owner, minlength=samples)
         return torch.where(lengths == 31, torch.full_like(found, 4), found)
 
-    monkeypatch.setattr(capture, "check_rows", one_bad)
+    monkeypatch.setattr(writer, "check_rows", one_bad)
     with pytest.raises(QuarantineError, match=r"s2 \(31 tokens\): NaN row in tap 1, tap 3, tap 5"):
         execute(params())
     assert len(open_store(params().store_path)) == len(LENGTHS) - 1

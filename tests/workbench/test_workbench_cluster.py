@@ -65,8 +65,8 @@ def test_a_killed_workers_shard_goes_on_and_every_sample_is_stored_once(run: Pat
     """The worker is killed, with its notebook running, once the first shard has begun."""
     from distributed import Client
 
+    from dflash_lab.extraction.checks import verify
     from dflash_lab.extraction.store import open_store
-    from dflash_lab.extraction.verify import verify
 
     killed, seen = [], []
     store = read_params(run).store_path

@@ -250,7 +250,7 @@ def test_where_both_stores_do_not_fit_that_is_said_first(workspace, monkeypatch)
     import collections
 
     Usage = collections.namedtuple("Usage", "free")
-    monkeypatch.setattr("dflash_lab.extraction.preflight.shutil.disk_usage", lambda path: Usage(1000))
+    monkeypatch.setattr("dflash_lab.extraction.checks.shutil.disk_usage", lambda path: Usage(1000))
     with pytest.raises(
         InputError, match=r"runs/mine/store \(.* GiB\), stays until this one is whole, and both"
     ):

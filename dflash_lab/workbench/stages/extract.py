@@ -17,7 +17,7 @@ import polars as pl
 
 from dflash_lab import files
 from dflash_lab.errors import InputError
-from dflash_lab.extraction import manifest as manifests
+from dflash_lab.extraction import store as manifests
 from dflash_lab.workbench.finished import FAILURE, RESULT
 from dflash_lab.workbench.lock import LOCK
 from dflash_lab.workbench.params import BROKEN, StageParams, param
@@ -240,10 +240,9 @@ class ExtractResult:
 
 def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
     """Extract one shard and seal it; raises `QuarantineError` at the end if samples could not be stored."""
-    from dflash_lab.extraction.fast.apply import speed_up
-    from dflash_lab.extraction.loop import extract
-    from dflash_lab.extraction.preflight import preflight
-    from dflash_lab.extraction.shard import drawn, read_index
+    from dflash_lab.extraction.checks import preflight
+    from dflash_lab.extraction.fused_layers import speed_up
+    from dflash_lab.extraction.loop import drawn, extract, read_index
     from dflash_lab.memory.gate import Clearance, explained
     from dflash_lab.models.hooks import default_tap_ids
     from dflash_lab.models.load import choose_device, load_target
@@ -349,9 +348,8 @@ def _store_to_fill(params: ExtractParams, config: Any, tap_ids: list[int], sampl
 
     `StoreError` names the differences where nobody asked for that (`force`). Asked before weights are read.
     """
-    from dflash_lab.extraction.codecs import find_codec
-    from dflash_lab.extraction.layout import Layout
     from dflash_lab.extraction.loop import store_identity
+    from dflash_lab.extraction.store import Layout, find_codec
     from dflash_lab.models.load import choose_dtype
     from dflash_lab.models.source import identify, resolve
 
@@ -379,7 +377,7 @@ def _store_to_fill(params: ExtractParams, config: Any, tap_ids: list[int], sampl
 
 def _give_up_new_store(params: ExtractParams) -> None:
     """Remove a store that was to replace another and was never finished, with the results of its shards."""
-    from dflash_lab.extraction.lock import shard_lock
+    from dflash_lab.extraction.loop import shard_lock
 
     if not params.new_store.exists():
         return

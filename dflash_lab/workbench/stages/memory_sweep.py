@@ -297,7 +297,7 @@ def measure_points(
     """
     from dataclasses import replace
 
-    from dflash_lab.extraction.fast.apply import skip_tuning, speed_up
+    from dflash_lab.extraction.fused_layers import skip_tuning, speed_up
     from dflash_lab.memory.crash import requested_bytes
     from dflash_lab.memory.measure import attempt, measure_extraction
     from dflash_lab.models.load import load_target

@@ -89,7 +89,7 @@ def headline(
     """The figures of a finished run on `items` (store or samples), with what its processes left of memory and
     rates, and in a sentence what they amount to.
     """
-    from dflash_lab.extraction.manifest import trial_of
+    from dflash_lab.extraction.store import trial_of
     from dflash_lab.workbench.judgement import of_training
     from dflash_lab.workbench.stages.train_here import MEMORY
     from dflash_lab.workbench.train_pipeline import SUMMARY

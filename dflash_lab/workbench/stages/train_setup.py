@@ -68,7 +68,7 @@ def open_live(params: TrainDrafterParams, device: torch.device) -> LiveItems:
 
     target = load_target(params.target, device=device, dtype=params.dtype, seed=params.seed)
     if target.is_hybrid:
-        from dflash_lab.extraction.fast.apply import speed_up
+        from dflash_lab.extraction.fused_layers import speed_up
 
         speed_up(target, "auto")
     return LiveItems(
@@ -114,8 +114,8 @@ def open_bare(params: TrainDrafterParams) -> States:
 
 def check_states(params: TrainDrafterParams, progress: ProgressCallback | None) -> None:
     """Tell what is wrong with the store or the samples; a store's bytes are read where that is wanted."""
-    from dflash_lab.extraction.checked import check_parts
-    from dflash_lab.extraction.manifest import trial_of
+    from dflash_lab.extraction.checks import check_parts
+    from dflash_lab.extraction.store import trial_of
 
     states = open_bare(params)
     if params.source != "store":

@@ -14,9 +14,9 @@ import torch
 from support.fake_memory.tracker import LabelledTensors
 from torch import Tensor
 
-from dflash_lab.extraction.fast import layers
-from dflash_lab.extraction.fast.ops import Ops
-from dflash_lab.extraction.fast.reference import Gates
+from dflash_lab.extraction import fused_layers
+from dflash_lab.extraction.fused_layers import Ops
+from dflash_lab.extraction.fused_reference import Gates
 from dflash_lab.memory.shapes import CHUNK
 
 
@@ -102,20 +102,20 @@ def fuse(model: Any, tracker: LabelledTensors, *, plain: Sequence[int] = ()) -> 
     """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    def norm(module: Any, name: str) -> layers.Norm:
-        return layers.Norm(module.weight.detach(), 1e-6, 0.0)
+    def norm(module: Any, name: str) -> fused_layers.Norm:
+        return fused_layers.Norm(module.weight.detach(), 1e-6, 0.0)
 
     body = getattr(model, "model", model)
-    with unset_fake_temporarily(), mock.patch.object(layers, "read_norm", norm), torch.no_grad():
+    with unset_fake_temporarily(), mock.patch.object(fused_layers, "read_norm", norm), torch.no_grad():
         for place, layer in enumerate(body.layers):
             if place in plain:
                 continue
             try:
-                fused: Any = layers.FusedLayer(layer, COUNTING)
-            except layers.NotUnderstood:
+                fused: Any = fused_layers.FusedLayer(layer, COUNTING)
+            except fused_layers.NotUnderstood:
                 continue
             fused.prepare()
-            linear = isinstance(fused._mixer, layers.FusedDeltaNet)
+            linear = isinstance(fused._mixer, fused_layers.FusedDeltaNet)
             fused._mixer = _Labelled(fused._mixer, "gated delta net" if linear else "attention", tracker)
             fused._mlp = _Labelled(fused._mlp, "MLP", tracker)
             layer.forward = fused
