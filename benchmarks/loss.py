@@ -27,9 +27,8 @@ import torch
 from result_file import read_result, told
 from torch import Tensor
 
-from dflash_lab.drafter.loss.config import LossConfig
-from dflash_lab.drafter.loss.fused import fused_draft_loss
-from dflash_lab.drafter.loss.plan import ChunkPlan
+from dflash_lab.drafter.loss import ChunkPlan, fused_draft_loss
+from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.files import write_json
 from dflash_lab.provenance import provenance
 

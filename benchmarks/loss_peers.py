@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dflash_lab.drafter.loss.config import LossConfig
+from dflash_lab.drafter.loss_terms import LossConfig
 
 if TYPE_CHECKING:
     from loss import Inputs

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from training import large_case, measure, new_trainer, random_head
 
 from dflash_lab import files
-from dflash_lab.drafter.feed import feed, prefetch
-from dflash_lab.drafter.loss.config import LossConfig
-from dflash_lab.drafter.loss.fused import fused_draft_loss
-from dflash_lab.drafter.loss.shard import VocabShard
-from dflash_lab.drafter.parallel import Single, join
+from dflash_lab.drafter.distributed import Single, join
+from dflash_lab.drafter.loss import VocabShard, fused_draft_loss
+from dflash_lab.drafter.loss_terms import LossConfig
+from dflash_lab.drafter.rows import feed, prefetch
 from dflash_lab.drafter.train import Trainer
 
 

@@ -34,9 +34,9 @@ from result_file import told
 from dflash_lab import files, provenance
 from dflash_lab.data.lengths import synthetic_lengths
 from dflash_lab.data.samples import Sample, write_samples
-from dflash_lab.drafter.crew import Job, run_crew
 from dflash_lab.drafter.live import SampleItems
 from dflash_lab.drafter.pipeline import summary
+from dflash_lab.drafter.workers import Job, run_crew
 from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 from dflash_lab.workbench.train_pipeline import DIARY, train_pipeline
 
@@ -183,8 +183,8 @@ def new_trainer(params: TrainDrafterParams, items: Any, device: Any) -> Any:
     """The training loop of a run, before its first step."""
     import torch
 
+    from dflash_lab.drafter.distributed import Single
     from dflash_lab.drafter.model import Drafter
-    from dflash_lab.drafter.parallel import Single
     from dflash_lab.drafter.train import Trainer
     from dflash_lab.workbench.stages.train_setup import drafter_config, load_ends, train_settings
 
@@ -203,7 +203,7 @@ def new_trainer(params: TrainDrafterParams, items: Any, device: Any) -> Any:
 
 def steps_ms(trainer: Any, steps: int) -> float:
     """Milliseconds of a step, the mean of `steps` after `WARM` others."""
-    from dflash_lab.drafter.feed import feed, prefetch
+    from dflash_lab.drafter.rows import feed, prefetch
 
     with contextlib.closing(prefetch(feed(trainer.stream(), trainer.device))) as stream:
         for _ in range(WARM):

@@ -35,13 +35,13 @@ from dflash_lab.acceptance.decode import Decoded, decode, plain_decode
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.checkpoint import save_checkpoint
 from dflash_lab.drafter.config import DrafterConfig
+from dflash_lab.drafter.formats import export_speculators
 from dflash_lab.drafter.journal import read_journal
 from dflash_lab.drafter.live import LiveItems
-from dflash_lab.drafter.loss.config import LossConfig
+from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.drafter.optimizer import OptimizerConfig
-from dflash_lab.drafter.settings import TrainSettings
-from dflash_lab.drafter.speculators import export_speculators
+from dflash_lab.drafter.objective import TrainSettings
+from dflash_lab.drafter.optim import OptimizerConfig
 from dflash_lab.drafter.train import train
 from dflash_lab.errors import UnsupportedTarget
 from dflash_lab.extraction.loop import extract

@@ -41,15 +41,14 @@ from result_file import made_of, read_result, told
 from torch import Tensor
 
 from dflash_lab import files
-from dflash_lab.drafter.attention_tiles import key_bounds
+from dflash_lab.drafter.attention import key_bounds
 from dflash_lab.drafter.config import DrafterConfig
-from dflash_lab.drafter.feed import feed, prefetch
-from dflash_lab.drafter.loss.config import LossConfig
+from dflash_lab.drafter.distributed import Single
+from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.drafter.model import Drafter, RMSNorm
-from dflash_lab.drafter.optimizer import OptimizerConfig
-from dflash_lab.drafter.parallel import Single
-from dflash_lab.drafter.rows import Row
-from dflash_lab.drafter.settings import TrainSettings
+from dflash_lab.drafter.objective import TrainSettings
+from dflash_lab.drafter.optim import OptimizerConfig
+from dflash_lab.drafter.rows import Row, feed, prefetch
 from dflash_lab.drafter.train import Trainer
 from dflash_lab.extraction.store import open_store
 from dflash_lab.models.load import TargetHead

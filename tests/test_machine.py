@@ -124,11 +124,11 @@ def test_a_system_without_these_files_gives_its_own_counts(tmp_path, monkeypatch
 
 def test_the_budget_of_a_cpu_and_the_chunks_of_the_loss_are_what_a_container_leaves(monkeypatch):
     from dflash_lab import machine
-    from dflash_lab.drafter.loss import plan
+    from dflash_lab.drafter import loss
 
-    for module in (plan, machine):
+    for module in (loss, machine):
         monkeypatch.setattr(module, "available_memory", lambda: 3 * GIB)
-    assert device_budget_gib("cpu") == 3.0 and plan.free_bytes(torch.device("cpu")) == 3 * GIB
+    assert device_budget_gib("cpu") == 3.0 and loss.free_bytes(torch.device("cpu")) == 3 * GIB
 
 
 def test_no_other_place_asks_the_machine():

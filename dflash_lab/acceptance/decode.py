@@ -28,8 +28,7 @@ from dflash_lab.acceptance.tree import (
     marginal_edges,
     with_chain,
 )
-from dflash_lab.drafter.cache import DraftCache
-from dflash_lab.drafter.model import Drafter
+from dflash_lab.drafter.model import DraftCache, Drafter
 from dflash_lab.errors import InputError, UnsupportedTarget
 from dflash_lab.models.generate import check_temperature, choose, draw
 from dflash_lab.models.hooks import Taps

@@ -22,9 +22,8 @@ from dflash_lab.acceptance.settings import EvaluationSettings
 from dflash_lab.acceptance.tree import accepted_by_budget
 from dflash_lab.data.samples import FeatureItem, provenance_path, read_provenance, scan_samples
 from dflash_lab.drafter.attention import row_layout
-from dflash_lab.drafter.cache import DraftCache
 from dflash_lab.drafter.live import SampleItems
-from dflash_lab.drafter.model import Drafter
+from dflash_lab.drafter.model import DraftCache, Drafter
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.store import FeatureStore, open_store, trial_of
 from dflash_lab.models.hooks import Taps

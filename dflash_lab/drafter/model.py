@@ -1,19 +1,10 @@
-"""The DFlash drafter: a few Qwen3-like layers that read the target's hidden states and fill a block of masked
-slots.
-
-Tapped target states (K layers, concatenated) are fused once, `ctx = hidden_norm(fc(taps))`, and every layer
-turns the same ctx into keys and values with the projections it uses for the block itself ("K/V injection");
-ctx is never updated and has no queries. The block [anchor, MASK x (B-1)] enters as rows of the target's
-embedding and leaves through the target's head, both frozen and not stored here. Slot k predicts the token AT
-its own position a + k.
-
-Tensor names are those of the released checkpoints (3 + 11 a layer). Shapes: S context tokens, A blocks, B
-slots, H hidden, K taps, nq/nkv query/key heads, d head dimension.
-"""
+"""The drafter: block-parallel layers over target states, and their cache in decoding."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -21,9 +12,101 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dflash_lab.drafter.attention import Attend, BlockLayout, make_attends
+from dflash_lab.drafter.attention import Attend, BlockLayout, dense_attend, make_attends, next_block
 from dflash_lab.drafter.config import DrafterConfig
-from dflash_lab.drafter.second import CandidateSelector, GroupedDynamicCausalConv
+from dflash_lab.errors import InputError
+
+# ----------------------------------------------------------------------------------------------------
+# What DFlash 2 adds: slots talk to their left neighbours twice a layer, and drafted tokens are chosen in
+# order.
+#
+# The convolution is causal over the slots of one block (never across blocks, never over context), with a
+# kernel that is a learned base plus a part computed from the input for each group of channels. The selector
+# rescores the top candidates of a slot given the token chosen before it, with a rank-r bilinear form
+# between two token codebooks.
+
+
+def convolve(x: Tensor, delta: Tensor, base: Tensor) -> Tensor:
+    """y[i, c] = sum over t of (base[t, c] + delta[i, t, c // g]) * x[i - t, c]; terms before slot 0 are zero.
+
+    x [A, B, H], delta [A, B, taps, H/g], base [taps, H] -> [A, B, H].
+    """
+    groups = delta.shape[-1]
+    x = x.unflatten(-1, (groups, -1))  # [A, B, H/g, g]
+    total = torch.zeros_like(x)
+    for t in range(base.shape[0]):
+        shifted = F.pad(x[:, : x.shape[1] - t], (0, 0, 0, 0, t, 0)) if t else x
+        kernel = base[t].view(groups, -1).to(x.dtype) + delta[:, :, t, :, None]
+        total = total + kernel * shifted
+    return total.flatten(-2)
+
+
+class GroupedDynamicCausalConv(nn.Module):
+    """A pair of convolutions around a sublayer: `enter` before it, `leave` after it, kernels from one
+    projection.
+    """
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.groups = config.hidden_size // config.conv_group_size
+        self.base_kernel = nn.Parameter(torch.zeros(2, config.conv_kernel_size, config.hidden_size))
+        self.kernel_projection = nn.Linear(
+            config.hidden_size, 2 * config.conv_kernel_size * self.groups, bias=False
+        )
+
+    def enter(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [A, B, H] -> its convolution and the kernel part for `leave` (both from the unconvolved x)."""
+        delta = self.kernel_projection(x).unflatten(-1, (2, -1, self.groups))
+        return convolve(x, delta[..., 0, :, :], self.base_kernel[0]), delta[..., 1, :, :]
+
+    def leave(self, x: Tensor, delta: Tensor) -> Tensor:
+        """Convolve the sublayer's output with the second kernel."""
+        return convolve(x, delta, self.base_kernel[1])
+
+
+class CandidateSelector(nn.Module):
+    """score(c) = unary[c] + sum_r P[previous]_r (W h)_r S[c]_r over the top candidates of a slot."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.top_k = config.selector_top_k
+        self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.selector_rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.selector_rank))
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+
+    def scores(self, unary: Tensor, candidates: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
+        """unary and candidates [..., k], hidden [..., H], previous token ids [...] -> scores [..., k]."""
+        query = self.predecessor_codebook[previous] * self.hidden_projection(hidden)
+        return unary + torch.einsum("...r,...kr->...k", query, self.successor_codebook[candidates])
+
+    def select(self, hidden: Tensor, logits: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Walk the slots from the anchor, greedily: hidden [A, L, H], logits [A, L, V], anchor [A].
+
+        Returns tokens [A, L], candidates [A, L, k] and the scores [A, L, k] they were chosen by.
+        """
+        unary, candidates = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1)
+        previous, tokens, scores = anchor, [], []
+        for slot in range(hidden.shape[1]):
+            score = self.scores(unary[:, slot], candidates[:, slot], hidden[:, slot], previous)
+            previous = candidates[:, slot].gather(-1, score.argmax(-1, keepdim=True))[:, 0]
+            tokens.append(previous)
+            scores.append(score)
+        return torch.stack(tokens, 1), candidates, torch.stack(scores, 1)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The DFlash drafter: a few Qwen3-like layers that read the target's hidden states and fill a block of
+# masked slots.
+#
+# Tapped target states (K layers, concatenated) are fused once, `ctx = hidden_norm(fc(taps))`, and every
+# layer turns the same ctx into keys and values with the projections it uses for the block itself ("K/V
+# injection"); ctx is never updated and has no queries. The block [anchor, MASK x (B-1)] enters as rows of
+# the target's embedding and leaves through the target's head, both frozen and not stored here. Slot k
+# predicts the token AT its own position a + k.
+#
+# Tensor names are those of the released checkpoints (3 + 11 a layer). Shapes: S context tokens, A blocks, B
+# slots, H hidden, K taps, nq/nkv query/key heads, d head dimension.
+
 
 Rope = tuple[Tensor, Tensor]  # cos, sin [..., d]
 
@@ -264,3 +347,89 @@ class Drafter(nn.Module):
         if (cap := self.config.final_logit_softcapping) > 0:
             logits = torch.tanh(logits / cap) * cap
         return logits
+
+
+# ----------------------------------------------------------------------------------------------------
+# The drafter's memory in decoding: context keys and values of every layer, and nothing of past blocks.
+# Block keys and values live for one call, so a rejected draft leaves nothing behind.
+
+
+def run_blocks(
+    drafter: Drafter,
+    embeddings: Tensor,
+    layout: BlockLayout,
+    contexts: Iterable[ContextKeys],
+    visible_shift: int = 0,
+) -> Tensor:
+    """Hidden states [A, B, H] of blocks, from raw embedding rows [A, B, H] and each layer's context keys.
+
+    visible_shift: let blocks see that many more context positions than those before their anchor, and stand
+    where they stood (a diagnosis).
+    """
+    attends = dense_attend(
+        replace(layout, anchors=layout.anchors + visible_shift) if visible_shift else layout
+    )
+    h = drafter.scaled(embeddings).to(drafter.fc.weight.dtype)
+    angles = drafter.angles(layout.slot_positions, h.dtype)
+    for layer, context in zip(drafter.blocks(), contexts, strict=True):
+        h = layer(h, angles, context, attends(layer.mask))
+    return drafter.norm(h)
+
+
+class DraftCache:
+    """Context of one sequence for one drafter; `length` positions 0 .. length-1 are in it.
+
+    A verify round commits some positions and brings their tapped states; `extend` appends them, `block`
+    drafts after them.
+    """
+
+    def __init__(self, drafter: Drafter, capacity_tokens: int = 256) -> None:
+        config = drafter.config
+        self.drafter = drafter
+        self.length = 0
+        weight = drafter.fc.weight
+        shape = (2, config.num_layers, capacity_tokens, config.num_kv_heads, config.head_dim)
+        self._store = torch.zeros(shape, device=weight.device, dtype=weight.dtype)  # keys, values
+
+    @torch.no_grad()
+    def extend(self, taps: Tensor) -> None:
+        """Append the tapped states [n, K*H] of the next n committed positions."""
+        count = taps.shape[0]
+        self._reserve(self.length + count)
+        ctx = self.drafter.context(taps.to(self._store.dtype))
+        positions = torch.arange(self.length, self.length + count, device=ctx.device)
+        angles = self.drafter.angles(positions, ctx.dtype)
+        for index, layer in enumerate(self.drafter.blocks()):
+            k, v = layer.self_attn.keys_values(ctx, angles)
+            self._store[0, index, self.length : self.length + count] = k
+            self._store[1, index, self.length : self.length + count] = v
+        self.length += count
+
+    def crop(self, length: int) -> None:
+        """Keep positions 0 .. length-1 only."""
+        if not 0 <= length <= self.length:
+            raise InputError(f"crop({length}): the cache holds {self.length} positions.")
+        self.length = length
+
+    @torch.no_grad()
+    def block(self, embeddings: Tensor) -> Tensor:
+        """Hidden states [B, H] of a block whose anchor stands at position `length`; embeddings [B, H] are raw
+        rows.
+        """
+        layout = next_block(self.length, embeddings.shape[0], embeddings.device)
+        return self.blocks(embeddings[None], layout)[0]
+
+    @torch.no_grad()
+    def blocks(self, embeddings: Tensor, layout: BlockLayout, visible_shift: int = 0) -> Tensor:
+        """The same of the blocks of `layout`, [A, B, H]; see `run_blocks`."""
+        keys, values = self._store[:, :, : self.length]
+        return run_blocks(self.drafter, embeddings, layout, map(ContextKeys, keys, values), visible_shift)
+
+    def _reserve(self, length: int) -> None:
+        capacity = self._store.shape[2]
+        if length > capacity:
+            grown = list(self._store.shape)
+            grown[2] = max(length, 2 * capacity)
+            store = self._store.new_zeros(grown)
+            store[:, :, : self.length] = self._store[:, :, : self.length]
+            self._store = store

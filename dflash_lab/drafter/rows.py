@@ -1,28 +1,123 @@
-"""Samples into packed rows: several documents side by side up to a budget of context tokens, with drawn
-anchors.
-
-A source answers `row(epoch, index)` from its parameters alone (no hidden state), so a run resumes at any row,
-and a prefetch thread may work ahead. An item of a feature store is read with its states; `Unfilled` items
-have none, and the loop asks for them once the row is on its device.
-"""
+"""Training rows: anchors drawn, samples packed, rows carried to the device ahead of their step."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from dflash_lab.data.samples import FeatureItem
-from dflash_lab.drafter.anchors import draw_anchors, seeded, slot_labels, valid_anchors
-from dflash_lab.drafter.attention import BlockLayout, Segment
-from dflash_lab.drafter.config import DrafterConfig
+from dflash_lab.drafter.attention import BlockLayout, Segment, block_mask
+from dflash_lab.drafter.config import SLIDING, DrafterConfig
 from dflash_lab.errors import InputError
+
+# ----------------------------------------------------------------------------------------------------
+# Where training blocks start, and which of their slots count.
+#
+# An anchor is what decoding would start a block from: a response token whose next token is a response token
+# too. So position a is valid when 1 <= a, a + 1 < L, loss_mask[a] = 1 and loss_mask[a + 1] = 1 (SpecForge's
+# rule; a = 0 has no context). Anchors are shared out over the documents of a row in proportion to their
+# valid positions, drawn without replacement, sorted, and drawn anew each epoch: random anchors train better
+# than fixed ones (paper: tau 5.64 / 4.94).
+#
+# Slot k >= 1 counts while every slot up to it stands on a response token of the same document: what lies
+# behind a gap could never be accepted in one round.
+#
+# A whole row is worked on at once, in numpy: a thread packs rows beside the one that starts the device's
+# kernels, and each of thousands of small operations would stop it on its way.
+
+
+def stream_seed(*parts: int | str) -> int:
+    """A seed for one purpose at one point of a run, such as ("anchors", seed, epoch, row).
+
+    Streams depend on their parts alone, so a resumed run draws what the uninterrupted one drew.
+    """
+    return xxhash.xxh3_64(repr(parts).encode()).intdigest() & (2**63 - 1)
+
+
+def seeded(*parts: int | str) -> torch.Generator:
+    """A CPU generator for `stream_seed` of the same parts."""
+    return torch.Generator().manual_seed(stream_seed(*parts))
+
+
+def valid_anchors(loss_mask: Tensor, starts: np.ndarray | Sequence[int] = (0,)) -> np.ndarray:
+    """Sorted indices [n] where a block may start, for the loss_mask [S] of a row whose documents begin at
+    `starts`.
+    """
+    on = loss_mask.numpy() != 0
+    first = np.zeros(len(on) + 1, dtype=bool)
+    first[np.asarray(starts)] = True
+    return np.flatnonzero(on[:-1] & on[1:] & ~first[: max(len(on) - 1, 0)] & ~first[1 : len(on)])
+
+
+def draw_anchors(counts: np.ndarray, total: int, generator: torch.Generator) -> np.ndarray:
+    """Draw `total` of the valid positions of documents that have `counts` of them, or all if there are fewer:
+    sorted places among all of them, [n].
+
+    Shares are proportional, rounded at random without bias (systematic sampling), so short documents get
+    their turn.
+    """
+    available = int(counts.sum())
+    if available <= total:
+        return np.arange(available)
+    ends = counts.cumsum() * float(total) / available
+    ends += torch.rand(1, generator=generator, dtype=torch.float64).numpy()
+    ends[-1] = total + ends[-1] % 1  # exact, whatever the sum rounded to
+    shares = np.diff(np.floor(ends), prepend=0.0).astype(np.int64).tolist()
+    drawn, before = [], 0
+    for count, share in zip(counts.tolist(), shares, strict=True):
+        drawn.append(torch.randperm(count, generator=generator).numpy()[:share] + before)
+        before += count
+    return np.sort(np.concatenate(drawn))
+
+
+def slot_labels(
+    input_ids: Tensor, loss_mask: Tensor, anchors: np.ndarray, ends: np.ndarray, block_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """labels [n, B] = input_ids[a + k] (0 past the end) and valid [n, B] bool; slot 0 is never valid.
+
+    `anchors` [n] are indices of a row [S] of documents, `ends` [n] lie one past the last token of each
+    anchor's document.
+    """
+    length = len(input_ids)
+    off = np.append(np.where(loss_mask.numpy() != 0, length, np.arange(length)), length)
+    next_off = np.minimum.accumulate(off[::-1])[::-1]  # [S + 1] first index from here on that does not count
+    slots = np.arange(block_size)
+    where = anchors[:, None] + slots
+    labels = input_ids.numpy().astype(np.int64, copy=False).take(where, mode="clip")
+    labels[where >= ends[:, None]] = 0
+    valid = where < np.minimum(next_off[anchors + 1], ends)[:, None]
+    valid[:, :1] = False
+    return labels, valid
+
+
+def decay_weights(block_size: int, gamma: float) -> Tensor:
+    """w [B]: exp(-(k-1)/gamma) for slots k >= 1, 0 for the anchor; gamma 0 means no decay. Source: DFlash
+    paper.
+    """
+    slots = torch.arange(block_size, dtype=torch.float32)
+    weights = torch.exp(-(slots - 1) / gamma) if gamma > 0 else torch.ones(block_size)
+    weights[0] = 0.0
+    return weights
+
+
+# ----------------------------------------------------------------------------------------------------
+# Samples into packed rows: several documents side by side up to a budget of context tokens, with drawn
+# anchors.
+#
+# A source answers `row(epoch, index)` from its parameters alone (no hidden state), so a run resumes at any
+# row, and a prefetch thread may work ahead. An item of a feature store is read with its states; `Unfilled`
+# items have none, and the loop asks for them once the row is on its device.
+
 
 OPEN_ROWS = 64  # that a sample may still join while rows are planned
 
@@ -314,3 +409,157 @@ def padded(row: Row, context_tokens: int, anchors: int, config: DrafterConfig) -
         slot_mask=grow(row.slot_mask, blocks),
         target_rows=grow(row.target_rows, blocks),
     )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Rows on their way to the device: read, packed, pinned and copied by a thread, on a stream of its own.
+#
+# The copy of a row of a 27B target (half a gigabyte) takes as long as a hundredth of its step; on the
+# step's own stream the device would stand still for it.
+
+
+T = TypeVar("T")
+DEPTH = 2  # rows that lie ready; the memory room counts them
+
+
+@dataclass(frozen=True)
+class Fed:
+    """A row at its place in the data: on the host, and on the device once `copied` (an event) has passed."""
+
+    epoch: int
+    index: int
+    host: Row
+    row: Row
+    copied: Any = None
+
+    def arrived(self) -> Row:
+        """The device's row, safe to use on the current stream."""
+        if self.copied is not None:
+            stream = torch.cuda.current_stream(self.row.taps.device)
+            stream.wait_event(self.copied)
+            for tensor in self.row.tensors():
+                if tensor.is_cuda:
+                    tensor.record_stream(stream)
+        return self.row
+
+
+def feed(rows: Iterable[tuple[int, int, Row]], device: torch.device) -> Iterator[Fed]:
+    """Send rows to `device`; to be run in a thread (`prefetch`)."""
+    if device.type != "cuda":
+        yield from (Fed(epoch, index, row, row.to(device)) for epoch, index, row in rows)
+        return
+    torch.cuda.set_device(device)  # each thread has its own
+    stream = torch.cuda.Stream(device)
+    for epoch, index, row in rows:
+        host = row.pinned()
+        with torch.cuda.stream(stream):
+            sent = host.to(device)
+            copied = torch.cuda.Event()
+            copied.record(stream)
+        yield Fed(epoch, index, host, sent, copied)
+
+
+def prefetch(source: Iterable[T], depth: int = DEPTH) -> Generator[T]:
+    """Run `source` in a thread, at most `depth` ahead. Its exceptions are raised here; closing ends the
+    thread.
+    """
+    ready: queue.Queue = queue.Queue(maxsize=depth)
+    stop = threading.Event()
+
+    def put(entry: tuple[str, object]) -> None:
+        while not stop.is_set():
+            try:
+                return ready.put(entry, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            for value in source:
+                if stop.is_set():
+                    return
+                put(("value", value))
+            put(("end", None))
+        except BaseException as error:
+            put(("error", error))
+
+    thread = threading.Thread(target=work, name="row-prefetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            kind, value = ready.get()
+            if kind == "error":
+                raise value  # type: ignore[misc]
+            if kind == "end":
+                return
+            yield value  # type: ignore[misc]
+    finally:
+        stop.set()
+        thread.join()
+
+
+# ----------------------------------------------------------------------------------------------------
+# One real packed row as plain data, so that a person can see what its blocks see (no weights involved).
+
+
+SHOWN = 160  # tokens of the document
+
+
+def inspect_row(
+    items: Items | Bare,
+    config: DrafterConfig,
+    context_tokens: int,
+    anchors: int,
+    seed: int,
+    decode: Callable[[int], str] | None,
+) -> dict[str, Any]:
+    """The first document with anchors of the first training row: its tokens, anchors, and each layer kind's
+    rule.
+
+    `low[i][k] <= p < anchors[i]` is the context that slot k of block i sees; `block[k][j]` says whether slot
+    k sees slot j of its own block.
+    """
+    source = PackedRows(
+        items,
+        np.flatnonzero(~np.asarray(items.heldout)),
+        config,
+        context_tokens=context_tokens,
+        anchors=anchors,
+        seed=seed,
+    )
+    row = source.row(0, 0)
+    layout = row.layout
+    filled = [s for s in layout.segments if s.block_stop > s.block_start]
+    if not filled:
+        return {"tokens": [], "texts": [], "anchors": [], "kinds": [], "documents": len(layout.segments)}
+    segment = filled[0]
+    start, blocks = segment.context_start, slice(segment.block_start, segment.block_stop)
+    shown = min(segment.context_stop - start, SHOWN)
+    keep = layout.anchors[blocks] - start < shown
+    ids = row.input_ids[start : start + shown].tolist()
+    kinds = []
+    for name in dict.fromkeys(config.layer_types):
+        layers = [i for i, kind in enumerate(config.layer_types) if kind == name]
+        mask = config.layer_mask(layers[0])
+        low, _ = layout.visible(mask.window)
+        kinds.append(
+            {
+                "name": "sliding" if name == SLIDING else "full",
+                "layers": layers,
+                "window": mask.window,
+                "causal": mask.causal,
+                "low": (low[blocks][keep] - start).tolist(),
+                "block": block_mask(config.block_size, mask).int().tolist(),
+            }
+        )
+    return {
+        "tokens": ids,
+        "texts": [decode(token) for token in ids] if decode else [str(token) for token in ids],
+        "anchors": (layout.anchors[blocks][keep] - start).tolist(),
+        "slot_mask": row.slot_mask[blocks][keep].int().tolist(),
+        "block_size": config.block_size,
+        "kinds": kinds,
+        "documents": len(layout.segments),
+        "row_tokens": row.tokens,
+        "row_blocks": row.blocks,
+    }

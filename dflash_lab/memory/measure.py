@@ -18,13 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_lab.drafter.attention import row_layout
 from dflash_lab.drafter.compiling import compiling
-from dflash_lab.drafter.loss.config import LossConfig
-from dflash_lab.drafter.loss.plan import ChunkPlan
+from dflash_lab.drafter.loss import ChunkPlan
+from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.drafter.model import Drafter, RMSNorm
-from dflash_lab.drafter.objective import Objective
-from dflash_lab.drafter.optimizer import Optimizer, OptimizerConfig
+from dflash_lab.drafter.objective import Objective, TrainSettings
+from dflash_lab.drafter.optim import Optimizer, OptimizerConfig
 from dflash_lab.drafter.rows import Row
-from dflash_lab.drafter.settings import TrainSettings
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.oom import classify
 from dflash_lab.memory.crash import requested_bytes

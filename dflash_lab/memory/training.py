@@ -149,7 +149,7 @@ def with_chunk(setup: TrainingSetup, vocab: int, *, cuda: bool = True) -> Traini
 def _planned_rows(vocab: int, block: int, dtype: str, soft: bool, rows: int, cuda: bool) -> int:
     import torch
 
-    from dflash_lab.drafter.loss.plan import plan_chunks
+    from dflash_lab.drafter.loss import plan_chunks
 
     return plan_chunks(
         vocab=vocab,
@@ -375,8 +375,8 @@ def loss_terms(vocab: int, hidden: int, setup: TrainingSetup) -> Live:
 
 
 # Optimizers ------------------------------------------------------------------------------------------------
-# `drafter/optimizer.py`: AdamW is one kernel a parameter on CUDA, and one for all norms, laid side by side;
-# Muon orthogonalises matrices of one shape together, up to 2^26 elements. `drafter/moments.py`: codes are
+# `drafter/optim.py`: AdamW is one kernel a parameter on CUDA, and one for all norms, laid side by side;
+# Muon orthogonalises matrices of one shape together, up to 2^26 elements. `drafter/optim.py`: codes are
 # made in plain tensor operations. The tests hold both to the counted step.
 
 MUON_ELEMENTS = 1 << 26

@@ -16,7 +16,7 @@ from dflash_lab.errors import InputError
 def export_drafter(options: argparse.Namespace, extra: list[str]) -> int:
     """Write a drafter in the speculators layout."""
     from dflash_lab.drafter.checkpoint import load_checkpoint
-    from dflash_lab.drafter.speculators import export_speculators
+    from dflash_lab.drafter.formats import export_speculators
 
     if not options.target.strip():
         raise InputError("--target is empty: give the hub id or path by which its users load the target.")
@@ -30,7 +30,7 @@ def export_drafter(options: argparse.Namespace, extra: list[str]) -> int:
 def import_drafter(options: argparse.Namespace, extra: list[str]) -> int:
     """Write a drafter of the speculators layout as the checkpoint that every stage reads."""
     from dflash_lab.drafter.checkpoint import save_checkpoint
-    from dflash_lab.drafter.speculators import import_speculators
+    from dflash_lab.drafter.formats import import_speculators
 
     goal = _new_folder(options.output)
     drafter = import_speculators(options.folder, num_target_layers=options.layers)

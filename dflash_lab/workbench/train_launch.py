@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_lab import files
-from dflash_lab.drafter.crew import WorkerFailed, words_of
+from dflash_lab.drafter.workers import WorkerFailed, words_of
 from dflash_lab.file_errors import naming
 from dflash_lab.machine import usable_cpus
 

@@ -42,8 +42,8 @@ def train_pipeline(params: TrainDrafterParams, progress: Any = None) -> TrainRep
     """Train with `params.targets` feeding `params.drafters`, and wait for them."""
     from multiprocessing import Pipe
 
-    from dflash_lab.drafter.crew import Job, run_crew
     from dflash_lab.drafter.pipeline import summary
+    from dflash_lab.drafter.workers import Job, run_crew
 
     folder, values = params.folder, params.as_dict()
     for path in (folder / STOP, folder / STEPS, *(folder / WORKERS).glob("*")):
@@ -80,8 +80,7 @@ def drafter_process(values: dict[str, Any], rank: int, pipes: list[Connection], 
     """Train on the states that come through `pipes`, one a target; what is returned is its report."""
     import torch
 
-    from dflash_lab.drafter.channel import Taker
-    from dflash_lab.drafter.pipeline import Diary, PipelineItems
+    from dflash_lab.drafter.pipeline import Diary, PipelineItems, Taker
     from dflash_lab.models.source import identify, load_config, resolve
     from dflash_lab.workbench.stages.train_here import train_here
     from dflash_lab.workbench.stages.train_placement import check_queue
@@ -141,8 +140,7 @@ def target_process(values: dict[str, Any], number: int, pipes: list[Connection])
     """Make rows for the drafters at the other ends of `pipes`."""
     import torch
 
-    from dflash_lab.drafter.channel import Giver
-    from dflash_lab.drafter.pipeline import Diary, Making, serve
+    from dflash_lab.drafter.pipeline import Diary, Giver, Making, serve
     from dflash_lab.memory.gate import explained
     from dflash_lab.models.source import load_config
     from dflash_lab.workbench.stages.clearance import SNAPSHOT

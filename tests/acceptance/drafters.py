@@ -10,9 +10,8 @@ import torch
 from dflash_lab.acceptance.decode import Draft
 from dflash_lab.acceptance.tree import DraftTree, build_tree, marginal_edges
 from dflash_lab.drafter.attention import row_layout
-from dflash_lab.drafter.cache import run_blocks
 from dflash_lab.drafter.config import DrafterConfig
-from dflash_lab.drafter.model import ContextKeys, Drafter
+from dflash_lab.drafter.model import ContextKeys, Drafter, run_blocks
 
 
 def random_drafter(target, block_size=6, seed=0, **extra) -> Drafter:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_lab.drafter.anchors import (
+from dflash_lab.drafter.rows import (
     decay_weights,
     draw_anchors,
     seeded,

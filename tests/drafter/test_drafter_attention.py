@@ -14,10 +14,12 @@ from dflash_lab.drafter.attention import (
     dense_attend,
     dense_mask,
     flex_attend,
+    key_bounds,
     make_attends,
+    mask_mod,
     row_layout,
+    touched_tiles,
 )
-from dflash_lab.drafter.attention_tiles import key_bounds, mask_mod, touched_tiles
 from dflash_lab.drafter.config import LayerMask
 from dflash_lab.errors import InputError
 

@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.tiny_drafters import HIDDEN, SECOND, VOCAB, relative_error, tiny_config, tiny_drafter
 
-from dflash_lab.drafter.cache import DraftCache
 from dflash_lab.drafter.checkpoint import save_checkpoint
 from dflash_lab.drafter.config import FULL, SLIDING
-from dflash_lab.drafter.speculators import export_speculators
+from dflash_lab.drafter.formats import export_speculators
+from dflash_lab.drafter.model import DraftCache
 
 CLIENTS = Path(os.environ.get("DFLASH_CLIENTS", Path(sys.prefix) / "clients"))
 SUPPORT = Path(__file__).parent.parent / "support"

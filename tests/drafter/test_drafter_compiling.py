@@ -13,16 +13,15 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.exc import InductorError
 
+from dflash_lab.drafter import loss as fused
 from dflash_lab.drafter import model as model_module
 from dflash_lab.drafter.compiling import NotCompiled, compiling, why_not_compiled
-from dflash_lab.drafter.loss import fused
-from dflash_lab.drafter.loss.backends import load_backend
-from dflash_lab.drafter.loss.config import LossConfig
-from dflash_lab.drafter.loss.plan import ChunkPlan
-from dflash_lab.drafter.loss.rows_torch import TorchRows
+from dflash_lab.drafter.distributed import Single
+from dflash_lab.drafter.loss import ChunkPlan, load_backend
+from dflash_lab.drafter.loss_rows import TorchRows
+from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.drafter.parallel import Single
-from dflash_lab.drafter.settings import TrainSettings
+from dflash_lab.drafter.objective import TrainSettings
 from dflash_lab.drafter.train import Trainer
 from dflash_lab.errors import LabError
 
@@ -173,7 +172,7 @@ def test_a_row_pass_that_auto_chose_gives_way_to_plain_torch_once(loss_call, mon
 
 
 def test_layers_of_a_live_target_that_do_not_compile_stay_as_they_are(tiny_target, monkeypatch):
-    from dflash_lab.drafter.live_forward import RowForward
+    from dflash_lab.drafter.live import RowForward
     from dflash_lab.models.load import load_target
 
     target = load_target(str(tiny_target("llama")), device="cpu", dtype="float32")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_lab.drafter.crew import Job, PeerGone, WorkerFailed, receive, run_crew, send
+from dflash_lab.drafter.workers import Job, PeerGone, WorkerFailed, receive, run_crew, send
 
 
 def give(connection, value):
@@ -128,7 +128,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_drafter_crew import tell_and_wait
-from dflash_lab.drafter.crew import Job, run_crew
+from dflash_lab.drafter.workers import Job, run_crew
 if __name__ == "__main__":
     left, right = Pipe()
     folder = Path(sys.argv[1])

@@ -13,15 +13,14 @@ from safetensors.torch import load_file
 from support.tiny_drafters import HIDDEN, ItemList, head_on, relative_error, tiny_config, tiny_items
 
 from dflash_lab.drafter.attention import row_layout
-from dflash_lab.drafter.feed import feed, prefetch
-from dflash_lab.drafter.guard import Diverged
+from dflash_lab.drafter.distributed import Single
 from dflash_lab.drafter.journal import read_journal
-from dflash_lab.drafter.loss.config import LossConfig
+from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.drafter.optimizer import OptimizerConfig
-from dflash_lab.drafter.parallel import Single
-from dflash_lab.drafter.settings import TrainSettings
-from dflash_lab.drafter.train import Trainer, train
+from dflash_lab.drafter.objective import TrainSettings
+from dflash_lab.drafter.optim import OptimizerConfig
+from dflash_lab.drafter.rows import feed, prefetch
+from dflash_lab.drafter.train import Diverged, Trainer, train
 
 pytestmark = pytest.mark.gpu
 

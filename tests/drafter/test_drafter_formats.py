@@ -16,11 +16,14 @@ from support.tiny_drafters import SECOND, tiny_config, tiny_drafter
 from transformers import AutoConfig, Qwen3Config
 
 from dflash_lab.drafter.checkpoint import load_checkpoint, read_config, save_checkpoint
-from dflash_lab.drafter.config import FULL, SLIDING, DrafterConfig, LayerMask, resolve_mask_token_id
-from dflash_lab.drafter.fields import Fields
+from dflash_lab.drafter.config import FULL, SLIDING, DrafterConfig, Fields, LayerMask, resolve_mask_token_id
+from dflash_lab.drafter.formats import (
+    export_speculators,
+    import_speculators,
+    read_speculators_json,
+    serving_notes,
+)
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.drafter.serving import serving_notes
-from dflash_lab.drafter.speculators import export_speculators, import_speculators, read_speculators_json
 from dflash_lab.errors import InputError, StoreError, UnsupportedTarget
 
 RELEASED = {  # the released Qwen3.6-27B drafter, newer spelling: block_size inside dflash_config only

@@ -7,9 +7,9 @@ import statistics
 import pytest
 import torch
 
-from dflash_lab.drafter.guard import EMPTY, EXPLODED, FINE, HISTORY, LOSS, NORM, TRUSTED, Guard
-from dflash_lab.drafter.metrics import Tally
-from dflash_lab.drafter.parallel import total_norm
+from dflash_lab.drafter.distributed import total_norm
+from dflash_lab.drafter.objective import Tally
+from dflash_lab.drafter.train import EMPTY, EXPLODED, FINE, HISTORY, LOSS, NORM, TRUSTED, Guard
 
 
 def judged(guard: Guard, norm: float, loss: float = 1.0, below: float = 5.0) -> tuple[int, float]:

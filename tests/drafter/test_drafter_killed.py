@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.tiny_drafters import tiny_drafter
 
-from dflash_lab.drafter import state as states
+from dflash_lab.drafter import checkpoint as states
 from dflash_lab.errors import StoreError
 
 CHILD = Path(__file__).parents[1] / "support" / "kill_child.py"

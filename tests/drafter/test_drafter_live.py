@@ -14,14 +14,12 @@ from support.tiny_targets import VOCAB_SIZE
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.journal import read_journal
-from dflash_lab.drafter.live import LiveItems
-from dflash_lab.drafter.live_attention import ATTENTION
-from dflash_lab.drafter.live_forward import RowForward
-from dflash_lab.drafter.loss.config import LossConfig
+from dflash_lab.drafter.live import ATTENTION, LiveItems, RowForward
+from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.drafter.optimizer import OptimizerConfig
+from dflash_lab.drafter.objective import TrainSettings
+from dflash_lab.drafter.optim import OptimizerConfig
 from dflash_lab.drafter.rows import PackedRows, padded
-from dflash_lab.drafter.settings import TrainSettings
 from dflash_lab.drafter.train import train
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.loop import extract
@@ -144,7 +142,7 @@ def test_chunks_longer_than_the_proof_run_padded(tmp_path, caplog):
 
 def test_a_target_whose_packed_forward_differs_runs_padded(samples, tiny_target, caplog, monkeypatch):
     """The proof, not a list of names, decides."""
-    from dflash_lab.drafter import live_attention
+    from dflash_lab.drafter import live as live_attention
 
     monkeypatch.setattr(live_attention, "_attend", lambda q, k, v, scale, window: q + 1.0)
     target = load_target(str(tiny_target("llama")))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dflash_lab.drafter.metrics import TOP_K, Tally
+from dflash_lab.drafter.objective import TOP_K, Tally
 
 
 def stats(correct, live, *, rank=None, confidence=None, agree=None):

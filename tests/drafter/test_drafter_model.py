@@ -9,9 +9,8 @@ import torch
 from support.tiny_drafters import HIDDEN, SECOND, TAPS, VOCAB, relative_error, tiny_config, tiny_drafter
 
 from dflash_lab.drafter.attention import row_layout
-from dflash_lab.drafter.cache import DraftCache
 from dflash_lab.drafter.config import FULL, SLIDING
-from dflash_lab.drafter.model import Drafter, rotate
+from dflash_lab.drafter.model import DraftCache, Drafter, rotate
 from dflash_lab.errors import InputError
 
 LENGTHS, ANCHORS = [17, 21], [[1, 3, 12], [2, 5, 20]]

@@ -10,12 +10,10 @@ from support.tiny_drafters import SECOND, tiny_config, tiny_drafter, tiny_head, 
 
 from dflash_lab.data.samples import FeatureItem
 from dflash_lab.drafter.config import DrafterConfig
-from dflash_lab.drafter.loss.config import LossConfig
-from dflash_lab.drafter.metrics import Tally
+from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.drafter.objective import TERMS, Objective
+from dflash_lab.drafter.objective import TERMS, Objective, Tally, TrainSettings
 from dflash_lab.drafter.rows import pack
-from dflash_lab.drafter.settings import TrainSettings
 from dflash_lab.models.hooks import Taps
 from dflash_lab.models.load import load_target
 

@@ -12,9 +12,15 @@ import torch
 from support.tiny_drafters import relative_error
 from torch import nn
 
-from dflash_lab.drafter.moments import decode, encode
-from dflash_lab.drafter.muon import muon_updates, orthogonalized
-from dflash_lab.drafter.optimizer import Optimizer, OptimizerConfig, adam_update
+from dflash_lab.drafter.optim import (
+    Optimizer,
+    OptimizerConfig,
+    adam_update,
+    decode,
+    encode,
+    muon_updates,
+    orthogonalized,
+)
 from dflash_lab.drafter.train import learning_rate_factor
 from dflash_lab.errors import InputError
 
@@ -109,7 +115,7 @@ def test_the_update_under_a_flag_is_the_same_as_without():
 @pytest.mark.parametrize("size", [5, 1024, 300_001])
 def test_the_kernel_does_what_the_plain_operations_do(dtype, size):
     pytest.importorskip("triton")
-    from dflash_lab.drafter.adam_kernel import adam
+    from dflash_lab.drafter.kernels import adam
 
     generator = torch.Generator("cuda").manual_seed(0)
     start = torch.randn(size, generator=generator, device="cuda")
@@ -241,7 +247,7 @@ def test_muon_under_a_flag_that_is_down_changes_nothing():
 def test_small_parameters_side_by_side_move_as_each_alone(dtype, changes, monkeypatch):
     results = []
     for small in (1 << 14, 0):
-        monkeypatch.setattr("dflash_lab.drafter.optimizer.SMALL", small)
+        monkeypatch.setattr("dflash_lab.drafter.optim.SMALL", small)
         generator = torch.Generator().manual_seed(0)
         parameters = {f"{n}.norm.weight": nn.Parameter(torch.ones(8 * n, dtype=dtype)) for n in range(1, 6)}
         parameters["odd"] = nn.Parameter(torch.ones(3, 5))  # fp32 among bf16

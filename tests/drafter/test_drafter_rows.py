@@ -16,11 +16,9 @@ from support.tiny_drafters import relative_error, tiny_config, tiny_drafter, tin
 
 from dflash_lab.data.samples import FeatureItem
 from dflash_lab.drafter.attention import row_layout
-from dflash_lab.drafter.feed import prefetch
-from dflash_lab.drafter.loss.config import LossConfig
-from dflash_lab.drafter.objective import Objective, add_noise
-from dflash_lab.drafter.rows import PackedRows, pack, plan_rows, without_bad_states
-from dflash_lab.drafter.settings import TrainSettings
+from dflash_lab.drafter.loss_terms import LossConfig
+from dflash_lab.drafter.objective import Objective, TrainSettings, add_noise
+from dflash_lab.drafter.rows import PackedRows, pack, plan_rows, prefetch, without_bad_states
 from dflash_lab.errors import InputError
 
 

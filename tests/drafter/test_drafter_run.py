@@ -10,18 +10,16 @@ import pytest
 import torch
 from support.tiny_drafters import ItemList, tiny_config, tiny_head, tiny_items
 
+from dflash_lab.drafter import loss
 from dflash_lab.drafter import train as loop
-from dflash_lab.drafter.anchors import stream_seed
 from dflash_lab.drafter.checkpoint import load_checkpoint
-from dflash_lab.drafter.guard import FINE, Diverged
+from dflash_lab.drafter.distributed import Single
 from dflash_lab.drafter.journal import Journal, read_journal
-from dflash_lab.drafter.loss import fused
-from dflash_lab.drafter.loss.plan import ChunkPlan
-from dflash_lab.drafter.metrics import Tally
+from dflash_lab.drafter.loss import ChunkPlan
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.drafter.parallel import Single
-from dflash_lab.drafter.settings import TrainSettings
-from dflash_lab.drafter.train import FIELDS, Trainer, train
+from dflash_lab.drafter.objective import Tally, TrainSettings
+from dflash_lab.drafter.rows import stream_seed
+from dflash_lab.drafter.train import FIELDS, FINE, Diverged, Trainer, train
 from dflash_lab.files import read_json
 
 
@@ -125,10 +123,10 @@ def test_a_resumed_run_keeps_the_chunks_of_its_loss(tmp_path, monkeypatch):
         seen.append(run.objective.fused.plan)
 
     monkeypatch.setattr(Trainer, "resume", noted)
-    monkeypatch.setattr(fused, "plan_chunks", lambda **options: ChunkPlan(8))
+    monkeypatch.setattr(loss, "plan_chunks", lambda **options: ChunkPlan(8))
     with pytest.raises(Killed):
         train(tiny_items(), tiny_head(), fresh(), settings(), folder=tmp_path, on_progress=killed_at(3))
-    monkeypatch.setattr(fused, "plan_chunks", lambda **options: ChunkPlan(32))
+    monkeypatch.setattr(loss, "plan_chunks", lambda **options: ChunkPlan(32))
     train(tiny_items(), tiny_head(), fresh(), settings(), folder=tmp_path)
     assert seen == [None, ChunkPlan(8)]
 

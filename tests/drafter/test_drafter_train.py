@@ -15,19 +15,15 @@ import torch
 from safetensors import safe_open
 from support.tiny_drafters import HIDDEN, SECOND, ItemList, tiny_config, tiny_drafter, tiny_head, tiny_items
 
-from dflash_lab.drafter import state as states
+from dflash_lab.drafter import checkpoint as states
 from dflash_lab.drafter.attention import row_layout
 from dflash_lab.drafter.checkpoint import load_checkpoint
-from dflash_lab.drafter.guard import Diverged
 from dflash_lab.drafter.journal import Journal, Reader, read_journal
-from dflash_lab.drafter.loss.config import LossConfig
-from dflash_lab.drafter.metrics import Tally
+from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.drafter.objective import Objective
-from dflash_lab.drafter.optimizer import OptimizerConfig
-from dflash_lab.drafter.selector_loss import selector_loss
-from dflash_lab.drafter.settings import TrainSettings
-from dflash_lab.drafter.train import Trainer, train
+from dflash_lab.drafter.objective import Objective, Tally, TrainSettings, selector_loss
+from dflash_lab.drafter.optim import OptimizerConfig
+from dflash_lab.drafter.train import Diverged, Trainer, train
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.file_errors import FileError
 

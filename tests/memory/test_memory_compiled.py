@@ -13,7 +13,7 @@ from support.fake_memory.tracker import LabelledTensors
 from support.fake_memory.training import count_training
 from torch import Tensor
 
-from dflash_lab.drafter import selector_loss
+from dflash_lab.drafter import objective
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.model import ContextStates, Layer, rope
 from dflash_lab.errors import InputError
@@ -173,7 +173,7 @@ def test_a_second_drafter_asks_for_more():
         first, other = (training_account(shape_of(d), d, setup) for d in (LARGE, drafter))
         convolutions, _ = layers_kept(drafter, setup)["draft layers: convolutions"]
         assert other.terms["draft layers: convolutions"] == convolutions > 10 * GIB
-        assert SELECTOR_ELEMENTS == selector_loss.ELEMENTS
+        assert SELECTOR_ELEMENTS == objective.ELEMENTS
         assert other.live - first.live >= convolutions + other.terms["selector gradients"]
 
 

@@ -94,7 +94,7 @@ def test_the_buffers_of_an_update_are_those_counted(name, optimizer):
 
 
 def test_muon_keeps_one_momentum_of_the_kernels_of_the_second_kind_too():
-    from dflash_lab.drafter.optimizer import Optimizer, OptimizerConfig
+    from dflash_lab.drafter.optim import Optimizer, OptimizerConfig
 
     second = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 4}
     drafter = DrafterConfig.from_target(
@@ -294,9 +294,9 @@ def test_options_that_cannot_be_are_refused():
 
 def test_what_the_formulas_take_from_the_code_is_what_stands_there():
     """The accounts import no torch, so they repeat two numbers."""
-    from dflash_lab.drafter import optimizer
+    from dflash_lab.drafter import optim
     from dflash_lab.extraction import fused_layers
     from dflash_lab.memory import account, training
 
-    assert training.MUON_ELEMENTS == optimizer.MUON_ELEMENTS
+    assert training.MUON_ELEMENTS == optim.MUON_ELEMENTS
     assert account._TILE == fused_layers._ROWS

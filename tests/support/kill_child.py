@@ -20,10 +20,10 @@ from support.tiny_drafters import tiny_config, tiny_drafter, tiny_head, tiny_ite
 
 from dflash_lab.data.samples import Sample, read_provenance, read_samples, write_samples  # noqa: E402
 from dflash_lab.drafter.checkpoint import copy_checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
+from dflash_lab.drafter.formats import import_speculators  # noqa: E402
 from dflash_lab.drafter.journal import read_journal  # noqa: E402
-from dflash_lab.drafter.optimizer import OptimizerConfig  # noqa: E402
-from dflash_lab.drafter.settings import TrainSettings  # noqa: E402
-from dflash_lab.drafter.speculators import import_speculators  # noqa: E402
+from dflash_lab.drafter.objective import TrainSettings  # noqa: E402
+from dflash_lab.drafter.optim import OptimizerConfig  # noqa: E402
 from dflash_lab.drafter.train import train  # noqa: E402
 from dflash_lab.errors import InputError, LabError, StoreError  # noqa: E402
 from dflash_lab.workbench import cli  # noqa: E402

@@ -18,12 +18,12 @@ import torch
 from support.tiny_drafters import head_on, tiny_config, tiny_items
 from torch.distributed.tensor import DTensor
 
-from dflash_lab.drafter.loss.config import LossConfig
-from dflash_lab.drafter.loss.shard import VocabShard
+from dflash_lab.drafter.distributed import Sharded, Single, join
+from dflash_lab.drafter.loss import VocabShard
+from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.drafter.optimizer import OptimizerConfig
-from dflash_lab.drafter.parallel import Sharded, Single, join
-from dflash_lab.drafter.settings import TrainSettings
+from dflash_lab.drafter.objective import TrainSettings
+from dflash_lab.drafter.optim import OptimizerConfig
 from dflash_lab.drafter.train import TrainReport, train
 
 

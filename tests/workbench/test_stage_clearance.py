@@ -13,7 +13,7 @@ import torch
 from dflash_lab import machine
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.config import DrafterConfig
-from dflash_lab.drafter.crew import WorkerFailed
+from dflash_lab.drafter.workers import WorkerFailed
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.extraction import fused_layers
 from dflash_lab.files import read_json

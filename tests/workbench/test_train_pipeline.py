@@ -24,7 +24,7 @@ import torch
 from dflash_lab import machine
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.checkpoint import load_checkpoint
-from dflash_lab.drafter.crew import WorkerFailed
+from dflash_lab.drafter.workers import WorkerFailed
 from dflash_lab.errors import InputError, UnsupportedTarget
 from dflash_lab.memory import shapes
 from dflash_lab.memory.gate import DoesNotFit, clear_devices
@@ -151,7 +151,7 @@ def test_an_error_in_a_target_ends_the_run_with_its_traceback(samples, tiny_targ
     chosen = params(tmp_path, samples, tiny_target, targets=[0], drafters=[0], target=str(broken))
     weights = broken / "model.safetensors"
 
-    from dflash_lab.drafter.crew import Job, run_crew
+    from dflash_lab.drafter.workers import Job, run_crew
 
     with pytest.raises(WorkerFailed, match=r"target-1 failed:[\s\S]*ZeroDivisionError") as caught:
         run_crew(

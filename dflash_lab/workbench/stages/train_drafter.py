@@ -298,7 +298,7 @@ class TrainDrafterResult:
 def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> TrainDrafterResult:
     """Train, export, and collect what the figures need."""
     from dflash_lab.drafter.checkpoint import copy_checkpoint, read_config
-    from dflash_lab.drafter.serving import write_serving_notes
+    from dflash_lab.drafter.formats import write_serving_notes
     from dflash_lab.models.source import served_name
     from dflash_lab.workbench.stages import train_setup
     from dflash_lab.workbench.stages.train_gpu_processes import clear_processes
@@ -333,9 +333,9 @@ def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> Train
 
 def collect(params: TrainDrafterParams, report: TrainReport, config: DrafterConfig) -> TrainDrafterResult:
     """Turn a finished run into tables and headline figures."""
-    from dflash_lab.drafter.inspect import inspect_row
     from dflash_lab.drafter.journal import read_journal
     from dflash_lab.drafter.pipeline import SCHEMA
+    from dflash_lab.drafter.rows import inspect_row
     from dflash_lab.workbench.stages.train_frames import headline, metric_frame, position_frame, step_frame
     from dflash_lab.workbench.stages.train_setup import open_bare
     from dflash_lab.workbench.train_pipeline import DIARY

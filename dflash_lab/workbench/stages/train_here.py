@@ -37,10 +37,10 @@ def train_here(
     """
     import torch
 
+    from dflash_lab.drafter.checkpoint import setup
+    from dflash_lab.drafter.distributed import join
     from dflash_lab.drafter.live import LiveItems
-    from dflash_lab.drafter.loss.shard import VocabShard
-    from dflash_lab.drafter.parallel import join
-    from dflash_lab.drafter.state import setup
+    from dflash_lab.drafter.loss import VocabShard
     from dflash_lab.drafter.train import train
     from dflash_lab.machine import device_budget_gib
     from dflash_lab.memory.gate import explained

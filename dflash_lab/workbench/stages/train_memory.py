@@ -33,7 +33,7 @@ def setup_options(
     rows: str = "",
 ) -> dict[str, Any]:
     """Return the fields of `TrainingSetup` that these parameters say; see `clearance.ask_training`."""
-    from dflash_lab.drafter.feed import DEPTH
+    from dflash_lab.drafter.rows import DEPTH
     from dflash_lab.memory.planner import expandable_segments
     from dflash_lab.memory.shapes import target_shape
 
@@ -76,7 +76,7 @@ def target_options(
     params: TrainDrafterParams, config: Any, device: torch.device, rows: str = ""
 ) -> dict[str, Any]:
     """Return the fields of `TrainingSetup` that say how a live target on `device` makes its rows."""
-    from dflash_lab.drafter.live_forward import unpackable
+    from dflash_lab.drafter.live import unpackable
     from dflash_lab.memory.planner import expandable_segments
     from dflash_lab.memory.shapes import target_shape
     from dflash_lab.models.load import choose_dtype

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from dflash_lab.drafter.config import DrafterConfig
     from dflash_lab.drafter.live import LiveItems, SampleItems
+    from dflash_lab.drafter.objective import TrainSettings
     from dflash_lab.drafter.rows import PackedRows
-    from dflash_lab.drafter.settings import TrainSettings
     from dflash_lab.extraction.store import FeatureStore
     from dflash_lab.models.load import TargetHead
     from dflash_lab.workbench.progress import ProgressCallback
@@ -177,7 +177,7 @@ def check_room(params: TrainDrafterParams, config: DrafterConfig, dtype: torch.d
     """
     import shutil
 
-    from dflash_lab.drafter.state import newest
+    from dflash_lab.drafter.checkpoint import newest
 
     weights = config.parameter_count * dtype.itemsize
     state = config.parameter_count * (4 + 2 * (1 if params.moments == "int8" else 4))
@@ -215,10 +215,10 @@ def train_settings(params: TrainDrafterParams, items: States, config: DrafterCon
     """
     import numpy as np
 
-    from dflash_lab.drafter.loss.config import LossConfig
-    from dflash_lab.drafter.optimizer import OptimizerConfig
+    from dflash_lab.drafter.loss_terms import LossConfig
+    from dflash_lab.drafter.objective import TrainSettings
+    from dflash_lab.drafter.optim import OptimizerConfig
     from dflash_lab.drafter.rows import PackedRows
-    from dflash_lab.drafter.settings import TrainSettings
 
     steps = params.max_steps
     if not steps:
@@ -285,7 +285,7 @@ def set_aside_other_run(run: Path, setup: dict[str, Any], *, anew: bool) -> None
     """Rename a run of another setup, or a finished one when `anew`, to `run-1`, `run-2`, ...: nothing is
     lost.
     """
-    from dflash_lab.drafter.state import differences, newest, saved_setup
+    from dflash_lab.drafter.checkpoint import differences, newest, saved_setup
 
     saved, last = saved_setup(run), newest(run / "checkpoints")
     if saved is None or last is None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash_lab.drafter.loss.config import LossConfig
+from dflash_lab.drafter.loss_terms import LossConfig
 
 
 @dataclass

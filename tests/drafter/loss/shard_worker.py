@@ -11,9 +11,7 @@ from loss_reference import make_case
 from safetensors.torch import save_file
 from test_loss_gradient import CONFIGS
 
-from dflash_lab.drafter.loss.fused import FusedDraftLoss, fused_draft_loss
-from dflash_lab.drafter.loss.plan import ChunkPlan
-from dflash_lab.drafter.loss.shard import VocabShard
+from dflash_lab.drafter.loss import ChunkPlan, FusedDraftLoss, VocabShard, fused_draft_loss
 
 
 def main(rank: int, size: int, folder: Path, backend: str) -> None:

@@ -15,12 +15,8 @@ import torch
 from loss_reference import make_case, reference, relative
 from test_loss_gradient import CONFIGS
 
-from dflash_lab.drafter.loss.backends import load_backend
-from dflash_lab.drafter.loss.config import LossConfig
-from dflash_lab.drafter.loss.fused import fused_draft_loss
-from dflash_lab.drafter.loss.plan import ChunkPlan
-from dflash_lab.drafter.loss.terms import Rows, Terms
-from dflash_lab.drafter.loss.weighting import Coefficients
+from dflash_lab.drafter.loss import ChunkPlan, fused_draft_loss, load_backend
+from dflash_lab.drafter.loss_terms import Coefficients, LossConfig, Rows, Terms
 
 CUDA = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None

@@ -6,9 +6,8 @@ import pytest
 import torch
 from loss_reference import make_case, reference, relative
 
-from dflash_lab.drafter.loss.config import LossConfig
-from dflash_lab.drafter.loss.fused import FusedDraftLoss, fused_draft_loss
-from dflash_lab.drafter.loss.plan import ChunkPlan
+from dflash_lab.drafter.loss import ChunkPlan, FusedDraftLoss, fused_draft_loss
+from dflash_lab.drafter.loss_terms import LossConfig
 
 CONFIGS = {
     "ce": LossConfig(),

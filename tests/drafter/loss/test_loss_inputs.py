@@ -9,9 +9,8 @@ import pytest
 import torch
 from loss_reference import Case, make_case
 
-from dflash_lab.drafter.loss.config import LossConfig
-from dflash_lab.drafter.loss.fused import fused_draft_loss
-from dflash_lab.drafter.loss.plan import ChunkPlan
+from dflash_lab.drafter.loss import ChunkPlan, fused_draft_loss
+from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.errors import InputError
 
 SOFT = LossConfig(soft_weight=0.5)

@@ -6,11 +6,9 @@ import pytest
 import torch
 from loss_reference import make_case
 
-from dflash_lab.drafter.loss import plan as planning
-from dflash_lab.drafter.loss.config import LossConfig
-from dflash_lab.drafter.loss.fused import FusedDraftLoss
-from dflash_lab.drafter.loss.plan import bytes_per_row, plan_chunks
-from dflash_lab.drafter.loss.selection import select_rows
+from dflash_lab.drafter import loss as planning
+from dflash_lab.drafter.loss import FusedDraftLoss, bytes_per_row, plan_chunks, select_rows
+from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.errors import InputError
 
 CPU = torch.device("cpu")

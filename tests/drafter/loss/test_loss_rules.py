@@ -17,10 +17,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import dflash_lab
-from dflash_lab.drafter.loss.config import LossConfig
-from dflash_lab.drafter.loss.fused import fused_draft_loss
-from dflash_lab.drafter.loss.plan import ChunkPlan
-from dflash_lab.drafter.loss.result import DraftLoss
+from dflash_lab.drafter.loss import ChunkPlan, DraftLoss, fused_draft_loss
+from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.errors import InputError
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None

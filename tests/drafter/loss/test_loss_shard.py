@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from test_loss_backends import INTERPRETED
 from test_loss_gradient import CONFIGS
 
-from dflash_lab.drafter.loss.rows_torch import TorchRows
-from dflash_lab.drafter.loss.shard import merge_drafter, merge_target
-from dflash_lab.drafter.loss.terms import DrafterSums, Rows, TargetSums
+from dflash_lab.drafter.loss import merge_drafter, merge_target
+from dflash_lab.drafter.loss_rows import TorchRows
+from dflash_lab.drafter.loss_terms import DrafterSums, Rows, TargetSums
 
 WORKER = Path(__file__).with_name("shard_worker.py")
 

@@ -9,10 +9,8 @@ import torch
 from loss_reference import make_case, reference, relative
 from test_loss_rules import Watch
 
-from dflash_lab.drafter.loss.config import LossConfig
-from dflash_lab.drafter.loss.fused import fused_draft_loss
-from dflash_lab.drafter.loss.plan import ChunkPlan
-from dflash_lab.drafter.loss.teacher import Teacher
+from dflash_lab.drafter.loss import ChunkPlan, Teacher, fused_draft_loss
+from dflash_lab.drafter.loss_terms import LossConfig
 
 CONFIG = LossConfig(soft_weight=0.5, cap_weight=0.2, temperature=2, logit_scale=1.2, logit_softcap=4.0)
 

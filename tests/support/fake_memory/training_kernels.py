@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from dflash_lab.first_order import first_order
+from dflash_lab.drafter.loss_terms import first_order
 
 RowPassKind = Literal["fused", "torch"]
 _STRIP = 1 << 24  # elements a strip of the torch row pass on CUDA
@@ -73,9 +73,9 @@ def _update(*_arguments: Any) -> None:
 
 
 def _encode(values: Tensor, _generator: Any, *, signed: bool) -> tuple[Tensor, Tensor]:
-    from dflash_lab.drafter import moments
+    from dflash_lab.drafter import optim
 
-    return moments.encode(values, None, signed=signed)  # type: ignore[arg-type]
+    return optim.encode(values, None, signed=signed)  # type: ignore[arg-type]
 
 
 class FusedRowPass:
@@ -115,23 +115,22 @@ def cuda_training_path(row_pass: RowPassKind, vocab: int) -> Iterator[None]:
 
     `vocab` is the width of the logits.
     """
-    from dflash_lab.drafter import attention, optimizer
-    from dflash_lab.drafter.loss import fused, rows_torch, sweep, teacher
+    from dflash_lab.drafter import attention, loss, loss_rows, optim
 
-    plain = fused.load_backend("torch")
+    plain = loss.load_backend("torch")
     chosen = FusedRowPass(plain, vocab) if row_pass == "fused" else plain
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(attention, "flex_attend", flex_attend))
-        for module in (sweep, teacher):
+        for module in (loss, loss):
             stack.enter_context(mock.patch.object(module, "project", _project))
-        stack.enter_context(mock.patch.object(sweep, "project_back", _project_back))
-        stack.enter_context(mock.patch.object(fused, "load_backend", lambda name: chosen))
+        stack.enter_context(mock.patch.object(loss, "project_back", _project_back))
+        stack.enter_context(mock.patch.object(loss, "load_backend", lambda name: chosen))
         # Autocast has no notion of meta tensors; the loss only ever switches it off.
         stack.enter_context(mock.patch.object(torch, "autocast", lambda *_, **__: contextlib.nullcontext()))
-        stack.enter_context(mock.patch.object(optimizer, "adam_update", _update))
+        stack.enter_context(mock.patch.object(optim, "adam_update", _update))
         # Nor are there values, such as the number of steps, or generators of random numbers.
-        stack.enter_context(mock.patch.object(optimizer.Optimizer, "steps", 1))
+        stack.enter_context(mock.patch.object(optim.Optimizer, "steps", 1))
         stack.enter_context(mock.patch.object(torch, "Generator", mock.Mock()))
-        stack.enter_context(mock.patch.object(optimizer, "encode", _encode))
-        stack.enter_context(mock.patch.dict(rows_torch.STRIP_ELEMENTS, {"meta": _STRIP}))
+        stack.enter_context(mock.patch.object(optim, "encode", _encode))
+        stack.enter_context(mock.patch.dict(loss_rows.STRIP_ELEMENTS, {"meta": _STRIP}))
         yield

@@ -1,14 +1,5 @@
-"""AdamW and Muon with fp32 master weights.
-
-A bf16 parameter cannot take a step of 1e-4 of itself (it has 8 bits), so each keeps an fp32 master that the
-update moves and the parameter is rounded from. Gradients stay in the parameter's type: 2 (weight) + 2
-(gradient) + 4 (master) + 8 (moments) = 16 bytes a parameter; moments in int8 make it 10, offloading leaves
-4 of them on the device. On CUDA a parameter's AdamW update is one kernel without temporaries; elsewhere,
-walking parameter by parameter bounds them by the largest one. A step may be called off by a flag on the
-device (`go`), so that the host need not wait for the gradient's norm.
-
-Muon orthogonalises the momentum of matrices inside layers (Newton-Schulz) and gives it the size of an AdamW
-step, matrices of one shape together; `fc`, norms and DFlash 2's codebooks and base kernels always take AdamW.
+"""Optimizers of the drafter: AdamW and Muon with float32 masters, 8-bit moments, offload, and the rate's
+schedule.
 """
 
 from __future__ import annotations
@@ -23,12 +14,104 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from dflash_lab.drafter.anchors import stream_seed
-from dflash_lab.drafter.moments import decode, encode
-from dflash_lab.drafter.muon import muon_updates
+from dflash_lab.drafter.rows import stream_seed
 from dflash_lab.errors import InputError
+
+# ----------------------------------------------------------------------------------------------------
+# Adam's moments in one byte each: logarithmic codes with a scale for every 256 numbers, rounded at random.
+#
+# A moment moves by a thousandth of itself a step, far less than a code's width (9 %); rounded to the
+# nearest it would stand still. Rounding up or down at random, with the odds that keep the mean, lets it
+# move on average. Codes are logarithmic because a moment that rounds to zero while its partner does not
+# would make a huge step.
+
+
+BLOCK = 256  # numbers that share a scale
+LEVELS = 8  # codes an octave
+
+
+def encode(values: Tensor, generator: torch.Generator, *, signed: bool) -> tuple[Tensor, Tensor]:
+    """Codes and scales of fp32 `values` (any shape): int8 with 7 bits of magnitude (16 octaves below the
+    largest of its block) when `signed`, else uint8 with 8 (32 octaves). Smaller numbers become 0 if
+    signed, else the least code, so that a second moment is never 0 unless its whole block is.
+    """
+    top = 127 if signed else 255
+    flat = values.flatten()
+    blocks = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    scales = blocks.abs().amax(1, keepdim=True)
+    share = blocks.abs() / scales.clamp_min(torch.finfo(torch.float32).tiny)  # 0..1
+    exponent = torch.floor(torch.log2(share.clamp_min(2.0**-40)) * LEVELS)
+    low, high = torch.exp2(exponent / LEVELS), torch.exp2((exponent + 1) / LEVELS)
+    draw = torch.rand(share.shape, generator=generator, device=share.device)
+    codes = exponent + (draw < (share - low) / (high - low)) + top
+    codes = torch.where(codes < 1, 0 if signed else 1, codes.clamp(max=top))
+    codes = codes * blocks.sign() if signed else codes
+    packed = codes.to(torch.int8 if signed else torch.uint8).flatten()[: len(flat)]
+    return packed.view(values.shape), scales[:, 0]
+
+
+def decode(codes: Tensor, scales: Tensor) -> Tensor:
+    """The fp32 numbers of `encode`'s codes and scales."""
+    signed = codes.dtype == torch.int8
+    flat = codes.flatten().float()
+    size = torch.exp2((flat.abs() - (127 if signed else 255)) / LEVELS)
+    value = torch.where(flat == 0, 0.0, size * flat.sign())
+    blocks = torch.nn.functional.pad(value, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    return (blocks * scales[:, None]).flatten()[: len(flat)].view(codes.shape)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Muon's direction: momenta of matrices, orthogonalised by Newton-Schulz, all of one shape together.
+
+
+def muon_updates(matrices: list[Tensor]) -> list[Tensor]:
+    """Orthogonalised matrices (of one shape or its transpose), their rms about 0.2 as an AdamW step's is:
+    times 0.2 sqrt(max(m, n)).
+    """
+    whole = [m.full_tensor() if isinstance(m, DTensor) else m for m in matrices]  # a shard has no own answer
+    tall = [m.shape[0] > m.shape[1] for m in whole]
+    order = sorted(range(len(whole)), key=tall.__getitem__)
+    wide = torch.stack([whole[i].T if tall[i] else whole[i] for i in order])
+    found = orthogonalized(wide) * (0.2 * math.sqrt(wide.shape[-1]))
+    split = len(tall) - sum(tall)
+    # turned back all at once, and into the layout of their matrices, or each would take kernels of its own
+    parts = [*found[:split].unbind(), *found[split:].mT.contiguous().unbind()]
+    updates = [part for _, part in sorted(zip(order, parts, strict=True), key=lambda pair: pair[0])]
+    return [
+        distribute_tensor(update, like.device_mesh, like.placements) if isinstance(like, DTensor) else update
+        for update, like in zip(updates, matrices, strict=True)
+    ]
+
+
+def orthogonalized(matrices: Tensor, iterations: int = 5) -> Tensor:
+    """Approximate U V^T of each of `matrices` [n, rows, columns], rows <= columns, by quintic Newton-Schulz
+    steps (coefficients of K. Jordan's Muon).
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrices.to(torch.float32 if matrices.device.type == "cpu" else torch.bfloat16)
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(iterations):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.to(matrices.dtype)
+
+
+# ----------------------------------------------------------------------------------------------------
+# AdamW and Muon with fp32 master weights.
+#
+# A bf16 parameter cannot take a step of 1e-4 of itself (it has 8 bits), so each keeps an fp32 master that
+# the update moves and the parameter is rounded from. Gradients stay in the parameter's type: 2 (weight) + 2
+# (gradient) + 4 (master) + 8 (moments) = 16 bytes a parameter; moments in int8 make it 10, offloading
+# leaves 4 of them on the device. On CUDA a parameter's AdamW update is one kernel without temporaries;
+# elsewhere, walking parameter by parameter bounds them by the largest one. A step may be called off by a
+# flag on the device (`go`), so that the host need not wait for the gradient's norm.
+#
+# Muon orthogonalises the momentum of matrices inside layers (Newton-Schulz) and gives it the size of an
+# AdamW step, matrices of one shape together; `fc`, norms and DFlash 2's codebooks and base kernels always
+# take AdamW.
+
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +350,7 @@ def _adam_kernel() -> Any:
             "Triton is not installed: each update takes some fifteen passes over its memory, not one"
         )
         return None
-    from dflash_lab.drafter.adam_kernel import adam
+    from dflash_lab.drafter.kernels import adam
 
     return adam
 

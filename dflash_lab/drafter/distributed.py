@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.drafter.optimizer import Optimizer
+from dflash_lab.drafter.optim import Optimizer
 from dflash_lab.errors import InputError
 
 
