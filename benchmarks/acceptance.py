@@ -35,7 +35,7 @@ from dflash_lab.acceptance.results import Evaluation
 from dflash_lab.acceptance.tree import build_tree, marginal_edges
 from dflash_lab.data.samples import scan_samples
 from dflash_lab.errors import InputError
-from dflash_lab.workbench.stages.acceptance import AcceptanceParams
+from dflash_lab.stages.acceptance import AcceptanceParams
 
 log = logging.getLogger("acceptance")
 

@@ -37,8 +37,8 @@ from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.live import SampleItems
 from dflash_lab.drafter.pipeline import summary
 from dflash_lab.drafter.workers import Job, run_crew
-from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
-from dflash_lab.workbench.train_pipeline import DIARY, train_pipeline
+from dflash_lab.stages.train_drafter import TrainDrafterParams
+from dflash_lab.stages.train_processes import DIARY, train_pipeline
 
 REAL = Path(__file__).resolve().parent.parent / "tests" / "data" / "lengths_public_chat.parquet"
 SHAPES = Path(__file__).resolve().parent.parent / "params" / "targets"
@@ -149,7 +149,7 @@ def train_alone(work: Work, folder: Path, samples: Path) -> dict[str, float]:
     """
     import torch
 
-    from dflash_lab.workbench.stages.train_setup import live_taps, open_live, packed_rows
+    from dflash_lab.stages.training_inputs import live_taps, open_live, packed_rows
 
     began = time.perf_counter()
     cuda = torch.cuda.is_available() and work.device != "cpu"
@@ -186,7 +186,7 @@ def new_trainer(params: TrainDrafterParams, items: Any, device: Any) -> Any:
     from dflash_lab.drafter.distributed import Single
     from dflash_lab.drafter.model import Drafter
     from dflash_lab.drafter.train import Trainer
-    from dflash_lab.workbench.stages.train_setup import drafter_config, load_ends, train_settings
+    from dflash_lab.stages.training_inputs import drafter_config, load_ends, train_settings
 
     dtype = getattr(torch, params.drafter_dtype)
     config = drafter_config(params, items)

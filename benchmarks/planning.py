@@ -28,7 +28,7 @@ import polars as pl
 from dflash_lab import files, provenance
 from dflash_lab.data.batching import balance_shards, plan_batches, predicted_cost
 from dflash_lab.data.lengths import length_counts, synthetic_lengths
-from dflash_lab.workbench.stages.dataset_stats import DatasetStatsParams, run_dataset_stats
+from dflash_lab.stages.dataset_stats import DatasetStatsParams, run_dataset_stats
 
 REAL = Path(__file__).resolve().parent.parent / "tests" / "data" / "lengths_public_chat.parquet"
 SAMPLES, MEAN, LONGEST = 913_000, 335, 4096
@@ -99,7 +99,7 @@ def stats(path: Path, folder: Path) -> dict[str, float]:
 
 def sliders(folder: Path) -> dict[str, float]:
     """Move every control of the memory planner's widget and time each move."""
-    from dflash_lab.workbench.stages.memory_sweep import MemorySweepParams, run_memory_sweep
+    from dflash_lab.stages.memory_sweep import MemorySweepParams, run_memory_sweep
     from dflash_lab.workbench.widgets.memory_sweep import planner
 
     params = MemorySweepParams(

@@ -18,7 +18,7 @@ import pytest
 from dflash_lab import file_errors, files
 from dflash_lab.errors import LabError, StoreError
 from dflash_lab.file_errors import FileError, naming, reading
-from dflash_lab.workbench.registry import params_class
+from dflash_lab.stages import params_class
 from dflash_lab.workbench.stage import execute
 
 TESTS = Path(__file__).parent

@@ -19,11 +19,11 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from dflash_lab.stages import STAGES, params_class, result_class, run_function
 from dflash_lab.workbench.browse import RunsParams
 from dflash_lab.workbench.named_runs import find_run
 from dflash_lab.workbench.param_words import cell_source, fields_table
 from dflash_lab.workbench.params import field_types
-from dflash_lab.workbench.registry import STAGES, params_class, result_class, run_function
 from dflash_lab.workbench.strict_yaml import read_parameter_file
 
 REPO = Path(__file__).resolve().parents[1]

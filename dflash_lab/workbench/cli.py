@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from dflash_lab import __version__
 from dflash_lab.errors import LabError, near
+from dflash_lab.stages import PURPOSES, STAGES
 from dflash_lab.workbench import commands, exchange
-from dflash_lab.workbench.registry import PURPOSES, STAGES
 
 _STAGE_HELP = """\
 Runs notebooks/{stage}.ipynb through papermill; the executed notebook goes into the run folder. Options of

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from dflash_lab.stages import STAGES
 from dflash_lab.workbench.finished import RESULT, read_result
-from dflash_lab.workbench.registry import STAGES
 
 Figures = dict[str, Any]
 JUDGEMENT = "judgement"  # a sentence of `acceptance` among the numbers

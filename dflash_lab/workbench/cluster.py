@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 from dflash_lab.errors import InputError, LabError
 from dflash_lab.files import read_json
 from dflash_lab.machine import gpus_apart
+from dflash_lab.stages import params_class
 from dflash_lab.workbench.finished import FAILURE, RESULT
 from dflash_lab.workbench.param_files import Given, read_given
 from dflash_lab.workbench.params import StageParams
-from dflash_lab.workbench.registry import params_class
 
 if TYPE_CHECKING:
     from distributed import Client

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from dflash_lab.errors import InputError
-from dflash_lab.workbench.registry import PURPOSES, STAGES, params_class
+from dflash_lab.stages import PURPOSES, STAGES, params_class
 
 COMMANDS = (
     "stages",

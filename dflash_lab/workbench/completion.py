@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dflash_lab.workbench.registry import STAGES, params_class
+from dflash_lab.stages import STAGES, params_class
 
 
 def script(shell: str, commands: Sequence[str]) -> str:

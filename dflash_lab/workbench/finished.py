@@ -12,10 +12,10 @@ from typing import Any
 
 from dflash_lab.errors import InputError, StoreError, near
 from dflash_lab.files import read_json
+from dflash_lab.stages import LEAVES
 from dflash_lab.workbench.fingerprint import fingerprint_names, fingerprints
 from dflash_lab.workbench.named_runs import check_owner, known_runs
 from dflash_lab.workbench.params import StageParams, defaults
-from dflash_lab.workbench.registry import LEAVES
 from dflash_lab.workbench.secrets import redact_tree
 
 SCHEMA_VERSION = 1

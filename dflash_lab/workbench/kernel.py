@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from dflash_lab.errors import InputError
-from dflash_lab.workbench.registry import STAGES
+from dflash_lab.stages import STAGES
 
 _RUNNERS = ("papermill", "dflash-lab", "dflash_lab.workbench.cli", "dflash_lab.workbench.papermill_command")
 

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from dflash_lab.files import make_folder, read_json, write_bytes
+from dflash_lab.stages import params_class
 from dflash_lab.workbench.finished import FAILURE, RESULT, check_ready, input_fingerprints, is_finished
 from dflash_lab.workbench.kernel import enter_workspace, notebook_path
 from dflash_lab.workbench.named_runs import check_owner
 from dflash_lab.workbench.papermill_engine import ENGINE, QuietEngine
 from dflash_lab.workbench.param_files import Given, read_given
 from dflash_lab.workbench.params import StageParams
-from dflash_lab.workbench.registry import params_class
 from dflash_lab.workbench.replace import settle
 from dflash_lab.workbench.secrets import RedactingFormatter, redact
 

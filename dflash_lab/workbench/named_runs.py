@@ -14,8 +14,8 @@ from pathlib import Path
 from dflash_lab.errors import InputError, near
 from dflash_lab.file_errors import naming
 from dflash_lab.files import as_json, read_json, write_bytes, write_json
+from dflash_lab.stages import STAGES
 from dflash_lab.workbench.params import RUN_NAME, StageParams
-from dflash_lab.workbench.registry import STAGES
 from dflash_lab.workbench.strict_yaml import parameter_text
 
 COMMON = "common.yaml"

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from dflash_lab.errors import InputError
+from dflash_lab.stages import STAGES, params_class
 from dflash_lab.workbench.coerce import number_or_text
 from dflash_lab.workbench.named_runs import COMMON
 from dflash_lab.workbench.params import check_names, field_types
-from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.run_params import S, resolve
 from dflash_lab.workbench.strict_yaml import parse_parameters, read_parameter_file
 

@@ -11,6 +11,7 @@ from typing import Any
 from dflash_lab.errors import InputError, near
 from dflash_lab.files import write_json
 from dflash_lab.provenance import provenance
+from dflash_lab.stages import STAGES, params_class
 from dflash_lab.workbench.closing import closing_figures, closing_lines
 from dflash_lab.workbench.finished import (
     RESULT,
@@ -25,7 +26,6 @@ from dflash_lab.workbench.launch import OK, output_notebook, run_notebook
 from dflash_lab.workbench.named_runs import PARAMS, check_owner, find_run
 from dflash_lab.workbench.param_files import Given, read_given
 from dflash_lab.workbench.progress import duration
-from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.replace import settle
 from dflash_lab.workbench.report import REPORT, write_index, write_report
 from dflash_lab.workbench.runs import leave_plan

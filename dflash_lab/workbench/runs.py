@@ -16,11 +16,11 @@ import polars as pl
 
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.files import as_json, read_json, write_json
+from dflash_lab.stages import STAGES
 from dflash_lab.workbench.closing import closing_figures, closing_rows
 from dflash_lab.workbench.finished import FAILURE, RESULT, read_result
 from dflash_lab.workbench.lock import LOCK, is_held
 from dflash_lab.workbench.params import StageParams
-from dflash_lab.workbench.registry import STAGES
 from dflash_lab.workbench.replace import settle
 
 PLAN = "plan.json"

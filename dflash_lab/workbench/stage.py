@@ -27,6 +27,7 @@ from dflash_lab.file_errors import FileError, file_error
 from dflash_lab.files import make_folder, plain, sweep, write_json
 from dflash_lab.provenance import provenance
 from dflash_lab.release import collect, forget_locals, release
+from dflash_lab.stages import result_class, run_function
 from dflash_lab.workbench import peak
 from dflash_lab.workbench.advice import advice_for, details_of
 from dflash_lab.workbench.finished import (
@@ -45,7 +46,6 @@ from dflash_lab.workbench.lock import stage_lock
 from dflash_lab.workbench.named_runs import check_owner, claim
 from dflash_lab.workbench.params import StageParams
 from dflash_lab.workbench.progress import Progress, ProgressCallback, StopFlag, Stopped, duration
-from dflash_lab.workbench.registry import result_class, run_function
 from dflash_lab.workbench.replace import replace, settle
 from dflash_lab.workbench.secrets import RedactingFormatter, redact_tree
 

@@ -19,10 +19,10 @@ from typing import Any
 
 from dflash_lab.errors import InputError, LabError
 from dflash_lab.files import make_folder, write_bytes
+from dflash_lab.stages import STAGES
 from dflash_lab.workbench.finished import FAILURE, RESULT
 from dflash_lab.workbench.kernel import enter_workspace
 from dflash_lab.workbench.lock import LOCK, is_held
-from dflash_lab.workbench.registry import STAGES
 from dflash_lab.workbench.runs import PLAN, overview, run_folders
 from dflash_lab.workbench.secrets import redact
 from dflash_lab.workbench.status import run_status

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from dflash_lab.errors import LabError
+from dflash_lab.stages import STAGES, params_class
 from dflash_lab.workbench.finished import RESULT, differences, older_rules, stale_after
 from dflash_lab.workbench.named_runs import NamedRun, find_run
 from dflash_lab.workbench.params import StageParams
-from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.replace import settle
 from dflash_lab.workbench.run_params import Typed, resolve
 from dflash_lab.workbench.runs import folder_state

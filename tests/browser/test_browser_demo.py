@@ -15,7 +15,7 @@ from lab import TOKEN, Lab, Notebook, complaints
 from support.checkout import REPO, Checkout
 
 from dflash_lab.files import checksum
-from dflash_lab.workbench.registry import STAGES
+from dflash_lab.stages import STAGES
 
 pytestmark = pytest.mark.timeout(900)
 WITHIN_S = 60.0  # a notebook; some seconds on idle cores

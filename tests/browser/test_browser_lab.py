@@ -11,7 +11,7 @@ import time
 import pytest
 from lab import RUN_ALL, complaints, write_parameters
 
-from dflash_lab.workbench.registry import STAGES
+from dflash_lab.stages import STAGES
 
 pytestmark = pytest.mark.timeout(600)
 

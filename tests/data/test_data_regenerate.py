@@ -16,7 +16,7 @@ from dflash_lab.data.conversations import Conversation
 from dflash_lab.data.records import BadRecord
 from dflash_lab.data.regenerate import AnswerFile, Speaker, regenerate
 from dflash_lab.models.template import Dialogue
-from dflash_lab.workbench.speaking import AskedRecord
+from dflash_lab.stages.prepare import AskedRecord
 
 STOP = 258
 TOKENIZER = tiny_tokenizer(HERMES)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import papermill
 
+from dflash_lab.stages import STAGES, params_class
 from dflash_lab.workbench import cli, commands
 from dflash_lab.workbench.param_files import read_given
 from dflash_lab.workbench.pipeline import plan
-from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.status import run_status
 
 REPO = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ from functools import cache
 import documents
 import pytest
 
-from dflash_lab.workbench.registry import STAGES, params_class
+from dflash_lab.stages import STAGES, params_class
 
 REPO = documents.REPO
 PLACES = (

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "acceptance"))
 
 from dflash_lab.errors import InputError
 from dflash_lab.files import read_json, write_json
+from dflash_lab.stages.acceptance import AcceptanceParams, AcceptanceResult
 from dflash_lab.workbench.stage import execute
-from dflash_lab.workbench.stages.acceptance import AcceptanceParams, AcceptanceResult
 
 FAST = {"device": "cpu", "dtype": "float32", "interactive": False, "cost_repeats": 1, "budgets": [4, 16, 64]}
 
@@ -390,8 +390,8 @@ def test_the_whole_evaluation_at_fixed_shapes_finds_the_same(run_of, llama_resul
 
 
 def test_a_stop_takes_effect_in_the_middle_of_an_answer(run_of):
+    from dflash_lab.stages.acceptance import run_acceptance
     from dflash_lab.workbench.progress import Stopped
-    from dflash_lab.workbench.stages.acceptance import run_acceptance
 
     target, run = run_of("llama")
     seen = []

@@ -22,19 +22,19 @@ from dflash_lab.memory.gate import DoesNotFit, NotPredicted
 from dflash_lab.memory.shapes import target_shape
 from dflash_lab.models import load
 from dflash_lab.models.source import load_config
-from dflash_lab.workbench import train_launch
-from dflash_lab.workbench.stage import execute
-from dflash_lab.workbench.stages import clearance
-from dflash_lab.workbench.stages.clearance import (
+from dflash_lab.stages import train_processes, training_inputs
+from dflash_lab.stages.extract import ExtractParams
+from dflash_lab.stages.train_drafter import TrainDrafterParams
+from dflash_lab.stages.training_inputs import (
+    PLANNED,
     ask_extraction,
     ask_training,
+    clear_processes,
     extraction_budgets,
     memory_figures,
+    with_anchors,
 )
-from dflash_lab.workbench.stages.extract import ExtractParams
-from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
-from dflash_lab.workbench.stages.train_gpu_processes import clear_processes
-from dflash_lab.workbench.stages.train_memory import PLANNED, with_anchors
+from dflash_lab.workbench.stage import execute
 
 CPU = torch.device("cpu")
 
@@ -191,7 +191,7 @@ def test_a_lack_of_memory_in_a_process_reaches_the_launcher_with_its_advice(
         "def lack(*_, **__):\n"
         "    raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')\n"
         "room.train = lack\n"
-        "from dflash_lab.workbench.train_launch import main\n"
+        "from dflash_lab.stages.train_processes import main\n"
         "main(sys.argv[1])\n"
     )
 
@@ -200,7 +200,7 @@ def test_a_lack_of_memory_in_a_process_reaches_the_launcher_with_its_advice(
         return subprocess.Popen([*command[:at], str(script), command[-1]], **options)
 
     kept = dict(STDOUT=subprocess.STDOUT, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(train_launch, "subprocess", SimpleNamespace(Popen=start, **kept))
+    monkeypatch.setattr(train_processes, "subprocess", SimpleNamespace(Popen=start, **kept))
     with pytest.raises(WorkerFailed, match="out of memory"):
         execute(params)
     record = read_json(params.folder / "failure.json")
@@ -233,7 +233,7 @@ def test_anchors_are_the_planners_where_none_are_given_and_stay_the_same(tiny_ta
 
 def rest_of(params):
     """The target's config and the drafter's, as a run of `params` takes them."""
-    from dflash_lab.workbench.stages.train_setup import drafter_config
+    from dflash_lab.stages.training_inputs import drafter_config
 
     return load_config(params.target), drafter_config(params, None)
 
@@ -264,7 +264,7 @@ def test_what_was_live_when_memory_lacked_lies_beside_the_failure(extraction, mo
     with pytest.raises(torch.OutOfMemoryError):
         execute(params)
     record = read_json(params.folder / "failure.json")
-    left = params.folder / clearance.SNAPSHOT
+    left = params.folder / training_inputs.SNAPSHOT
     assert record["details"]["snapshot"] == str(left) and record["details"]["requested_gib"] == 3.0
     assert sum(record["details"]["held_gib"].values()) == pytest.approx(1.25)
     assert "20 blocks, tensors of 64.0 MiB each" in record["advice"]
@@ -289,7 +289,7 @@ def test_layers_that_stay_plain_are_asked_for_again_with_the_memory_there_was(ex
         asked.append(options)
         return ask_extraction(*args, **options)
 
-    monkeypatch.setattr(clearance, "ask_extraction", ask)
+    monkeypatch.setattr(training_inputs, "ask_extraction", ask)
     monkeypatch.setattr(
         fused_layers, "speed_up", lambda *_: fused_layers.FastPath("triton", plain={0: "not understood"})
     )

@@ -11,11 +11,7 @@ import polars as pl
 import pytest
 
 from dflash_lab.errors import InputError
-from dflash_lab.workbench.figures import memory_sweep as figures
-from dflash_lab.workbench.figures.memory_map import budget_map, peak_map
-from dflash_lab.workbench.finished import is_finished
-from dflash_lab.workbench.stage import execute
-from dflash_lab.workbench.stages.memory_sweep import (
+from dflash_lab.stages.memory_sweep import (
     STEP_SCHEMA,
     MemorySweepParams,
     MemorySweepResult,
@@ -25,6 +21,10 @@ from dflash_lab.workbench.stages.memory_sweep import (
     sweep_inputs,
     term_frame,
 )
+from dflash_lab.workbench.figures import memory_sweep as figures
+from dflash_lab.workbench.figures.memory_map import budget_map, peak_map
+from dflash_lab.workbench.finished import is_finished
+from dflash_lab.workbench.stage import execute
 from dflash_lab.workbench.widgets.memory_sweep import SweepRun, planner, sweep_control
 
 FIGURES = {
@@ -138,7 +138,7 @@ def test_the_map_speaks_of_a_line_only_where_it_draws_one(budget, words):
 def slow_machine(monkeypatch):
     """A clock that only measuring moves: 10 ms a token, and half a second more the first time."""
     from dflash_lab.memory import measure
-    from dflash_lab.workbench.stages import memory_sweep
+    from dflash_lab.stages import memory_sweep
 
     now, seen = [0.0], []
 

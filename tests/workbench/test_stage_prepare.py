@@ -20,6 +20,9 @@ from support.tiny_targets import tiny_tokenizer
 from dflash_lab.data.samples import MASK_RULES, content_hash, read_provenance, read_samples
 from dflash_lab.errors import InputError
 from dflash_lab.models.source import load_tokenizer
+from dflash_lab.stages.extract import ExtractParams
+from dflash_lab.stages.prepare import PrepareParams, PrepareResult
+from dflash_lab.stages.train_drafter import TrainDrafterParams
 from dflash_lab.workbench.figures.prepare import (
     conversation_kinds,
     mask_html,
@@ -29,9 +32,6 @@ from dflash_lab.workbench.figures.prepare import (
 )
 from dflash_lab.workbench.finished import WouldReplace, check_ready, is_finished
 from dflash_lab.workbench.stage import execute
-from dflash_lab.workbench.stages.extract import ExtractParams
-from dflash_lab.workbench.stages.prepare import PrepareParams, PrepareResult
-from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 from dflash_lab.workbench.status import run_status
 from dflash_lab.workbench.strict_yaml import parse_parameters
 

@@ -24,13 +24,12 @@ from dflash_lab.drafter.checkpoint import load_checkpoint, read_config
 from dflash_lab.drafter.journal import Journal, Reader
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.files import read_json, write_json
+from dflash_lab.stages.train_drafter import TrainDrafterParams, TrainDrafterResult, seconds_left
+from dflash_lab.stages.train_processes import WorkerFailed
 from dflash_lab.workbench.figures import train_drafter as figures
 from dflash_lab.workbench.figures.headline import headline
 from dflash_lab.workbench.finished import WouldReplace
 from dflash_lab.workbench.stage import execute
-from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams, TrainDrafterResult
-from dflash_lab.workbench.stages.train_frames import seconds_left
-from dflash_lab.workbench.train_launch import WorkerFailed
 from dflash_lab.workbench.widgets import train_drafter as widgets
 
 TINY = dict(
@@ -185,7 +184,7 @@ def test_fine_tuning_starts_from_a_checkpoint(result, run_dir, tiny_target, tmp_
 def test_the_store_of_a_trial_is_trained_on_and_the_result_says_how_much_it_holds(
     run_dir, tiny_target, tmp_path, caplog
 ):
-    from dflash_lab.workbench.stages.extract import ExtractParams
+    from dflash_lab.stages.extract import ExtractParams
 
     given = {"run_dir": str(tmp_path), "target": str(tiny_target("llama")), "device": "cpu"}
     samples = str(run_dir / "samples.parquet")
@@ -228,7 +227,7 @@ def test_a_released_drafter_can_be_started_from(result, run_dir, tiny_target, tm
 
 def test_epochs_become_steps(run_dir, tiny_target):
     from dflash_lab.extraction.store import open_store
-    from dflash_lab.workbench.stages.train_setup import drafter_config, train_settings
+    from dflash_lab.stages.training_inputs import drafter_config, train_settings
 
     store = open_store(run_dir / "store")
     chosen = params(run_dir, tiny_target, max_steps=0, epochs=3.0, accumulate=2)

@@ -31,13 +31,18 @@ from dflash_lab.memory.gate import DoesNotFit, clear_devices
 from dflash_lab.memory.planner import MARGIN
 from dflash_lab.memory.shapes import GIB
 from dflash_lab.models import load
+from dflash_lab.stages.train_drafter import TrainDrafterParams
+from dflash_lab.stages.training_inputs import (
+    check_placement,
+    check_queue,
+    clear_processes,
+    gpu_processes,
+    queue_row_bytes,
+    with_anchors,
+)
 from dflash_lab.workbench.figures import train_drafter as figures
 from dflash_lab.workbench.progress import Stopped
 from dflash_lab.workbench.stage import execute
-from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
-from dflash_lab.workbench.stages.train_gpu_processes import clear_processes, gpu_processes
-from dflash_lab.workbench.stages.train_memory import with_anchors
-from dflash_lab.workbench.stages.train_placement import check_placement, check_queue, queue_row_bytes
 
 TINY = dict(
     device="cpu",
@@ -372,7 +377,7 @@ def test_a_full_disk_ends_the_run_and_is_named(samples, tiny_target, tmp_path):
 KILLED = """
 import json, os, signal, sys
 from dflash_lab.workbench.stage import execute
-from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+from dflash_lab.stages.train_drafter import TrainDrafterParams
 
 def progress(description, done, total, **facts):
     if done >= 6:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dflash_lab.models.load import load_head
-from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
-from dflash_lab.workbench.stages.train_here import first_drafter
-from dflash_lab.workbench.stages.train_setup import drafter_config, train_settings
+from dflash_lab.stages.train_drafter import TrainDrafterParams
+from dflash_lab.stages.train_processes import first_drafter
+from dflash_lab.stages.training_inputs import drafter_config, train_settings
 
 BASE = dict(device="cpu", source="live", num_layers=2, sliding_layers=[0], max_steps=9, interactive=False)
 CHANGED = dict(

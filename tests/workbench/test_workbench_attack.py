@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from dflash_lab.errors import InputError, LabError
 from dflash_lab.file_errors import FileError
+from dflash_lab.stages import STAGES, params_class
 from dflash_lab.workbench.params import about, field_types
-from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.stage import execute
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_lab.errors import InputError
+from dflash_lab.stages import STAGES, params_class
+from dflash_lab.stages.extract import ExtractParams
+from dflash_lab.stages.train_drafter import TrainDrafterParams
 from dflash_lab.workbench import cli, kernel, launch
 from dflash_lab.workbench.launch import literal
 from dflash_lab.workbench.param_files import Given, read_given
 from dflash_lab.workbench.params import defaults
-from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.run_params import from_notebook
-from dflash_lab.workbench.stages.extract import ExtractParams
-from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
 from dflash_lab.workbench.strict_yaml import parse_parameters, read_parameter_file
 
 REPO = Path(__file__).resolve().parents[2]

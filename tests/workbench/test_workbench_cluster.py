@@ -19,6 +19,7 @@ import yaml
 
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.errors import InputError
+from dflash_lab.stages.extract import ExtractParams
 from dflash_lab.workbench.cluster import (
     ShardsFailed,
     local_cluster,
@@ -28,7 +29,6 @@ from dflash_lab.workbench.cluster import (
     tokens_done,
 )
 from dflash_lab.workbench.param_files import read_given
-from dflash_lab.workbench.stages.extract import ExtractParams
 
 LENGTHS = np.random.default_rng(0).integers(20, 120, 40).tolist()
 

@@ -15,7 +15,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell
 
-from dflash_lab.workbench.registry import STAGES
+from dflash_lab.stages import STAGES
 
 REPO = Path(__file__).resolve().parents[2]
 

@@ -70,11 +70,11 @@ def run_prepare(params, progress):
 '''
 SITE = """
 import importlib.util, sys
-spec = importlib.util.spec_from_file_location("dflash_lab.workbench.stages.prepare", {path!r})
+spec = importlib.util.spec_from_file_location("dflash_lab.stages.prepare", {path!r})
 class Finder:
     @staticmethod
     def find_spec(name, path=None, target=None):
-        return spec if name == "dflash_lab.workbench.stages.prepare" else None
+        return spec if name == "dflash_lab.stages.prepare" else None
 sys.meta_path.insert(0, Finder)
 """
 PARAMETERS = """\
@@ -90,7 +90,7 @@ force: bool = None  # False: again"""
 RUN = """\
 from dflash_lab.workbench.run_params import from_notebook
 from dflash_lab.workbench.stage import execute
-from dflash_lab.workbench.stages.prepare import Held, PrepareParams
+from dflash_lab.stages.prepare import Held, PrepareParams
 params = from_notebook(PrepareParams, globals())
 result = execute(params)"""
 

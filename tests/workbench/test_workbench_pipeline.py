@@ -9,10 +9,10 @@ import pytest
 
 from dflash_lab.errors import InputError
 from dflash_lab.files import read_json, write_json
+from dflash_lab.stages import STAGES, params_class
 from dflash_lab.workbench import pipeline
 from dflash_lab.workbench.finished import WouldReplace, check_ready, is_finished
 from dflash_lab.workbench.param_files import Given, read_given
-from dflash_lab.workbench.registry import STAGES, params_class
 from dflash_lab.workbench.runs import overview
 
 REPO = Path(__file__).resolve().parents[2]

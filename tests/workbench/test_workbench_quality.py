@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dflash_lab.workbench.stages.train_drafter import TrainDrafterParams
+from dflash_lab.stages.train_drafter import TrainDrafterParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 

@@ -18,10 +18,10 @@ from jupyter_client.kernelspec import KernelSpecManager
 from traitlets import import_item
 
 from dflash_lab.files import write_json
+from dflash_lab.stages import STAGES
 from dflash_lab.workbench import start_page
 from dflash_lab.workbench.lock import stage_lock
 from dflash_lab.workbench.own_kernel import OwnKernelSpecs
-from dflash_lab.workbench.registry import STAGES
 from dflash_lab.workbench.status import StageStatus
 
 REPO = Path(__file__).resolve().parents[2]

@@ -14,12 +14,12 @@ import pytest
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.store import open_store
 from dflash_lab.files import read_json
+from dflash_lab.stages import params_class
 from dflash_lab.workbench import cli
 from dflash_lab.workbench import stage as running
 from dflash_lab.workbench.finished import WouldReplace, is_finished
 from dflash_lab.workbench.lock import stage_lock
 from dflash_lab.workbench.param_files import Given, read_given
-from dflash_lab.workbench.registry import params_class
 from dflash_lab.workbench.runs import overview, stage_table
 from dflash_lab.workbench.stage import execute
 from dflash_lab.workbench.status import run_status

@@ -15,7 +15,7 @@ from dflash_lab.workbench.figures.style import BLUE, GREEN, GREY, ORANGE, RED, S
 from dflash_lab.workbench.progress import duration
 
 if TYPE_CHECKING:
-    from dflash_lab.workbench.stages.dataset_stats import DatasetStatsParams, DatasetStatsResult
+    from dflash_lab.stages.dataset_stats import DatasetStatsParams, DatasetStatsResult
 
 EXPLORED = 200_000  # samples planned at each move of the explorer, so that it answers in a blink
 _LOG_TICKS = [2**power for power in range(0, 21, 1)]

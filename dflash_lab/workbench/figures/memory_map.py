@@ -12,7 +12,7 @@ import polars as pl
 from dflash_lab.workbench.figures.style import RED, SEQUENTIAL
 
 if TYPE_CHECKING:
-    from dflash_lab.workbench.stages.memory_sweep import SweepInputs
+    from dflash_lab.stages.memory_sweep import SweepInputs
 
 MAP_STEPS = 15
 

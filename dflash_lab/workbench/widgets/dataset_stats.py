@@ -11,7 +11,7 @@ from dflash_lab.workbench.progress import duration
 if TYPE_CHECKING:
     import ipywidgets
 
-    from dflash_lab.workbench.stages.dataset_stats import DatasetStatsParams, DatasetStatsResult
+    from dflash_lab.stages.dataset_stats import DatasetStatsParams, DatasetStatsResult
 
 
 def explorer(result: DatasetStatsResult, params: DatasetStatsParams) -> ipywidgets.Widget:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from dflash_lab.memory.planner import Answer, Question
-    from dflash_lab.workbench.stages.memory_sweep import MemorySweepParams, MemorySweepResult, SweepInputs
+    from dflash_lab.stages.memory_sweep import MemorySweepParams, MemorySweepResult, SweepInputs
 
 
 class Planner:
@@ -86,7 +86,7 @@ def planner(result: MemorySweepResult, params: MemorySweepParams) -> ipywidgets.
 
     from dflash_lab.memory.planner import Question
     from dflash_lab.memory.training import with_chunk
-    from dflash_lab.workbench.stages.memory_sweep import PLACEMENTS, sweep_inputs
+    from dflash_lab.stages.memory_sweep import PLACEMENTS, sweep_inputs
 
     inputs = sweep_inputs(params)
     brain = Planner(inputs, result.points)
@@ -176,8 +176,8 @@ class SweepRun:
 
     def _work(self) -> None:
         from dflash_lab.release import release
+        from dflash_lab.stages.memory_sweep import measure_points, sweep_inputs
         from dflash_lab.workbench.progress import Stopped
-        from dflash_lab.workbench.stages.memory_sweep import measure_points, sweep_inputs
 
         def report(description: str, done: int, total: int, **_fields: Any) -> None:
             self.done, self.total = done, total
@@ -207,7 +207,7 @@ def sweep_control(result: MemorySweepResult, params: MemorySweepParams) -> ipywi
     import ipywidgets as widgets
     import polars as pl
 
-    from dflash_lab.workbench.stages.memory_sweep import POINT_SCHEMA
+    from dflash_lab.stages.memory_sweep import POINT_SCHEMA
 
     run, stop = widgets.Button(description="Run sweep"), widgets.Button(description="Stop", disabled=True)
     bar, line = widgets.IntProgress(min=0, max=1), widgets.Label()

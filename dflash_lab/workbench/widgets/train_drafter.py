@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from dflash_lab.drafter.journal import Reader
-    from dflash_lab.workbench.stages.train_drafter import TrainDrafterResult
+    from dflash_lab.stages.train_drafter import TrainDrafterResult
 
 VIEWS = ("losses", "positions", "streaks", "accuracies", "pace")
 BUSY = 50  # times as long between drawings as a drawing takes: training may share this process
@@ -29,7 +29,7 @@ BUSY = 50  # times as long between drawings as a drawing takes: training may sha
 
 def snapshot(journal: Reader) -> tuple[list[Any], str]:
     """The figures of VIEWS as a run's journal stands, and a line of text about it."""
-    from dflash_lab.workbench.stages.train_frames import metric_frame, position_frame, step_frame
+    from dflash_lab.stages.train_drafter import metric_frame, position_frame, step_frame
 
     records = journal.read()
     steps, metrics, places = step_frame(records), metric_frame(records), position_frame(records)
@@ -47,7 +47,7 @@ def snapshot(journal: Reader) -> tuple[list[Any], str]:
 
 def _stand(steps: pl.DataFrame, metrics: pl.DataFrame) -> str:
     """Where a run is, how fast, with what memory, and when it will end."""
-    from dflash_lab.workbench.stages.train_frames import seconds_left
+    from dflash_lab.stages.train_drafter import seconds_left
 
     last = steps.row(-1, named=True)
     loss = "skipped" if last["loss"] is None else f"{last['loss']:.4f}"

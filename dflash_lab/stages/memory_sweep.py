@@ -175,8 +175,7 @@ def sweep_inputs(params: MemorySweepParams) -> SweepInputs:
     from dflash_lab.models.hooks import default_tap_ids
     from dflash_lab.models.load import choose_device, choose_dtype
     from dflash_lab.models.source import load_config
-    from dflash_lab.workbench.stages.train_memory import optimizer_of
-    from dflash_lab.workbench.stages.train_setup import own_shape
+    from dflash_lab.stages.training_inputs import optimizer_of, own_shape
 
     config = load_config(params.target)
     device = choose_device(params.device)

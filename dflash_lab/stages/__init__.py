@@ -1,7 +1,4 @@
-"""The six stages in order, found by name: `stages/extract.py` has ExtractParams, run_extract, ExtractResult.
-
-Modules are imported only when asked for, so that listing the stages stays instant.
-"""
+"""The six stages in order, found by name: `stages/extract.py` has ExtractParams, run_extract, ExtractResult."""
 
 from __future__ import annotations
 
@@ -14,6 +11,12 @@ from dflash_lab.errors import InputError, near
 
 if TYPE_CHECKING:
     from dflash_lab.workbench.params import StageParams
+
+# ----------------------------------------------------------------------------------------------------
+# The six stages in order, found by name: `stages/extract.py` has ExtractParams, run_extract, ExtractResult.
+#
+# Modules are imported only when asked for, so that listing the stages stays instant.
+
 
 PURPOSES = {
     "prepare": "turn conversations into tokenised samples with a loss mask",

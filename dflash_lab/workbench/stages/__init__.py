@@ -1,1 +1,0 @@
-"""The six stages: parameters and runner of each."""
