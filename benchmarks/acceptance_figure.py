@@ -19,7 +19,7 @@ from result_figure import save_figure
 from result_file import made_of, read_result, told
 
 from dflash_lab.files import write_bytes
-from dflash_lab.workbench.figures.style import BLUE, GREEN, GREY, ORANGE, PURPLE
+from dflash_lab.views.style import BLUE, GREEN, GREY, ORANGE, PURPLE
 
 SETS = (("heldout", "held-out", BLUE, "rgba(0, 114, 178, 0.15)"),
         ("humaneval", "HumanEval", GREEN, "rgba(0, 158, 115, 0.15)"))  # fmt: skip

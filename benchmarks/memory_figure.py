@@ -20,7 +20,7 @@ from result_file import made_of, read_result, told
 from dflash_lab.errors import InputError
 from dflash_lab.files import write_bytes
 from dflash_lab.memory.shapes import GIB
-from dflash_lab.workbench.figures import style
+from dflash_lab.views import style
 
 BEGIN, END = "<!-- memory.json -->", "<!-- /memory.json -->"
 COLOURS = {"extraction": style.BLUE, "training": style.ORANGE}

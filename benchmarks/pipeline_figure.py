@@ -14,8 +14,8 @@ from result_figure import figure_arguments, save_figure
 from result_file import made_of, read_result, told
 
 from dflash_lab.drafter.pipeline import SCHEMA
-from dflash_lab.workbench.figures.style import BLUE, GREY
-from dflash_lab.workbench.figures.train_drafter import queues
+from dflash_lab.views.style import BLUE, GREY
+from dflash_lab.views.train_drafter import queues
 
 
 def rates(found: dict[str, Any]) -> go.Figure:

@@ -100,7 +100,7 @@ def stats(path: Path, folder: Path) -> dict[str, float]:
 def sliders(folder: Path) -> dict[str, float]:
     """Move every control of the memory planner's widget and time each move."""
     from dflash_lab.stages.memory_sweep import MemorySweepParams, run_memory_sweep
-    from dflash_lab.workbench.widgets.memory_sweep import planner
+    from dflash_lab.views.memory_sweep import planner
 
     params = MemorySweepParams(
         run_dir=str(folder), target="random:qwen3.6-27b", device="cpu", dtype="bfloat16", budget_gib=94.97,

@@ -12,7 +12,7 @@ import plotly.io as pio
 
 from dflash_lab.errors import InputError
 from dflash_lab.files import write_bytes
-from dflash_lab.workbench.figures.png import to_png
+from dflash_lab.views.style import to_png
 
 PICTURE = Path(__file__).parent / "pictures" / "acceptance.png"
 FIGURE = "acceptance/figures/acceptance-length.json"

@@ -8,10 +8,10 @@ import polars as pl
 import pytest
 
 from dflash_lab.acceptance.results import Costs, Evaluation, OfflineReport
-from dflash_lab.workbench.figures import acceptance as figures
-from dflash_lab.workbench.figures import acceptance_speed as speed
-from dflash_lab.workbench.figures import acceptance_text as text
-from dflash_lab.workbench.widgets import acceptance as widgets
+from dflash_lab.views import acceptance as figures
+from dflash_lab.views import acceptance as speed
+from dflash_lab.views import acceptance as text
+from dflash_lab.views import acceptance as widgets
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_what_if_marks_the_best_point_and_says_which_trees_win(report, result):
     # Sampling keeps an expected half token of the mean 1.0 that greedy accepts.
     warm = widgets.known_taus(result, 1.0)
     assert warm.filter(pl.col("budget") == 8)["tau"][0] == pytest.approx(1 + (report.tau(8).mean - 1) / 2)
-    title = speed.what_if(Costs.from_frame(COSTS), known, block_size=4).layout.title
+    title = speed.what_if_figure(Costs.from_frame(COSTS), known, block_size=4).layout.title
     assert "times plain decoding" in title.text
     points = pl.DataFrame({"budget": [0, 0, 32, 8, 64], "speedup": [1.5, 2.0, 2.5, 2.1, 1.9]})
     assert speed.trees_that_win(points) == "Trees of 8, 32 nodes beat the best chain."
@@ -183,7 +183,7 @@ def test_every_slider_moves_the_figure_to_what_its_values_say(result):
     chosen = {"block_size": 4, "budget": 0}
 
     def follows(temperature: float = 0.0) -> None:
-        wanted = speed.what_if(Costs.typed(**typed), widgets.known_taus(result, temperature), **chosen)
+        wanted = speed.what_if_figure(Costs.typed(**typed), widgets.known_taus(result, temperature), **chosen)
         ours, theirs = (json.loads(fig.to_json()) for fig in (figure, wanted))
         assert ours["layout"]["title"] == theirs["layout"]["title"]
         assert [(t["name"], t["x"], t["y"]) for t in ours["data"]] == [
@@ -208,7 +208,7 @@ def test_every_slider_moves_the_figure_to_what_its_values_say(result):
     named["temperature"].value = 1.0
     follows(1.0)
     named["costs measured here"].value = True
-    wanted = speed.what_if(Costs.from_frame(COSTS), widgets.known_taus(result, 1.0), **chosen)
+    wanted = speed.what_if_figure(Costs.from_frame(COSTS), widgets.known_taus(result, 1.0), **chosen)
     assert list(figure.data[0].y) == list(wanted.data[0].y)
 
 

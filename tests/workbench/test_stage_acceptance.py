@@ -110,7 +110,7 @@ def test_tables_add_up(llama_result):
 def test_a_selector_is_shown_with_its_streak_and_tau_and_without(run_of, llama_result, tmp_path):
     from dflash_lab.drafter.checkpoint import load_checkpoint, save_checkpoint
     from dflash_lab.drafter.model import Drafter
-    from dflash_lab.workbench.figures import acceptance as figures
+    from dflash_lab.views import acceptance as figures
 
     target, run = run_of("llama")
     trained = load_checkpoint(run / "drafter")

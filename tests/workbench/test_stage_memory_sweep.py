@@ -21,11 +21,10 @@ from dflash_lab.stages.memory_sweep import (
     sweep_inputs,
     term_frame,
 )
-from dflash_lab.workbench.figures import memory_sweep as figures
-from dflash_lab.workbench.figures.memory_map import budget_map, peak_map
+from dflash_lab.views import memory_sweep as figures
+from dflash_lab.views.memory_sweep import SweepRun, budget_map, peak_map, planner, sweep_control
 from dflash_lab.workbench.finished import is_finished
 from dflash_lab.workbench.stage import execute
-from dflash_lab.workbench.widgets.memory_sweep import SweepRun, planner, sweep_control
 
 FIGURES = {
     "budget_gib",

@@ -23,13 +23,7 @@ from dflash_lab.models.source import load_tokenizer
 from dflash_lab.stages.extract import ExtractParams
 from dflash_lab.stages.prepare import PrepareParams, PrepareResult
 from dflash_lab.stages.train_drafter import TrainDrafterParams
-from dflash_lab.workbench.figures.prepare import (
-    conversation_kinds,
-    mask_html,
-    outcome,
-    problem_kinds,
-    problems_html,
-)
+from dflash_lab.views.prepare import conversation_kinds, mask_html, outcome, problem_kinds, problems_html
 from dflash_lab.workbench.finished import WouldReplace, check_ready, is_finished
 from dflash_lab.workbench.stage import execute
 from dflash_lab.workbench.status import run_status

@@ -26,11 +26,11 @@ from dflash_lab.errors import InputError, StoreError
 from dflash_lab.files import read_json, write_json
 from dflash_lab.stages.train_drafter import TrainDrafterParams, TrainDrafterResult, seconds_left
 from dflash_lab.stages.train_processes import WorkerFailed
-from dflash_lab.workbench.figures import train_drafter as figures
-from dflash_lab.workbench.figures.headline import headline
+from dflash_lab.views import train_drafter as figures
+from dflash_lab.views import train_drafter as widgets
+from dflash_lab.views.style import headline
 from dflash_lab.workbench.finished import WouldReplace
 from dflash_lab.workbench.stage import execute
-from dflash_lab.workbench.widgets import train_drafter as widgets
 
 TINY = dict(
     device="cpu",

@@ -40,7 +40,7 @@ from dflash_lab.stages.training_inputs import (
     queue_row_bytes,
     with_anchors,
 )
-from dflash_lab.workbench.figures import train_drafter as figures
+from dflash_lab.views import train_drafter as figures
 from dflash_lab.workbench.progress import Stopped
 from dflash_lab.workbench.stage import execute
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from dflash_lab.workbench.figures.headline import headline, shown_number
+from dflash_lab.views.style import headline, shown_number
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from dflash_lab.views.acceptance import checked, judged
 from dflash_lab.workbench.closing import closing_figures, closing_lines, closing_rows
-from dflash_lab.workbench.figures.acceptance_text import checked, judged
 from dflash_lab.workbench.judgement import FEW_STEPS, before_training, learned, of_acceptance, of_training
 
 

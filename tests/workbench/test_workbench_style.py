@@ -12,7 +12,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from dflash_lab.workbench.figures import png, style
+from dflash_lab.views import style
 from dflash_lab.workbench.params import StageParams
 
 
@@ -90,18 +90,18 @@ def test_a_large_figure_is_told(tmp_path, shown, monkeypatch, caplog):
 
 def test_a_wrong_browser_path_means_no_picture(monkeypatch):
     monkeypatch.setenv("BROWSER_PATH", "/nowhere/chromium")
-    png.browser_path.cache_clear()
-    png._server.cache_clear()
+    style.browser_path.cache_clear()
+    style._server.cache_clear()
     try:
-        assert png.browser_path() == "" and png.to_png(go.Figure()) is None
+        assert style.browser_path() == "" and style.to_png(go.Figure()) is None
     finally:
-        png.browser_path.cache_clear()
-        png._server.cache_clear()
+        style.browser_path.cache_clear()
+        style._server.cache_clear()
 
 
-@pytest.mark.skipif(not png.browser_path(), reason="no Chromium on this machine")
+@pytest.mark.skipif(not style.browser_path(), reason="no Chromium on this machine")
 def test_a_picture_is_a_png():
-    assert png.to_png(go.Figure(go.Scatter(y=[1, 2]))).startswith(b"\x89PNG")
+    assert style.to_png(go.Figure(go.Scatter(y=[1, 2]))).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 import polars as pl
 
-from dflash_lab.workbench.figures.style import BLUE, GREY, LOG_AXIS, ORANGE, RED, thin
+from dflash_lab.views.style import BLUE, GREY, LOG_AXIS, ORANGE, RED, thin
 
 
 def speed(batches: pl.DataFrame) -> go.Figure:

@@ -7,7 +7,7 @@ from typing import Any
 import plotly.graph_objects as go
 import polars as pl
 
-from dflash_lab.workbench.figures.style import BLUE, GREY, ORANGE, PURPLE, RED, SKY, escape
+from dflash_lab.views.style import BLUE, GREY, ORANGE, PURPLE, RED, SKY, escape
 
 _ROWS = 40  # problems shown one by one; the file has them all
 

@@ -1,0 +1,1 @@
+"""Figures and widgets, one file a stage."""

@@ -1,1 +1,0 @@
-"""Plotly figures of each stage: data in, figure out."""

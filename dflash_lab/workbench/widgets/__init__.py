@@ -1,1 +1,0 @@
-"""Thin ipywidgets views over the figure functions."""
