@@ -39,7 +39,7 @@ from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.machine import usable_cpus, visible_gpus
 from dflash_lab.models.source import load_config
 from dflash_lab.provenance import provenance
-from dflash_lab.workbench.param_files import read_parameter_file
+from dflash_lab.run_params import read_parameter_file
 
 HERE = Path(__file__).resolve().parent
 WORKERS = HERE / "many_gpus_workers.py"

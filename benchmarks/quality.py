@@ -44,10 +44,10 @@ from dflash_lab.drafter.checkpoint import load_checkpoint, save_checkpoint
 from dflash_lab.drafter.live import LiveItems
 from dflash_lab.models.load import choose_device, load_target
 from dflash_lab.models.source import cached_folder
+from dflash_lab.stage_run import execute
 from dflash_lab.stages.train_drafter import TrainDrafterParams
 from dflash_lab.stages.training_inputs import drafter_config, open_bare
-from dflash_lab.workbench.stage import execute
-from dflash_lab.workbench.strict_yaml import parse_parameters
+from dflash_lab.strict_yaml import parse_parameters
 
 log = logging.getLogger("quality")
 SETS = ("heldout", "humaneval")

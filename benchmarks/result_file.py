@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dflash_lab.errors import InputError, LabError, StoreError
-from dflash_lab.file_errors import naming
+from dflash_lab.errors import InputError, LabError, StoreError, naming
 from dflash_lab.files import read_json
 
 _MISSHAPEN = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, StopIteration)

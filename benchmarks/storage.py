@@ -26,10 +26,10 @@ from dflash_lab.acceptance.offline import offline
 from dflash_lab.drafter.checkpoint import load_checkpoint
 from dflash_lab.extraction.store import open_store
 from dflash_lab.models.load import choose_device, load_head
+from dflash_lab.stage_run import execute
 from dflash_lab.stages.extract import ExtractParams
 from dflash_lab.stages.prepare import PrepareParams
 from dflash_lab.stages.train_drafter import TrainDrafterParams
-from dflash_lab.workbench.stage import execute
 
 DEMO = Path(__file__).resolve().parent.parent / "params" / "demo"
 STORAGES = ("bf16", "fp8")

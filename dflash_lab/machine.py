@@ -1,20 +1,32 @@
-"""What of this machine the process may use: processors, memory, GPUs; and who else holds memory of one.
-
-A container, a batch job or a caller may have left it less than the machine has. Linux says so in the affinity
-of the process, in the limits of its control groups (its own and every one above, version 1 and 2) and in
-`CUDA_VISIBLE_DEVICES`; elsewhere the machine's own counts hold.
+"""What this machine is: CPUs, memory and GPUs that this process may use, the memory it took, and its
+compiler.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+import resource
 import shutil
 import subprocess
+import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from dflash_lab.errors import InputError
+import torch
+
+from dflash_lab.errors import InputError, LabError, chain
+
+# ----------------------------------------------------------------------------------------------------
+# What of this machine the process may use: processors, memory, GPUs; and who else holds memory of one.
+#
+# A container, a batch job or a caller may have left it less than the machine has. Linux says so in the
+# affinity of the process, in the limits of its control groups (its own and every one above, version 1 and
+# 2) and in `CUDA_VISIBLE_DEVICES`; elsewhere the machine's own counts hold.
+
 
 GIB = 1 << 30
 _ROOT = Path("/")
@@ -167,3 +179,150 @@ def _read(folder: Path, name: str) -> str:
     """The text of a file of the kernel's, empty where it does not exist (another system, another version)."""
     path = folder / name
     return path.read_text().strip() if path.is_file() else ""
+
+
+# ----------------------------------------------------------------------------------------------------
+# Give back the memory that a failed attempt or cell keeps alive.
+#
+# After an exception IPython holds the traceback, the traceback holds the frames, and the frames hold GPU
+# tensors: in `sys.last_*`, in `InteractiveTB.tb` and in `last_execution_result`. All three must go before
+# the cache can be emptied. `forget_locals` frees the tensors at once and keeps the traceback readable;
+# `release` drops the rest.
+
+
+def forget_locals(error: BaseException) -> None:
+    """Clear the local variables of every finished frame that `error`, its causes and its contexts hold."""
+    seen: set[int] = set()
+    queue: list[BaseException | None] = [error]
+    while queue:
+        current = queue.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        traceback.clear_frames(current.__traceback__)
+        queue += [current.__cause__, current.__context__]
+        if isinstance(current, BaseExceptionGroup):
+            queue += current.exceptions
+
+
+def release() -> None:
+    """Drop what the last error holds, collect garbage, and give cached GPU blocks back to the driver.
+
+    Call it after the `except` block. Slow (tens of ms): once a failure, never once a batch.
+    """
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        if hasattr(sys, name):
+            setattr(sys, name, None)
+    _forget_notebook_error()
+    collect()
+
+
+def collect() -> None:
+    """Collect garbage and empty the CUDA cache, if torch is in use at all."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _forget_notebook_error() -> None:
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if traceback_printer := getattr(shell, "InteractiveTB", None):  # IPython's front ends have one
+        traceback_printer.tb = None
+    if result := getattr(shell, "last_execution_result", None):
+        result.error_in_exec = result.error_before_exec = None
+
+
+# ----------------------------------------------------------------------------------------------------
+# The peak memory of a stage: resident memory of this process, and reserved memory of each GPU, in GiB.
+
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+def reset_peak() -> bool:
+    """Start a new measurement.
+
+    False when this system cannot reset its counter: then the peak is the process's own.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(index)
+    try:
+        _CLEAR.write_text("5")  # the kernel sets VmHWM back to the present resident size
+    except OSError:
+        return False
+    return True
+
+
+def peak_memory() -> dict[str, float]:
+    """Return ``rss_gib`` and, where CUDA is in use, ``gpu_gib``: reserved, the largest device."""
+    found = {"rss_gib": round(_resident_bytes() / 2**30, 3)}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        peaks = [torch.cuda.max_memory_reserved(index) for index in range(torch.cuda.device_count())]
+        found["gpu_gib"] = round(max(peaks) / 2**30, 3)
+    return found
+
+
+def _resident_bytes() -> int:
+    if _STATUS.exists():
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+# ----------------------------------------------------------------------------------------------------
+# What to do when torch.compile cannot compile a part of ours on this machine.
+#
+# A kernel may need more of a device than it has (flex attention of wide heads on cards with little shared
+# memory), or a compiler may be missing. The compiler says so with errors of its own, from deep inside, at
+# the first call of the part or of its backward pass: here they become a sentence with a way out.
+
+
+_COMPILERS = ("torch._inductor.", "torch._dynamo.", "triton.")
+
+
+class NotCompiled(LabError, RuntimeError):
+    """A part of ours could not be compiled here; the message names it and what to give instead."""
+
+
+def why_not_compiled(error: BaseException) -> str:
+    """The compiler's reason in a line, or "" for an error that is none of a compiler's.
+
+    Memory that ran out while kernels were tried is none: the same part would have fitted elsewhere.
+    """
+    links = list(chain(error))
+    links += [inner for link in links if (inner := getattr(link, "inner_exception", None)) is not None]
+    if any(isinstance(link, torch.OutOfMemoryError) for link in links):
+        return ""
+    told = [link for link in links if (type(link).__module__ + ".").startswith(_COMPILERS) or _raised(link)]
+    if not told:
+        return ""
+    reason = getattr(told[0], "inner_exception", told[0])
+    lines = [line.strip() for line in str(reason).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(reason).__name__
+
+
+def _raised(error: BaseException) -> bool:
+    """Whether Triton itself raised it: where no C compiler is found, say, as a plain RuntimeError."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("triton.")
+
+
+@contextlib.contextmanager
+def compiling(what: str, instead: str) -> Iterator[None]:
+    """A compiler's error within becomes `NotCompiled`: `what` does not compile here, and `instead`."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, NotCompiled) or not (why := why_not_compiled(error)):
+            raise
+        raise NotCompiled(f"{what} does not compile on this machine ({why}). {instead}") from error

@@ -15,17 +15,16 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from dflash_lab import file_errors, files
-from dflash_lab.errors import LabError, StoreError
-from dflash_lab.file_errors import FileError, naming, reading
+from dflash_lab import errors, files
+from dflash_lab.errors import FileError, LabError, StoreError, naming, reading
+from dflash_lab.stage_run import execute
 from dflash_lab.stages import params_class
-from dflash_lab.workbench.stage import execute
 
 TESTS = Path(__file__).parent
 sys.path.insert(0, str(TESTS / "notebooks"))
 
 
-@pytest.mark.parametrize("number", file_errors._WORDS, ids=lambda number: errno.errorcode[number])
+@pytest.mark.parametrize("number", errors._WORDS, ids=lambda number: errno.errorcode[number])
 def test_every_known_number_gets_the_path_what_happened_and_a_remedy(number, tmp_path):
     with pytest.raises(FileError) as caught, naming(tmp_path / "x"):
         raise OSError(number, "in the system's words")

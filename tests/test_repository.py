@@ -19,12 +19,11 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from dflash_lab.named_runs import find_run
+from dflash_lab.params import cell_source, field_types, fields_table
+from dflash_lab.runs import RunsParams
 from dflash_lab.stages import STAGES, params_class, result_class, run_function
-from dflash_lab.workbench.browse import RunsParams
-from dflash_lab.workbench.named_runs import find_run
-from dflash_lab.workbench.param_words import cell_source, fields_table
-from dflash_lab.workbench.params import field_types
-from dflash_lab.workbench.strict_yaml import read_parameter_file
+from dflash_lab.strict_yaml import read_parameter_file
 
 REPO = Path(__file__).resolve().parents[1]
 NOTEBOOKS = [REPO / "notebooks" / f"{stage}.ipynb" for stage in (*STAGES, "runs")]
@@ -276,7 +275,7 @@ def commands_in(path: Path) -> list[str]:
 
 
 def test_documented_make_targets_files_and_commands_exist():
-    from dflash_lab.workbench.commands import COMMANDS
+    from dflash_lab.commands import COMMANDS
 
     targets = set(re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(), re.MULTILINE))
     seen = 0
@@ -348,8 +347,8 @@ def test_notebook_json_has_final_newline_and_stable_ids():
 )
 def test_every_named_run_passes_its_own_check(folder):
     """`dflash-lab run <name>` gets past the check of its parameters, for all six stages."""
-    from dflash_lab.workbench.param_files import Given, read_given
-    from dflash_lab.workbench.pipeline import plan
+    from dflash_lab.launch import plan
+    from dflash_lab.run_params import Given, read_given
 
     steps = plan(Given(run=folder.name))
     for stage, step in steps:

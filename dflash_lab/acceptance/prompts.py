@@ -24,8 +24,7 @@ import polars as pl
 from dflash_lab.data.conversations import Message, to_messages, tools_of
 from dflash_lab.data.records import BadRecord, storable
 from dflash_lab.data.samples import SCHEMA, checked, reading_samples, scan_samples
-from dflash_lab.errors import InputError
-from dflash_lab.file_errors import naming
+from dflash_lab.errors import InputError, naming
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

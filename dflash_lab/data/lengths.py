@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from dflash_lab.errors import InputError
-from dflash_lab.file_errors import reading
+from dflash_lab.errors import InputError, reading
 
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9, 100)
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import polars as pl
 
 from dflash_lab.errors import InputError
-from dflash_lab.folders import walk
+from dflash_lab.files import walk
 from dflash_lab.hub import out_of_reach
 
 # ----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import xxhash
 from dflash_lab import files
 from dflash_lab.data.conversations import Conversation
 from dflash_lab.data.records import BadRecord, Problem
-from dflash_lab.file_errors import naming
+from dflash_lab.errors import naming
 
 _KEY = re.compile("[0-9a-f]{32}")
 log = logging.getLogger(__name__)

@@ -17,8 +17,7 @@ import xxhash
 
 from dflash_lab import files
 from dflash_lab.data.records import BadRecord
-from dflash_lab.errors import InputError, StoreError
-from dflash_lab.file_errors import naming, reading
+from dflash_lab.errors import InputError, StoreError, naming, reading
 
 if TYPE_CHECKING:
     from torch import Tensor

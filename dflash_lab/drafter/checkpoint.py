@@ -20,8 +20,7 @@ from dflash_lab import files
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.objective import TrainSettings
-from dflash_lab.errors import InputError, LabError, StoreError, near
-from dflash_lab.file_errors import FileError, naming, reading
+from dflash_lab.errors import FileError, InputError, LabError, StoreError, naming, near, reading
 
 # ----------------------------------------------------------------------------------------------------
 # Drafter checkpoints in the z-lab layout, the one that z-lab, vLLM, SGLang and SpecForge read.

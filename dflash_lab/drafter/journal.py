@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_lab import files
-from dflash_lab.errors import StoreError
-from dflash_lab.file_errors import naming
+from dflash_lab.errors import StoreError, naming
 
 NAME = "metrics.jsonl"
 KINDS = ("step", "train", "heldout", "note")

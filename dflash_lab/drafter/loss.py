@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dflash_lab.drafter.compiling import NotCompiled, compiling
 from dflash_lab.drafter.loss_rows import RowPass
 from dflash_lab.drafter.loss_terms import (
     Coefficients,
@@ -37,7 +36,7 @@ from dflash_lab.drafter.loss_terms import (
     lk_mixture,
 )
 from dflash_lab.errors import InputError, near
-from dflash_lab.machine import available_memory
+from dflash_lab.machine import NotCompiled, available_memory, compiling
 
 # ----------------------------------------------------------------------------------------------------
 # The two row passes behind one contract, and the choice between them.

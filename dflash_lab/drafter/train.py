@@ -22,7 +22,6 @@ from torch import Tensor
 from dflash_lab import files
 from dflash_lab.drafter import checkpoint as states
 from dflash_lab.drafter.checkpoint import save_checkpoint
-from dflash_lab.drafter.compiling import compiling, why_not_compiled
 from dflash_lab.drafter.distributed import Single
 from dflash_lab.drafter.journal import Journal
 from dflash_lab.drafter.loss import ChunkPlan, VocabShard
@@ -41,6 +40,7 @@ from dflash_lab.drafter.rows import (
     without_bad_states,
 )
 from dflash_lab.errors import InputError, LabError
+from dflash_lab.machine import compiling, why_not_compiled
 
 if TYPE_CHECKING:
     from dflash_lab.models.load import TargetHead

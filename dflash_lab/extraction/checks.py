@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from dflash_lab import files
-from dflash_lab.errors import InputError, LabError, StoreError
+from dflash_lab.errors import FileError, InputError, LabError, StoreError, naming
 from dflash_lab.extraction import store as manifests
 from dflash_lab.extraction.store import Layout, as_keys, find_codec, open_part
 from dflash_lab.extraction.writer import FINDINGS, Capture, check_rows, pad
-from dflash_lab.file_errors import FileError, naming
 from dflash_lab.models import source
 from dflash_lab.models.hooks import check_tap_ids
 from dflash_lab.models.load import Target

@@ -45,11 +45,10 @@ from dflash_lab.extraction.writer import (
     busy,
     pad,
 )
-from dflash_lab.locks import lock_holder, sole_lock, waiting_lock
-from dflash_lab.machine import device_budget_gib, others_on
+from dflash_lab.files import lock_holder, sole_lock, waiting_lock
+from dflash_lab.machine import device_budget_gib, others_on, release
 from dflash_lab.models.hooks import check_tap_ids
 from dflash_lab.models.load import Target
-from dflash_lab.release import release
 
 # ----------------------------------------------------------------------------------------------------
 # One writer a shard: a lock on `<shard>/.lock`, and for moments one on the store.

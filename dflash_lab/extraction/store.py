@@ -19,8 +19,7 @@ from torch import Tensor
 
 from dflash_lab import files
 from dflash_lab.data.samples import FeatureItem
-from dflash_lab.errors import InputError, StoreError, near
-from dflash_lab.file_errors import reading
+from dflash_lab.errors import InputError, StoreError, near, reading
 
 # ----------------------------------------------------------------------------------------------------
 # How a state row becomes bytes: `bf16` exact (the default), `fp8` and `int8` with one scale a row and tap.

@@ -17,7 +17,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_lab.drafter.attention import row_layout
-from dflash_lab.drafter.compiling import compiling
 from dflash_lab.drafter.loss import ChunkPlan
 from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.drafter.model import Drafter, RMSNorm
@@ -26,12 +25,12 @@ from dflash_lab.drafter.optim import Optimizer, OptimizerConfig
 from dflash_lab.drafter.rows import Row
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.oom import classify
+from dflash_lab.machine import compiling, release
 from dflash_lab.memory.crash import requested_bytes
 from dflash_lab.memory.shapes import GIB, ExtractionSetup, TargetShape, TrainingSetup, target_shape
 from dflash_lab.memory.training import with_chunk
 from dflash_lab.models.hooks import Taps
 from dflash_lab.models.load import TargetHead
-from dflash_lab.release import release
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,9 @@ from transformers import (
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.hub import cached_file
 
-from dflash_lab import files
-from dflash_lab.errors import InputError, LabError, UnsupportedTarget, near
-from dflash_lab.file_errors import naming
-from dflash_lab.locks import waiting_lock
-from dflash_lab.target import hub
+from dflash_lab import files, hub
+from dflash_lab.errors import InputError, LabError, UnsupportedTarget, naming, near
+from dflash_lab.files import waiting_lock
 
 # ----------------------------------------------------------------------------------------------------
 # Where things are in a causal language model: layers, embedding, final norm, head; and which models are

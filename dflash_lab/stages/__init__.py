@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_lab.errors import InputError, near
 
 if TYPE_CHECKING:
-    from dflash_lab.workbench.params import StageParams
+    from dflash_lab.params import StageParams
 
 # ----------------------------------------------------------------------------------------------------
 # The six stages in order, found by name: `stages/extract.py` has ExtractParams, run_extract, ExtractResult.

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dflash_lab.errors import InputError
-from dflash_lab.workbench.params import StageParams, param
-from dflash_lab.workbench.progress import ProgressCallback
+from dflash_lab.params import StageParams, param
+from dflash_lab.progress import ProgressCallback
 
 if TYPE_CHECKING:
     import numpy as np

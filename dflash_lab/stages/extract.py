@@ -18,10 +18,10 @@ import polars as pl
 from dflash_lab import files
 from dflash_lab.errors import InputError
 from dflash_lab.extraction import store as manifests
-from dflash_lab.workbench.finished import FAILURE, RESULT
-from dflash_lab.workbench.lock import LOCK
-from dflash_lab.workbench.params import BROKEN, StageParams, param
-from dflash_lab.workbench.replace import Move, beside
+from dflash_lab.files import Move, beside
+from dflash_lab.params import BROKEN, StageParams, param
+from dflash_lab.results import FAILURE, RESULT
+from dflash_lab.stage_run import LOCK
 
 BATCHES, QUARANTINE, STATES, SELFTEST, FIGURES = (
     "batches.parquet",

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import polars as pl
 
 from dflash_lab import files
-from dflash_lab.workbench.params import StageParams, param
-from dflash_lab.workbench.progress import duration
+from dflash_lab.params import StageParams, param
+from dflash_lab.progress import duration
 
 if TYPE_CHECKING:
     from dflash_lab.drafter.config import DrafterConfig

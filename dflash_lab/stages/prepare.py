@@ -17,13 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dflash_lab import files
-from dflash_lab.errors import InputError
-from dflash_lab.file_errors import naming
-from dflash_lab.files import read_json
-from dflash_lab.folders import too_wide
-from dflash_lab.workbench.params import StageParams, param
-from dflash_lab.workbench.progress import ProgressCallback
-from dflash_lab.workbench.replace import Move
+from dflash_lab.errors import InputError, naming
+from dflash_lab.files import Move, read_json, too_wide
+from dflash_lab.params import StageParams, param
+from dflash_lab.progress import ProgressCallback
 
 if TYPE_CHECKING:
     import polars as pl

@@ -14,9 +14,9 @@ import polars as pl
 
 from dflash_lab import files
 from dflash_lab.drafter.journal import BY_SLOT
-from dflash_lab.file_errors import FileError
-from dflash_lab.workbench.params import StageParams, param
-from dflash_lab.workbench.replace import Move, beside
+from dflash_lab.errors import FileError
+from dflash_lab.files import Move, beside
+from dflash_lab.params import StageParams, param
 
 if TYPE_CHECKING:
     from dflash_lab.drafter.config import DrafterConfig
@@ -437,8 +437,8 @@ def headline(
     rates, and in a sentence what they amount to.
     """
     from dflash_lab.extraction.store import trial_of
+    from dflash_lab.judgement import of_training
     from dflash_lab.stages.train_processes import MEMORY, SUMMARY
-    from dflash_lab.workbench.judgement import of_training
 
     losses = steps.filter(pl.col("loss").is_not_null())["loss"]
     measured = report.best / "metrics.json"  # absent when no held-out row could be measured

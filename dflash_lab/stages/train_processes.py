@@ -20,11 +20,10 @@ import polars as pl
 
 from dflash_lab import files
 from dflash_lab.drafter.workers import WorkerFailed, words_of
-from dflash_lab.errors import InputError
-from dflash_lab.file_errors import naming
+from dflash_lab.errors import InputError, naming
+from dflash_lab.judgement import before_training
 from dflash_lab.machine import usable_cpus
 from dflash_lab.stages.training_inputs import SNAPSHOT
-from dflash_lab.workbench.judgement import before_training
 
 if TYPE_CHECKING:
     import torch

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from dflash_lab.drafter.rows import PackedRows
     from dflash_lab.extraction.store import FeatureStore
     from dflash_lab.models.load import TargetHead
+    from dflash_lab.progress import ProgressCallback
     from dflash_lab.stages.memory_sweep import MemorySweepParams
     from dflash_lab.stages.train_drafter import TrainDrafterParams
-    from dflash_lab.workbench.progress import ProgressCallback
 
     States = FeatureStore | SampleItems
     from dflash_lab.memory.account import Account

@@ -12,8 +12,8 @@ import polars as pl
 
 from dflash_lab.data.batching import Exploration, Limits, explore
 from dflash_lab.errors import InputError
+from dflash_lab.progress import duration
 from dflash_lab.views.style import BLUE, GREEN, GREY, ORANGE, RED, SKY, escape, thin
-from dflash_lab.workbench.progress import duration
 
 if TYPE_CHECKING:
     import ipywidgets

@@ -572,9 +572,9 @@ class SweepRun:
         self.stopping.set()
 
     def _work(self) -> None:
-        from dflash_lab.release import release
+        from dflash_lab.machine import release
+        from dflash_lab.progress import Stopped
         from dflash_lab.stages.memory_sweep import measure_points, sweep_inputs
-        from dflash_lab.workbench.progress import Stopped
 
         def report(description: str, done: int, total: int, **_fields: Any) -> None:
             self.done, self.total = done, total

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 import plotly.graph_objects as go
 import polars as pl
 
-from dflash_lab.errors import LabError
-from dflash_lab.file_errors import reading
+from dflash_lab.errors import LabError, reading
+from dflash_lab.runs import compare_figures, compare_parameters, overview, run_status
 from dflash_lab.views.style import PALETTE, escape, live, thin
-from dflash_lab.workbench.runs import compare_figures, compare_parameters, overview
-from dflash_lab.workbench.status import run_status
 
 if TYPE_CHECKING:
     import ipywidgets

@@ -21,7 +21,7 @@ import plotly.io as pio
 from dflash_lab.files import write_bytes
 
 if TYPE_CHECKING:
-    from dflash_lab.workbench.params import StageParams
+    from dflash_lab.params import StageParams
 
 # ----------------------------------------------------------------------------------------------------
 # Pictures of figures, where kaleido and a Chromium exist; found once, started once a process.

@@ -14,10 +14,10 @@ from plotly.subplots import make_subplots
 
 from dflash_lab import files
 from dflash_lab.drafter.journal import NAME
-from dflash_lab.file_errors import naming
+from dflash_lab.errors import naming
+from dflash_lab.progress import duration
+from dflash_lab.results import FAILURE
 from dflash_lab.views.style import BLUE, GREEN, GREY, LOG_AXIS, ORANGE, PURPLE, RED, SKY, escape, live, thin
-from dflash_lab.workbench.finished import FAILURE
-from dflash_lab.workbench.progress import duration
 
 if TYPE_CHECKING:
     import ipywidgets

@@ -161,7 +161,7 @@ class Lab:
         self.log = (home / "lab.log").open("w+")
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "dflash_lab.workbench.cli", "lab", "--no-browser"),
+                *(sys.executable, "-m", "dflash_lab.cli", "lab", "--no-browser"),
                 *(f"--port={self.port}", "--ServerApp.port_retries=0"),
                 *(f"--IdentityProvider.token={TOKEN}", "--LabApp.expose_app_in_browser=True"),
                 "--LabApp.extension_manager=readonly",

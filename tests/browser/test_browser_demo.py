@@ -135,7 +135,7 @@ def test_the_run_browser_shows_the_demo(browser, demo, demo_lab):
 
 
 def test_the_demo_is_finished_afterwards(demo, monkeypatch):
-    from dflash_lab.workbench.status import run_status
+    from dflash_lab.runs import run_status
 
     monkeypatch.chdir(demo)
     stages = run_status("demo")

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_lab import folders
+from dflash_lab import files
 from dflash_lab.data.conversations import FORMS, form, read_conversations, to_messages, tools_of
 from dflash_lab.data.records import CONTAINERS, BadRecord, container
 from dflash_lab.errors import InputError
@@ -606,7 +606,7 @@ def test_a_whole_disk_or_home_is_refused_before_it_is_walked(tmp_path, monkeypat
 def test_a_folder_of_too_many_files_is_refused_with_the_remedy(tmp_path, monkeypatch):
     for number in range(4):
         write(tmp_path, f"{number % 2}/{number}.jsonl", GOOD)
-    monkeypatch.setattr(folders, "MOST_FILES", 4)
+    monkeypatch.setattr(files, "MOST_FILES", 4)
     assert len(read(tmp_path)[0]) == 4
     write(tmp_path, "more.txt", b"x")
     with pytest.raises(
@@ -676,7 +676,7 @@ def test_hidden_files_and_folders_are_not_read(tmp_path):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(GOOD)
-    assert sorted(path.name for path in folders.walk(tmp_path)) == ["a.jsonl", "d.jsonl"]
+    assert sorted(path.name for path in files.walk(tmp_path)) == ["a.jsonl", "d.jsonl"]
 
 
 def test_arguments_and_tools_nested_deeper_than_python_recurses_are_read():

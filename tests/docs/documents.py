@@ -14,11 +14,11 @@ from pathlib import Path
 
 import papermill
 
+from dflash_lab import cli, commands
+from dflash_lab.launch import plan
+from dflash_lab.run_params import read_given
+from dflash_lab.runs import run_status
 from dflash_lab.stages import STAGES, params_class
-from dflash_lab.workbench import cli, commands
-from dflash_lab.workbench.param_files import read_given
-from dflash_lab.workbench.pipeline import plan
-from dflash_lab.workbench.status import run_status
 
 REPO = Path(__file__).resolve().parents[2]
 REASONS = {

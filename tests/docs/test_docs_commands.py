@@ -21,7 +21,7 @@ import pytest
 from documents import REPO, Block, blocks, check_line, check_python, inline_commands, pages
 
 from dflash_lab.files import read_json
-from dflash_lab.workbench.closing import ROWS
+from dflash_lab.runs import ROWS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PAGES = pages()

@@ -15,7 +15,6 @@ from torch._inductor.exc import InductorError
 
 from dflash_lab.drafter import loss as fused
 from dflash_lab.drafter import model as model_module
-from dflash_lab.drafter.compiling import NotCompiled, compiling, why_not_compiled
 from dflash_lab.drafter.distributed import Single
 from dflash_lab.drafter.loss import ChunkPlan, load_backend
 from dflash_lab.drafter.loss_rows import TorchRows
@@ -24,6 +23,7 @@ from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.objective import TrainSettings
 from dflash_lab.drafter.train import Trainer
 from dflash_lab.errors import LabError
+from dflash_lab.machine import NotCompiled, compiling, why_not_compiled
 
 SHARED = "No valid triton configs. OutOfMemoryError: out of resource: Required: 147456 Hardware limit:101376"
 

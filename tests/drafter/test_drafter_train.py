@@ -24,8 +24,7 @@ from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.objective import Objective, Tally, TrainSettings, selector_loss
 from dflash_lab.drafter.optim import OptimizerConfig
 from dflash_lab.drafter.train import Diverged, Trainer, train
-from dflash_lab.errors import InputError, StoreError
-from dflash_lab.file_errors import FileError
+from dflash_lab.errors import FileError, InputError, StoreError
 
 LOSS = LossConfig(hard_weight=0.85, soft_weight=0.15, cap_weight=0.05)
 

@@ -13,12 +13,11 @@ import pytest
 from support.sample_files import TAP_IDS, make_samples
 
 from dflash_lab import files
-from dflash_lab.errors import StoreError
+from dflash_lab.errors import FileError, StoreError
 from dflash_lab.extraction.checks import CHECKED, check_parts
 from dflash_lab.extraction.loop import extract
 from dflash_lab.extraction.store import open_store
-from dflash_lab.file_errors import FileError
-from dflash_lab.workbench.fingerprint import fingerprint
+from dflash_lab.results import fingerprint
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from support.extraction_faults import MEMORY_ERRORS, memory_error
 
 from dflash_lab.extraction.oom import PATIENCE, BucketBudgets, classify
-from dflash_lab.release import release
+from dflash_lab.machine import release
 
 DEAD = [
     "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be "

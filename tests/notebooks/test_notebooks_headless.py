@@ -17,12 +17,12 @@ import pytest
 import yaml
 
 from dflash_lab.files import read_json
+from dflash_lab.report import write_report
+from dflash_lab.results import is_finished
+from dflash_lab.run_params import resolve
+from dflash_lab.runs import ROWS, closing_figures
 from dflash_lab.stages import STAGES, params_class, result_class
 from dflash_lab.views.style import browser_path
-from dflash_lab.workbench.closing import ROWS, closing_figures
-from dflash_lab.workbench.finished import is_finished
-from dflash_lab.workbench.report import write_report
-from dflash_lab.workbench.run_params import resolve
 
 REPO = Path(__file__).resolve().parents[2]
 KINDS = (

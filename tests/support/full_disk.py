@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
 
 from test_notebooks_headless import TINY
 
+from dflash_lab.stage_run import execute
 from dflash_lab.stages import params_class
-from dflash_lab.workbench.stage import execute
 
 # stage -> sizes in bytes: of the largest file allowed, or of the space left. Each stage meets the end in
 # several of its own files.

@@ -18,6 +18,7 @@ import numpy as np  # noqa: E402
 from support.killing import ended_well, forked, killed_everywhere  # noqa: E402
 from support.tiny_drafters import tiny_config, tiny_drafter, tiny_head, tiny_items  # noqa: E402
 
+from dflash_lab import cli  # noqa: E402
 from dflash_lab.data.samples import Sample, read_provenance, read_samples, write_samples  # noqa: E402
 from dflash_lab.drafter.checkpoint import copy_checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
 from dflash_lab.drafter.formats import import_speculators  # noqa: E402
@@ -26,7 +27,6 @@ from dflash_lab.drafter.objective import TrainSettings  # noqa: E402
 from dflash_lab.drafter.optim import OptimizerConfig  # noqa: E402
 from dflash_lab.drafter.train import train  # noqa: E402
 from dflash_lab.errors import InputError, LabError, StoreError  # noqa: E402
-from dflash_lab.workbench import cli  # noqa: E402
 
 MADE = {"tokenizer_hash": "t", "template_hash": "m", "thinking": False}
 OURS = tiny_config(layer_types=("full_attention",) * 3)  # the speculators layout cannot say a mixture

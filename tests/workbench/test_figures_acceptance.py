@@ -144,7 +144,7 @@ def test_text_is_escaped_and_coloured():
     assert "<script>" not in html and "&lt;script&gt;" in html
     assert "<img" not in html and "a&amp;b" in html
     assert html.count("background-color") == 2
-    from dflash_lab.workbench.report_page import harmless
+    from dflash_lab.report import harmless
 
     assert harmless(html).count("background-color") == 2
 

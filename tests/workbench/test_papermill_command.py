@@ -10,11 +10,11 @@ import pytest
 from papermill.cli import papermill
 from papermill.iorw import papermill_io
 
+from dflash_lab import launch
 from dflash_lab.errors import InputError
+from dflash_lab.papermill_command import filled_in, main
+from dflash_lab.papermill_engine import ENGINE, is_papermill
 from dflash_lab.stages import STAGES
-from dflash_lab.workbench import launch
-from dflash_lab.workbench.papermill_command import filled_in, main
-from dflash_lab.workbench.papermill_engine import ENGINE, is_papermill
 
 OURS = '{"cells": [{"source": "from dflash_lab.workbench import registry"}]}'
 

@@ -9,7 +9,7 @@ import papermill
 import pytest
 from papermill.iorw import papermill_io
 
-from dflash_lab.workbench.launch import save_whole
+from dflash_lab.launch import save_whole
 
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
 

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "acceptance"))
 
 from dflash_lab.errors import InputError
 from dflash_lab.files import read_json, write_json
+from dflash_lab.stage_run import execute
 from dflash_lab.stages.acceptance import AcceptanceParams, AcceptanceResult
-from dflash_lab.workbench.stage import execute
 
 FAST = {"device": "cpu", "dtype": "float32", "interactive": False, "cost_repeats": 1, "budgets": [4, 16, 64]}
 
@@ -161,7 +161,7 @@ def test_a_tau_is_judged_against_the_untrained_one_and_by_its_training(run_of, l
     """Few steps on few samples: the sentence names both, in the result, the log and the closing table."""
     import shutil
 
-    from dflash_lab.workbench.closing import closing_figures, closing_lines
+    from dflash_lab.runs import closing_figures, closing_lines
 
     _, good = llama_result
     assert good.figures["tau_trained_low"] > good.figures["tau_untrained_high"]
@@ -390,8 +390,8 @@ def test_the_whole_evaluation_at_fixed_shapes_finds_the_same(run_of, llama_resul
 
 
 def test_a_stop_takes_effect_in_the_middle_of_an_answer(run_of):
+    from dflash_lab.progress import Stopped
     from dflash_lab.stages.acceptance import run_acceptance
-    from dflash_lab.workbench.progress import Stopped
 
     target, run = run_of("llama")
     seen = []

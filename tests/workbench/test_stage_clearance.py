@@ -22,6 +22,7 @@ from dflash_lab.memory.gate import DoesNotFit, NotPredicted
 from dflash_lab.memory.shapes import target_shape
 from dflash_lab.models import load
 from dflash_lab.models.source import load_config
+from dflash_lab.stage_run import execute
 from dflash_lab.stages import train_processes, training_inputs
 from dflash_lab.stages.extract import ExtractParams
 from dflash_lab.stages.train_drafter import TrainDrafterParams
@@ -34,7 +35,6 @@ from dflash_lab.stages.training_inputs import (
     memory_figures,
     with_anchors,
 )
-from dflash_lab.workbench.stage import execute
 
 CPU = torch.device("cpu")
 

@@ -12,12 +12,12 @@ import pytest
 from dflash_lab.data.batching import Limits, explore
 from dflash_lab.data.lengths import synthetic_lengths
 from dflash_lab.errors import InputError
+from dflash_lab.progress import duration
+from dflash_lab.stage_run import execute
 from dflash_lab.stages import dataset_stats as stage
 from dflash_lab.stages.dataset_stats import DatasetStatsParams, DatasetStatsResult, run_dataset_stats
 from dflash_lab.views import dataset_stats as figures
 from dflash_lab.views.dataset_stats import explorer, outcome_table
-from dflash_lab.workbench.progress import duration
-from dflash_lab.workbench.stage import execute
 
 REAL = Path(__file__).parents[1] / "data" / "lengths_public_chat.parquet"
 

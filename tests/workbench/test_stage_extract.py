@@ -21,12 +21,12 @@ from dflash_lab.extraction.checks import discard, verify
 from dflash_lab.extraction.loop import QuarantineError, drawn, read_index
 from dflash_lab.extraction.store import open_store, trial_of
 from dflash_lab.files import read_json
+from dflash_lab.results import WouldReplace, differences
+from dflash_lab.runs import closing_figures
+from dflash_lab.stage_run import execute, is_finished
 from dflash_lab.stages.extract import ExtractParams, ExtractResult
 from dflash_lab.views import extract as figures
 from dflash_lab.views.style import headline
-from dflash_lab.workbench.closing import closing_figures
-from dflash_lab.workbench.finished import WouldReplace, differences
-from dflash_lab.workbench.stage import execute, is_finished
 
 LENGTHS = [3, 20, 31, 40, 64, 65, 70, 90]
 

@@ -11,6 +11,8 @@ import polars as pl
 import pytest
 
 from dflash_lab.errors import InputError
+from dflash_lab.results import is_finished
+from dflash_lab.stage_run import execute
 from dflash_lab.stages.memory_sweep import (
     STEP_SCHEMA,
     MemorySweepParams,
@@ -23,8 +25,6 @@ from dflash_lab.stages.memory_sweep import (
 )
 from dflash_lab.views import memory_sweep as figures
 from dflash_lab.views.memory_sweep import SweepRun, budget_map, peak_map, planner, sweep_control
-from dflash_lab.workbench.finished import is_finished
-from dflash_lab.workbench.stage import execute
 
 FIGURES = {
     "budget_gib",

@@ -20,14 +20,14 @@ from support.tiny_targets import tiny_tokenizer
 from dflash_lab.data.samples import MASK_RULES, content_hash, read_provenance, read_samples
 from dflash_lab.errors import InputError
 from dflash_lab.models.source import load_tokenizer
+from dflash_lab.results import WouldReplace, check_ready, is_finished
+from dflash_lab.runs import run_status
+from dflash_lab.stage_run import execute
 from dflash_lab.stages.extract import ExtractParams
 from dflash_lab.stages.prepare import PrepareParams, PrepareResult
 from dflash_lab.stages.train_drafter import TrainDrafterParams
+from dflash_lab.strict_yaml import parse_parameters
 from dflash_lab.views.prepare import conversation_kinds, mask_html, outcome, problem_kinds, problems_html
-from dflash_lab.workbench.finished import WouldReplace, check_ready, is_finished
-from dflash_lab.workbench.stage import execute
-from dflash_lab.workbench.status import run_status
-from dflash_lab.workbench.strict_yaml import parse_parameters
 
 
 def line(question, answer):

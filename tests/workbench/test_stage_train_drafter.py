@@ -24,13 +24,13 @@ from dflash_lab.drafter.checkpoint import load_checkpoint, read_config
 from dflash_lab.drafter.journal import Journal, Reader
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.files import read_json, write_json
+from dflash_lab.results import WouldReplace
+from dflash_lab.stage_run import execute
 from dflash_lab.stages.train_drafter import TrainDrafterParams, TrainDrafterResult, seconds_left
 from dflash_lab.stages.train_processes import WorkerFailed
 from dflash_lab.views import train_drafter as figures
 from dflash_lab.views import train_drafter as widgets
 from dflash_lab.views.style import headline
-from dflash_lab.workbench.finished import WouldReplace
-from dflash_lab.workbench.stage import execute
 
 TINY = dict(
     device="cpu",

@@ -31,6 +31,8 @@ from dflash_lab.memory.gate import DoesNotFit, clear_devices
 from dflash_lab.memory.planner import MARGIN
 from dflash_lab.memory.shapes import GIB
 from dflash_lab.models import load
+from dflash_lab.progress import Stopped
+from dflash_lab.stage_run import execute
 from dflash_lab.stages.train_drafter import TrainDrafterParams
 from dflash_lab.stages.training_inputs import (
     check_placement,
@@ -41,8 +43,6 @@ from dflash_lab.stages.training_inputs import (
     with_anchors,
 )
 from dflash_lab.views import train_drafter as figures
-from dflash_lab.workbench.progress import Stopped
-from dflash_lab.workbench.stage import execute
 
 TINY = dict(
     device="cpu",
@@ -376,7 +376,7 @@ def test_a_full_disk_ends_the_run_and_is_named(samples, tiny_target, tmp_path):
 
 KILLED = """
 import json, os, signal, sys
-from dflash_lab.workbench.stage import execute
+from dflash_lab.stage_run import execute
 from dflash_lab.stages.train_drafter import TrainDrafterParams
 
 def progress(description, done, total, **facts):

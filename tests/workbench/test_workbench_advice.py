@@ -8,10 +8,9 @@ from typing import ClassVar
 import pytest
 from support.extraction_faults import MEMORY_ERRORS, memory_error
 
-from dflash_lab.errors import chain
-from dflash_lab.file_errors import file_error
-from dflash_lab.workbench.advice import advice_for, details_of
-from dflash_lab.workbench.params import StageParams, param
+from dflash_lab.errors import chain, file_error
+from dflash_lab.params import StageParams, param
+from dflash_lab.stage_run import advice_for, details_of
 
 
 class ToyParams(StageParams):

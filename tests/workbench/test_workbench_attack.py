@@ -14,11 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dflash_lab.errors import InputError, LabError
-from dflash_lab.file_errors import FileError
+from dflash_lab.errors import FileError, InputError, LabError
+from dflash_lab.params import about, field_types
+from dflash_lab.stage_run import execute
 from dflash_lab.stages import STAGES, params_class
-from dflash_lab.workbench.params import about, field_types
-from dflash_lab.workbench.stage import execute
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
 EXAMPLES = int(os.environ.get("ATTACK_EXAMPLES", "8"))  # a hunt for more: ATTACK_EXAMPLES=500

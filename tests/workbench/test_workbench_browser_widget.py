@@ -8,9 +8,9 @@ import polars as pl
 import pytest
 
 from dflash_lab.files import write_json
+from dflash_lab.runs import overview
 from dflash_lab.views import runs as figures
 from dflash_lab.views.runs import browser, matching
-from dflash_lab.workbench.runs import overview
 
 
 @pytest.fixture

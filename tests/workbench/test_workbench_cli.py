@@ -12,16 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash_lab import cli, launch, workspace
 from dflash_lab.errors import InputError
+from dflash_lab.launch import literal
+from dflash_lab.params import defaults
+from dflash_lab.run_params import Given, from_notebook, read_given
 from dflash_lab.stages import STAGES, params_class
 from dflash_lab.stages.extract import ExtractParams
 from dflash_lab.stages.train_drafter import TrainDrafterParams
-from dflash_lab.workbench import cli, kernel, launch
-from dflash_lab.workbench.launch import literal
-from dflash_lab.workbench.param_files import Given, read_given
-from dflash_lab.workbench.params import defaults
-from dflash_lab.workbench.run_params import from_notebook
-from dflash_lab.workbench.strict_yaml import parse_parameters, read_parameter_file
+from dflash_lab.strict_yaml import parse_parameters, read_parameter_file
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -37,7 +36,7 @@ def cpu_seconds(words: list[str]) -> tuple[float, subprocess.CompletedProcess]:
 @pytest.mark.parametrize("words", [["--help"], ["completion", "--help"]])
 def test_help_answers_within_half_a_second_without_heavy_imports(words):
     code = (
-        "import sys; from dflash_lab.workbench.cli import main\n"
+        "import sys; from dflash_lab.cli import main\n"
         f"try: main({words!r})\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'polars', 'plotly', 'papermill', 'numpy', 'yaml'}\n"
@@ -50,9 +49,7 @@ def test_help_answers_within_half_a_second_without_heavy_imports(words):
     assert seconds < 0.5
 
 
-@pytest.mark.parametrize(
-    "module", ["dflash_lab", "dflash_lab.workbench.stage", "dflash_lab.workbench.params"]
-)
+@pytest.mark.parametrize("module", ["dflash_lab", "dflash_lab.stage_run", "dflash_lab.params"])
 def test_importing_the_package_is_cheap(module):
     heavy = "{'torch', 'transformers', 'plotly'}"
     code = f"import sys, {module}; print('HEAVY', sorted({heavy} & set(sys.modules)))"
@@ -313,8 +310,8 @@ def test_log_defaults_give_way_to_the_callers_choice():
 def test_workspace_is_found_from_the_notebooks_folder(tmp_path):
     (tmp_path / "notebooks" / "deep").mkdir(parents=True)
     (tmp_path / "params").mkdir()
-    assert kernel.workspace(tmp_path / "notebooks" / "deep") == tmp_path
-    assert kernel.workspace(tmp_path.parent) == tmp_path.parent
+    assert workspace.workspace(tmp_path / "notebooks" / "deep") == tmp_path
+    assert workspace.workspace(tmp_path.parent) == tmp_path.parent
 
 
 @pytest.mark.parametrize("folder", ["", "notebooks"])

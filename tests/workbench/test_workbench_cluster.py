@@ -17,10 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from dflash_lab.data.samples import Sample, write_samples
-from dflash_lab.errors import InputError
-from dflash_lab.stages.extract import ExtractParams
-from dflash_lab.workbench.cluster import (
+from dflash_lab.cluster import (
     ShardsFailed,
     local_cluster,
     outcome_table,
@@ -28,7 +25,10 @@ from dflash_lab.workbench.cluster import (
     shard_given,
     tokens_done,
 )
-from dflash_lab.workbench.param_files import read_given
+from dflash_lab.data.samples import Sample, write_samples
+from dflash_lab.errors import InputError
+from dflash_lab.run_params import read_given
+from dflash_lab.stages.extract import ExtractParams
 
 LENGTHS = np.random.default_rng(0).integers(20, 120, 40).tolist()
 

@@ -59,7 +59,7 @@ def test_in_a_kernel(tmp_path, program):
     nbformat.write(notebook, tmp_path / "notebooks" / "prepare.ipynb")
     words = {
         "papermill": ["papermill", "notebooks/prepare.ipynb", "runs/demo/prepare.ipynb"],
-        "launcher": ["dflash_lab.workbench.cli", "prepare", "--run", "params/demo"],
+        "launcher": ["dflash_lab.cli", "prepare", "--run", "params/demo"],
     }[program]
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     found = spins([sys.executable, "-m", *words], tmp_path, None)

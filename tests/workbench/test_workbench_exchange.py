@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from dflash_lab import cli
 from dflash_lab.data.samples import Sample, read_provenance, read_samples, write_samples
 from dflash_lab.drafter.checkpoint import load_checkpoint, save_checkpoint
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.workbench import cli
 
 MADE = {"tokenizer_hash": "t", "template_hash": "m", "thinking": False}
 

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from dflash_lab.judgement import FEW_STEPS, before_training, learned, of_acceptance, of_training
+from dflash_lab.runs import closing_figures, closing_lines, closing_rows
 from dflash_lab.views.acceptance import checked, judged
-from dflash_lab.workbench.closing import closing_figures, closing_lines, closing_rows
-from dflash_lab.workbench.judgement import FEW_STEPS, before_training, learned, of_acceptance, of_training
 
 
 def taus(trained, untrained=(1.0, 1.0, 1.006), prompts=16, available=16):

@@ -23,10 +23,10 @@ import nbformat
 import polars as pl
 import pytest
 
+from dflash_lab import papermill_engine
 from dflash_lab.files import read_json
-from dflash_lab.workbench import papermill_engine
-from dflash_lab.workbench.launch import log_to_stderr, stops_with_words
-from dflash_lab.workbench.papermill_engine import KernelNotStarted, QuietEngine
+from dflash_lab.launch import log_to_stderr, stops_with_words
+from dflash_lab.papermill_engine import KernelNotStarted, QuietEngine
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -35,7 +35,7 @@ TOY = '''
 import os, time
 from dataclasses import dataclass, field
 from typing import ClassVar
-from dflash_lab.workbench.params import StageParams, param
+from dflash_lab.params import StageParams, param
 
 class PrepareParams(StageParams):
     stage: ClassVar[str] = "prepare"
@@ -88,8 +88,8 @@ run_dir: str = None  # "": folder
 interactive: bool = None  # True: live
 force: bool = None  # False: again"""
 RUN = """\
-from dflash_lab.workbench.run_params import from_notebook
-from dflash_lab.workbench.stage import execute
+from dflash_lab.run_params import from_notebook
+from dflash_lab.stage_run import execute
 from dflash_lab.stages.prepare import Held, PrepareParams
 params = from_notebook(PrepareParams, globals())
 result = execute(params)"""
@@ -131,7 +131,7 @@ def lab(tmp_path):
         "OMP_NUM_THREADS": "1",
     }
 
-    def start(*words: str, module: str = "dflash_lab.workbench.cli", **more) -> subprocess.Popen:
+    def start(*words: str, module: str = "dflash_lab.cli", **more) -> subprocess.Popen:
         return subprocess.Popen(
             [sys.executable, "-m", module, *words],
             cwd=tmp_path,
@@ -321,7 +321,7 @@ def run(params, progress):
     raise RuntimeError("no room")
 from dflash_lab import release
 from dflash_lab.workbench import stage
-from dflash_lab.workbench.params import StageParams
+from dflash_lab.params import StageParams
 stage.run_function = lambda name: run
 import tempfile
 class Toy(StageParams):

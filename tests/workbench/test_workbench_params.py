@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash_lab import params as params_module
 from dflash_lab.errors import InputError, LabError
+from dflash_lab.params import StageParams, WrongParameters, check_names, fields_table, param
+from dflash_lab.run_params import from_notebook
 from dflash_lab.stages import params_class
-from dflash_lab.workbench import params as params_module
-from dflash_lab.workbench.param_words import fields_table
-from dflash_lab.workbench.params import StageParams, WrongParameters, check_names, param
-from dflash_lab.workbench.run_params import from_notebook
 
 
 class ToyParams(StageParams):

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from dflash_lab import launch
 from dflash_lab.errors import InputError
 from dflash_lab.files import read_json, write_json
+from dflash_lab.results import WouldReplace, check_ready, is_finished
+from dflash_lab.run_params import Given, read_given
+from dflash_lab.runs import overview
 from dflash_lab.stages import STAGES, params_class
-from dflash_lab.workbench import pipeline
-from dflash_lab.workbench.finished import WouldReplace, check_ready, is_finished
-from dflash_lab.workbench.param_files import Given, read_given
-from dflash_lab.workbench.runs import overview
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -56,7 +56,7 @@ def demo(tmp_path, monkeypatch):
         )
         return 0
 
-    monkeypatch.setattr(pipeline, "run_notebook", run_notebook)
+    monkeypatch.setattr(launch, "run_notebook", run_notebook)
     return tmp_path, started, fails
 
 
@@ -65,13 +65,13 @@ def files_of(root: Path) -> dict[Path, bytes]:
 
 
 def pipeline_inputs(params):
-    from dflash_lab.workbench.fingerprint import fingerprints
+    from dflash_lab.results import fingerprints
 
     return fingerprints(params.inputs(), params.run_folder)
 
 
 def test_plan_is_the_stages_in_order_with_a_step_a_shard(demo):
-    steps = pipeline.plan(Given(run="params/demo"))
+    steps = launch.plan(Given(run="params/demo"))
     names = [read_given(params_class(stage), given).folder.name for stage, given in steps]
     assert names == [
         "prepare",
@@ -86,65 +86,65 @@ def test_plan_is_the_stages_in_order_with_a_step_a_shard(demo):
 
 def test_everything_runs_once_then_nothing(demo):
     root, started, _ = demo
-    assert pipeline.run_all(Given(run="params/demo"), []) == 0
+    assert launch.run_all(Given(run="params/demo"), []) == 0
     assert len(started) == 7
     record = read_json(root / "runs/demo/result.json")
     assert record["figures"]["extract_seconds"] == 4.0
     assert (root / "runs/demo/report.html").exists() and (root / "runs/index.html").exists()
-    assert pipeline.run_all(Given(run="params/demo"), []) == 0
+    assert launch.run_all(Given(run="params/demo"), []) == 0
     assert len(started) == 7 and read_json(root / "runs/demo/result.json") == record
 
 
 def test_a_changed_parameter_reruns_its_stage_only_and_only_when_asked(demo):
     root, started, _ = demo
-    pipeline.run_all(Given(run="demo"), [])
+    launch.run_all(Given(run="demo"), [])
     started.clear()
     changed, before = Given(run="demo", typed=[("num_prompts", "3")]), files_of(root)
     with pytest.raises(WouldReplace, match=r"num_prompts was 3\d*, now 3\b|num_prompts was \d+, now 3"):
-        pipeline.run_all(changed, [])
+        launch.run_all(changed, [])
     assert started == [] and files_of(root) == before
-    assert pipeline.run_all(changed, [], stale=True) == 0
+    assert launch.run_all(changed, [], stale=True) == 0
     assert started == ["acceptance"]
 
 
 def test_a_changed_input_reruns_what_reads_it(demo):
     root, started, _ = demo
-    pipeline.run_all(Given(run="params/demo"), [])
+    launch.run_all(Given(run="params/demo"), [])
     started.clear()
     write_json(root / "runs/demo/samples.parquet", {"other": 1})
     with pytest.raises(WouldReplace, match=r"samples.parquet has changed.*the same command with --stale"):
-        pipeline.run_all(Given(run="params/demo"), [])
+        launch.run_all(Given(run="params/demo"), [])
     assert started == []
-    pipeline.run_all(Given(run="params/demo"), [], stale=True)
+    launch.run_all(Given(run="params/demo"), [], stale=True)
     assert {"dataset_stats", "extract-0", "extract-1"} <= set(started) and "prepare" not in started
 
 
 def test_the_first_failure_ends_the_run_and_the_next_start_goes_on(demo):
     root, started, fails = demo
     fails.add("memory_sweep")
-    assert pipeline.run_all(Given(run="params/demo"), []) == 1
+    assert launch.run_all(Given(run="params/demo"), []) == 1
     assert started[-1] == "memory_sweep"
     row = overview(root / "runs").row(0, named=True)
     assert (row["finished"], row["state"]) == ("4/7", "incomplete")
     fails.clear()
     started.clear()
-    assert pipeline.run_all(Given(run="params/demo"), []) == 0
+    assert launch.run_all(Given(run="params/demo"), []) == 0
     assert started == ["memory_sweep", "train_drafter", "acceptance"]
 
 
 def test_a_name_goes_to_the_stages_that_know_it_and_an_unknown_one_is_refused(demo):
-    steps = dict(pipeline.plan(Given(run="params/demo", typed=[("max_batch", "7")])))
+    steps = dict(launch.plan(Given(run="params/demo", typed=[("max_batch", "7")])))
     assert ("max_batch", "7") in steps["extract"].typed and ("max_batch", "7") not in steps["prepare"].typed
     with pytest.raises(InputError, match="did you mean 'max_batch'"):
-        pipeline.plan(Given(run="params/demo", typed=[("max_bach", "7")]))
+        launch.plan(Given(run="params/demo", typed=[("max_bach", "7")]))
 
 
 def test_a_folder_without_stages_is_refused(tmp_path):
     (tmp_path / "common.yaml").write_text("seed: 1\n")
     with pytest.raises(InputError, match=r"has no <stage>.yaml"):
-        pipeline.plan(Given(run=str(tmp_path)))
+        launch.plan(Given(run=str(tmp_path)))
     with pytest.raises(InputError, match=r"no such folder of parameters"):
-        pipeline.plan(Given(run=str(tmp_path / "nowhere")))
+        launch.plan(Given(run=str(tmp_path / "nowhere")))
 
 
 @pytest.mark.parametrize("stage", STAGES)

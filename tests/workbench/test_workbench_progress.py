@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from dflash_lab.workbench.progress import Progress, StopFlag, Stopped, duration
+from dflash_lab.progress import Progress, StopFlag, Stopped, duration
 
 
 def test_headless_logs_the_first_and_the_last_only_within_a_minute(caplog):

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from dflash_lab import files as replacing
 from dflash_lab.errors import StoreError
-from dflash_lab.workbench import replace as replacing
-from dflash_lab.workbench.replace import JOURNAL, Move, beside, replace, settle
+from dflash_lab.files import JOURNAL, Move, beside, replace, settle
 
 CHILD = Path(__file__).parents[1] / "support" / "kill_stage.py"
 

@@ -8,20 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from dflash_lab.errors import InputError
-from dflash_lab.file_errors import FileError
+from dflash_lab import cli, run_params
+from dflash_lab.errors import FileError, InputError
 from dflash_lab.files import read_json, write_json
+from dflash_lab.named_runs import claim, find_run, new_run
+from dflash_lab.params import cell_source, in_force
+from dflash_lab.results import check_ready
+from dflash_lab.run_params import Given, from_notebook, read_given
 from dflash_lab.stages import STAGES, params_class
 from dflash_lab.stages.extract import ExtractParams
 from dflash_lab.stages.prepare import PrepareParams
 from dflash_lab.stages.train_drafter import TrainDrafterParams
-from dflash_lab.workbench import cli, run_params
-from dflash_lab.workbench.finished import check_ready
-from dflash_lab.workbench.named_runs import claim, find_run, new_run
-from dflash_lab.workbench.param_files import Given, read_given
-from dflash_lab.workbench.param_words import cell_source, in_force
-from dflash_lab.workbench.run_params import from_notebook
-from dflash_lab.workbench.strict_yaml import read_parameter_file
+from dflash_lab.strict_yaml import read_parameter_file
 
 REPO = Path(__file__).resolve().parents[2]
 

@@ -10,10 +10,10 @@ import plotly.graph_objects as go
 import polars as pl
 import pytest
 
+from dflash_lab import report, runs, stage_run
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.files import read_json, write_json
-from dflash_lab.workbench import lock, report, runs
-from dflash_lab.workbench.closing import closing_figures, closing_lines
+from dflash_lab.runs import closing_figures, closing_lines
 
 EVIL = "</script><script>window.hacked=1</script><img src=x onerror=alert(1)>"
 
@@ -121,11 +121,11 @@ def test_states_are_told_apart(root):
     run = root / "three"
     write_json(run / "prepare" / "failure.json", {"state": "failed", "message": "no room", "seconds": 1.0})
     write_json(run / "extract-0" / "failure.json", {"state": "stopped", "message": "SIGTERM"})
-    with lock.stage_lock(run / "memory_sweep"):
+    with stage_run.stage_lock(run / "memory_sweep"):
         pass
     (run / "acceptance").mkdir()
     (run / "acceptance" / "result.json").write_text("{")
-    with lock.stage_lock(run / "train_drafter"):
+    with stage_run.stage_lock(run / "train_drafter"):
         table = runs.stage_table(root)
     states = dict(table.filter(table["run"] == "three").select("stage", "state").iter_rows())
     assert states == {

@@ -16,16 +16,12 @@ from typing import ClassVar
 
 import pytest
 
-from dflash_lab.errors import InputError, StoreError
-from dflash_lab.file_errors import FileError
-from dflash_lab.files import read_json, write_json
-from dflash_lab.folders import too_wide
-from dflash_lab.workbench import finished, lock, stage
-from dflash_lab.workbench.fingerprint import fingerprint
-from dflash_lab.workbench.finished import WouldReplace
-from dflash_lab.workbench.params import StageParams, param
-from dflash_lab.workbench.progress import Stopped
-from dflash_lab.workbench.replace import Move
+from dflash_lab import results, stage_run
+from dflash_lab.errors import FileError, InputError, StoreError
+from dflash_lab.files import Move, read_json, too_wide, write_json
+from dflash_lab.params import StageParams, param
+from dflash_lab.progress import Stopped
+from dflash_lab.results import WouldReplace, fingerprint
 
 
 class ToyParams(StageParams):
@@ -71,8 +67,8 @@ class Toy:
 @pytest.fixture
 def toy(monkeypatch):
     made = Toy()
-    monkeypatch.setattr(stage, "run_function", lambda name: made.run)
-    monkeypatch.setattr(stage, "result_class", lambda name: ToyResult)
+    monkeypatch.setattr(stage_run, "run_function", lambda name: made.run)
+    monkeypatch.setattr(stage_run, "result_class", lambda name: ToyResult)
     return made
 
 
@@ -87,7 +83,7 @@ def changed(params, **values):
 
 
 def test_result_says_what_made_it(toy, params):
-    result = stage.execute(params)
+    result = stage_run.execute(params)
     record = read_json(params.folder / "result.json")
     assert result.figures["tau"] == 1.5 and toy.calls == 1
     assert record["figures"] == {"tau": 1.5, "loss": None} and record["parameters"] == params.as_dict()
@@ -98,26 +94,26 @@ def test_result_says_what_made_it(toy, params):
 
 
 def test_finished_work_is_loaded_not_redone(toy, params):
-    stage.execute(params)
-    again = stage.execute(changed(params, interactive=True))
+    stage_run.execute(params)
+    again = stage_run.execute(changed(params, interactive=True))
     assert toy.calls == 1 and again.figures["loaded"] == 1
 
 
 def test_what_an_earlier_version_finished_is_finished(toy, params, monkeypatch):
     """A parameter it had under another name is that one; one that it did not know had its default."""
-    stage.execute(params)
-    path = params.folder / finished.RESULT
+    stage_run.execute(params)
+    path = params.folder / results.RESULT
     result = read_json(path)
     result["parameters"]["rounds"] = result["parameters"].pop("steps")
     write_json(path, result)
-    assert not finished.is_finished(params)  # an unknown name is another run
+    assert not results.is_finished(params)  # an unknown name is another run
     monkeypatch.setattr(ToyParams, "renamed", {"rounds": "steps"})
-    assert finished.is_finished(params)
-    assert not finished.is_finished(params.changed(steps=params.steps + 1))
+    assert results.is_finished(params)
+    assert not results.is_finished(params.changed(steps=params.steps + 1))
     del result["parameters"]["rounds"]
     write_json(path, result)
     default = params.changed(steps=3)
-    assert finished.is_finished(default) and not finished.is_finished(params.changed(steps=4))
+    assert results.is_finished(default) and not results.is_finished(params.changed(steps=4))
 
 
 def files_of(run: Path) -> dict[str, bytes]:
@@ -125,16 +121,16 @@ def files_of(run: Path) -> dict[str, bytes]:
 
 
 def test_a_changed_parameter_or_input_runs_again_only_when_asked(toy, params):
-    stage.execute(params)
+    stage_run.execute(params)
 
     def refuses(told: str, **values: int) -> None:
         before, calls = files_of(params.run_folder), toy.calls
         with pytest.raises(WouldReplace, match=told):
-            stage.execute(changed(params, **values))
+            stage_run.execute(changed(params, **values))
         assert toy.calls == calls and files_of(params.run_folder) == before
-        stage.execute(changed(params, force=True, **values))
+        stage_run.execute(changed(params, force=True, **values))
         assert toy.calls == calls + 1
-        stage.execute(changed(params, **values))
+        stage_run.execute(changed(params, **values))
         assert toy.calls == calls + 1
 
     refuses("steps was 3, now 4", steps=4)
@@ -147,19 +143,19 @@ def test_a_changed_parameter_or_input_runs_again_only_when_asked(toy, params):
 
 
 def test_a_lost_output_is_made_again_by_the_same_command(toy, params):
-    stage.execute(params)
+    stage_run.execute(params)
     (params.run_folder / "product").unlink()
-    stage.execute(params)
+    stage_run.execute(params)
     assert toy.calls == 2 and read_json(params.run_folder / "product") == {"steps": 3}
-    stage.execute(params)
+    stage_run.execute(params)
     assert toy.calls == 2
 
 
 def test_a_moved_run_is_still_finished(toy, params, tmp_path):
-    stage.execute(params)
+    stage_run.execute(params)
     moved = tmp_path.with_name(tmp_path.name + "-moved")
     os.rename(tmp_path, moved)
-    stage.execute(changed(params, run_dir=str(moved)))
+    stage_run.execute(changed(params, run_dir=str(moved)))
     assert toy.calls == 1
 
 
@@ -173,19 +169,19 @@ def test_failure_is_written_and_raised_and_cleared_by_success(toy, params):
 
     toy.body = fail
     with pytest.raises(TooLarge):
-        stage.execute(params)
+        stage_run.execute(params)
     record = read_json(params.folder / "failure.json")
     assert record["error"] == "TooLarge" and record["message"] == "no room" and record["state"] == "failed"
     assert record["details"] == {"batch": 8, "lengths": [10, 20]} and "4096" in record["advice"]
     assert any("fail" in frame for frame in record["where"])
     assert not (params.folder / "result.json").exists()
     toy.body = lambda params, progress: None
-    stage.execute(params)
+    stage_run.execute(params)
     assert not (params.folder / "failure.json").exists()
 
 
 def test_a_failed_rerun_leaves_the_old_result_as_it_was(toy, params):
-    stage.execute(params)
+    stage_run.execute(params)
     before = files_of(params.run_folder)
 
     def fail(params, progress):
@@ -194,15 +190,15 @@ def test_a_failed_rerun_leaves_the_old_result_as_it_was(toy, params):
 
     toy.body = fail
     with pytest.raises(ZeroDivisionError):
-        stage.execute(changed(params, steps=9, force=True))
+        stage_run.execute(changed(params, steps=9, force=True))
     after = files_of(params.run_folder)
     assert {name: after[name] for name in before if ".lock" not in name} == {
         name: data for name, data in before.items() if ".lock" not in name
     }
     assert read_json(params.folder / "failure.json")["state"] == "failed"
     toy.body = lambda params, progress: None
-    assert finished.is_finished(params) and stage.execute(params).figures["loaded"] == 1
-    stage.execute(changed(params, steps=9, force=True))
+    assert results.is_finished(params) and stage_run.execute(params).figures["loaded"] == 1
+    stage_run.execute(changed(params, steps=9, force=True))
     assert read_json(params.run_folder / "product") == {"steps": 9}
     assert not (params.folder / "failure.json").exists() and not params.fresh.exists()
 
@@ -217,7 +213,7 @@ def test_secrets_reach_neither_result_nor_failure(toy, params, monkeypatch):
 
     toy.body = fail
     with pytest.raises(RuntimeError):
-        stage.execute(params)
+        stage_run.execute(params)
     text = (params.folder / "failure.json").read_text()
     assert secret not in text and "not-to-be-seen" not in text and "[hidden]" in text
 
@@ -246,7 +242,7 @@ def test_errors_free_what_the_frames_hold(toy, params):
 
     toy.body = fail
     with pytest.raises(RuntimeError) as caught:
-        stage.execute(params)
+        stage_run.execute(params)
     gc.collect()
     assert held[0]() is None and caught.value.__traceback__ is not None
 
@@ -263,7 +259,7 @@ def test_sigterm_stops_at_the_next_report_and_says_so(toy, params):
     before = signal.getsignal(signal.SIGTERM)
     toy.body = body
     with pytest.raises(Stopped, match="SIGTERM"):
-        stage.execute(params)
+        stage_run.execute(params)
     assert read_json(params.folder / "failure.json")["state"] == "stopped"
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -299,52 +295,52 @@ def test_what_a_killed_process_left_half_written_is_swept_before_the_next_start(
     for path in left:
         write_json(path, {})
     (params.run_folder / ".another.stage.tmp").write_text("is not ours")
-    stage.execute(params)
+    stage_run.execute(params)
     assert kept.exists() and not any(path.exists() for path in left) and not left[1].parent.exists()
     assert (params.run_folder / ".another.stage.tmp").exists()
 
 
 def test_two_processes_do_not_share_a_stage(toy, params):
-    with lock.stage_lock(params.folder):
-        assert lock.is_held(params.folder)
+    with stage_run.stage_lock(params.folder):
+        assert stage_run.is_held(params.folder)
         with pytest.raises(InputError, match=r"in use by another process \{.*pid"):
-            stage.execute(params)
-    assert not lock.is_held(params.folder)
-    stage.execute(params)
+            stage_run.execute(params)
+    assert not stage_run.is_held(params.folder)
+    stage_run.execute(params)
 
 
 def test_a_result_of_another_version_is_named(toy, params):
     write_json(params.folder / "result.json", {"schema_version": 0})
     with pytest.raises(StoreError, match=r"result.json: schema version 0.*Move the run folder"):
-        stage.execute(params)
+        stage_run.execute(params)
 
 
 def test_a_torn_result_is_named(toy, params):
     params.folder.mkdir()
     (params.folder / "result.json").write_text('{"schema_version": 1,')
     with pytest.raises(StoreError, match=r"result.json:1: not valid JSON"):
-        stage.execute(params)
+        stage_run.execute(params)
 
 
 def test_a_file_in_the_way_of_the_run_folder_is_named(tmp_path, toy):
     (tmp_path / "file").write_text("")
     with pytest.raises(FileError, match=r"file: a file stands where a folder is needed. Remove it"):
-        stage.execute(ToyParams(run_dir=str(tmp_path / "file"), interactive=False))
+        stage_run.execute(ToyParams(run_dir=str(tmp_path / "file"), interactive=False))
 
 
 def test_a_full_disk_does_not_hide_the_error(toy, params, monkeypatch, capsys):
     def full(path, value):
         raise FileError(errno.ENOSPC, path)
 
-    monkeypatch.setattr(stage, "write_json", full)
+    monkeypatch.setattr(stage_run, "write_json", full)
     toy.body = lambda params, progress: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        stage.execute(params)
+        stage_run.execute(params)
     assert "could not be written" in (told := capsys.readouterr().err) and "the disk is full" in told
 
 
 def test_result_is_json_without_nan(toy, params):
-    stage.execute(params)
+    stage_run.execute(params)
     json.loads((params.folder / "result.json").read_text(), parse_constant=lambda name: pytest.fail(name))
 
 
@@ -353,7 +349,7 @@ def test_log_lines_reach_stderr_without_secrets(toy, params, monkeypatch, capsys
 
     monkeypatch.setenv("HF_TOKEN", "a-secret-value")
     toy.body = lambda params, progress: logging.getLogger("dflash_lab.toy").warning("key a-secret-value used")
-    stage.execute(params)
+    stage_run.execute(params)
     lines = capsys.readouterr().err
     assert "key [hidden] used" in lines and "toy: done in" in lines
 
@@ -362,46 +358,46 @@ def test_log_lines_reach_stderr_without_secrets(toy, params, monkeypatch, capsys
     "text", ["[]", "{}", '{"schema_version": 1}', '{"schema_version": 1, "figures": {}}']
 )
 def test_a_result_of_nonsense_is_refused_by_name(toy, params, text):
-    stage.execute(params)
+    stage_run.execute(params)
     (params.folder / "result.json").write_text(text)
     with pytest.raises(StoreError, match=r"result\.json: .*[Rr]emove the file|result\.json: schema"):
-        stage.execute(params)
+        stage_run.execute(params)
 
 
 def test_a_finished_stage_whose_files_are_gone_says_how_to_run_it_again(toy, params, monkeypatch):
-    stage.execute(params)
+    stage_run.execute(params)
 
     def load(folder: Path) -> ToyResult:
         raise FileNotFoundError(2, "No such file", str(folder / "rows.parquet"))
 
     monkeypatch.setattr(ToyResult, "load", load)
     with pytest.raises(StoreError, match=r"rows\.parquet.*Remove .*result\.json to run the stage again"):
-        stage.execute(params)
+        stage_run.execute(params)
     (params.folder / "result.json").unlink()
-    stage.execute(params)
+    stage_run.execute(params)
     assert toy.calls == 2
 
 
 def test_looking_whether_a_stage_runs_never_keeps_it_from_starting(tmp_path):
     ended = threading.Event()
-    (tmp_path / lock.LOCK).write_text("")
+    (tmp_path / stage_run.LOCK).write_text("")
 
     def look():
         while not ended.is_set():
-            lock.is_held(tmp_path)
+            stage_run.is_held(tmp_path)
 
     watchers = [threading.Thread(target=look) for _ in range(2)]
     for watcher in watchers:
         watcher.start()
     try:
         for _ in range(300):
-            with lock.stage_lock(tmp_path):
-                assert lock.is_held(tmp_path)
+            with stage_run.stage_lock(tmp_path):
+                assert stage_run.is_held(tmp_path)
     finally:
         ended.set()
         for watcher in watchers:
             watcher.join()
-    assert not lock.is_held(tmp_path)
+    assert not stage_run.is_held(tmp_path)
 
 
 def test_an_input_that_is_the_whole_disk_is_refused_before_it_is_read(monkeypatch):

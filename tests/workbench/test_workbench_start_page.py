@@ -17,12 +17,12 @@ import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from traitlets import import_item
 
+from dflash_lab import start_page
 from dflash_lab.files import write_json
+from dflash_lab.own_kernel import OwnKernelSpecs
+from dflash_lab.runs import StageStatus
+from dflash_lab.stage_run import stage_lock
 from dflash_lab.stages import STAGES
-from dflash_lab.workbench import start_page
-from dflash_lab.workbench.lock import stage_lock
-from dflash_lab.workbench.own_kernel import OwnKernelSpecs
-from dflash_lab.workbench.status import StageStatus
 
 REPO = Path(__file__).resolve().parents[2]
 EVIL = "<b>a|b</b> *c* _d_ [e](f) `g`"
@@ -170,7 +170,7 @@ def started(here):
         paths = os.pathsep.join([str(here / "fake"), str(REPO)])
         others = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
         process = subprocess.Popen(
-            [sys.executable, "-m", "dflash_lab.workbench.cli", "lab", *words],
+            [sys.executable, "-m", "dflash_lab.cli", "lab", *words],
             env={**others, "PYTHONPATH": paths, **environment},
             cwd=here / "below",
             stderr=(here / "said").open("w"),
@@ -240,7 +240,7 @@ def _children(pid: int) -> list[int]:
 
 
 def test_lab_outside_a_workspace_says_where_to_start(tmp_path, monkeypatch, capsys):
-    from dflash_lab.workbench import cli
+    from dflash_lab import cli
 
     monkeypatch.chdir(tmp_path)
     assert cli.main(["lab"]) == 1

@@ -11,18 +11,16 @@ from pathlib import Path
 import polars as pl
 import pytest
 
+from dflash_lab import cli
+from dflash_lab import stage_run as running
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.store import open_store
 from dflash_lab.files import read_json
+from dflash_lab.results import WouldReplace, is_finished
+from dflash_lab.run_params import Given, read_given
+from dflash_lab.runs import overview, run_status, stage_table
+from dflash_lab.stage_run import execute, stage_lock
 from dflash_lab.stages import params_class
-from dflash_lab.workbench import cli
-from dflash_lab.workbench import stage as running
-from dflash_lab.workbench.finished import WouldReplace, is_finished
-from dflash_lab.workbench.lock import stage_lock
-from dflash_lab.workbench.param_files import Given, read_given
-from dflash_lab.workbench.runs import overview, stage_table
-from dflash_lab.workbench.stage import execute
-from dflash_lab.workbench.status import run_status
 
 
 @pytest.fixture(scope="module")
@@ -326,7 +324,7 @@ def test_a_run_of_common_parameters_alone_has_all_stages(workspace, capsys):
 
 
 def test_a_run_of_all_stages_stops_where_something_would_be_replaced(workspace, capsys, monkeypatch):
-    from dflash_lab.workbench import launch
+    from dflash_lab import launch
 
     monkeypatch.setattr(launch, "_papermill", lambda words: pytest.fail("a kernel was started"))
     for name in ("prepare", "dataset_stats", "extract-0", "extract-1"):
@@ -337,7 +335,7 @@ def test_a_run_of_all_stages_stops_where_something_would_be_replaced(workspace, 
 
 
 def test_stale_stages_are_done_again_when_asked(workspace, monkeypatch):
-    from dflash_lab.workbench import pipeline
+    from dflash_lab import launch
 
     started = []
 
@@ -350,7 +348,7 @@ def test_stale_stages_are_done_again_when_asked(workspace, monkeypatch):
         )
         return 0
 
-    monkeypatch.setattr(pipeline, "run_notebook", run_notebook)
+    monkeypatch.setattr(launch, "run_notebook", run_notebook)
     Path("params/mine/train_drafter.yaml").unlink()
     for name in ("prepare", "dataset_stats", "extract-0", "extract-1"):
         Path(f"runs/mine/{name}.ipynb").write_text(

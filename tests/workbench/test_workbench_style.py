@@ -12,8 +12,8 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
+from dflash_lab.params import StageParams
 from dflash_lab.views import style
-from dflash_lab.workbench.params import StageParams
 
 
 class ShowParams(StageParams):

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 from dflash_lab.errors import InputError, LabError
 from dflash_lab.files import read_json
 from dflash_lab.machine import gpus_apart
+from dflash_lab.params import StageParams
+from dflash_lab.results import FAILURE, RESULT
+from dflash_lab.run_params import Given, read_given
 from dflash_lab.stages import params_class
-from dflash_lab.workbench.finished import FAILURE, RESULT
-from dflash_lab.workbench.param_files import Given, read_given
-from dflash_lab.workbench.params import StageParams
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -167,7 +167,7 @@ def _run_shard(stage: str, words: list[str], shard: int, cwd: str, folder: str) 
     from distributed import get_worker
 
     worker, began, started = get_worker(), time.monotonic(), time.time()
-    command = [sys.executable, "-m", "dflash_lab.workbench.cli", stage, *words]
+    command = [sys.executable, "-m", "dflash_lab.cli", stage, *words]
     deadline = time.monotonic() + LOCK_WAIT_S
     while True:
         done = subprocess.run(

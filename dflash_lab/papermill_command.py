@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_lab import launch
 from dflash_lab.errors import InputError, LabError
 from dflash_lab.files import make_folder
+from dflash_lab.papermill_engine import ENGINE
+from dflash_lab.run_params import Given, read_given
+from dflash_lab.secrets import redact
 from dflash_lab.stages import params_class
-from dflash_lab.workbench import launch
-from dflash_lab.workbench.kernel import stage_notebook, workspace
-from dflash_lab.workbench.papermill_engine import ENGINE
-from dflash_lab.workbench.param_files import Given, read_given
-from dflash_lab.workbench.secrets import redact
+from dflash_lab.workspace import stage_notebook, workspace
 
 
 def main(words: Sequence[str]) -> None:

@@ -1,45 +1,113 @@
-"""The typed parameters of a stage: one frozen class a stage, checked when it is made.
-
-Where the values come from (a run's folder in `params/`, the notebook's cell, the command line) is the matter
-of `run_params`; all of them end here, because papermill itself would only warn about `-p shrad 0` and run
-shard 0.
-
-A stage declares its own fields after the shared ones; `group` heads the fields from there on:
-
->>> class GreetParams(StageParams):
-...     stage: ClassVar[str] = "greet"
-...     times: int = param(1, "how often to greet", low=1, high=100, group="greeting")
-...     lr: float = param(1e-3, "peak learning rate", low=0.0)
-...     tap_ids: list[int] = param([], "layers to tap; empty: the default choice")
-...     length: int = param(0, "longest sample; 0: no limit", unit="tokens", low=0)
-...     mode: str = param("plain", "tone", choices=("plain", "loud"))
-...
-...     def check(self) -> None:
-...         self.require(self.mode == "plain" or self.times < 10, "times", "a loud one at most 9 times")
->>> GreetParams(lr="1e-4", times=3.0).lr
-0.0001
->>> GreetParams(times=0, tmies=2)
-Traceback (most recent call last):
-    ...
-dflash_lab.workbench.params.WrongParameters: greet: times=0: must be between 1 and 100 (how often to greet)
-greet: unknown parameter 'tmies' (did you mean 'times'?). ...
+"""The typed parameters of a stage: declared once, checked when made, shown in help, notebook cells and
+tables.
 """
 
 from __future__ import annotations
 
+import html
+import json
 import os
 import re
 import typing
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from dflash_lab.errors import InputError, near
-from dflash_lab.workbench.coerce import coerce
-from dflash_lab.workbench.replace import Move
-from dflash_lab.workbench.secrets import redact_tree
+from dflash_lab.files import Move
+from dflash_lab.secrets import redact_tree
+
+# ----------------------------------------------------------------------------------------------------
+# What a value from YAML, the command line or a notebook cell means as the type that a parameter declares.
+#
+# YAML hands over `1e-4` as a string and papermill's `-p` guesses a type from the text, so a parameter
+# cannot trust the type it is given. What has one meaning is converted; the rest stays, for pydantic to
+# refuse.
+
+
+def coerce(value: Any, kind: Any) -> Any:
+    """Return `value` as `kind` (int, float, bool, str, dict, list, list[scalar]) where it means one thing,
+    else as it is; raises `ValueError` for a mapping that gives a name twice.
+    """
+    origin, items = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin is list:
+        value = _listed(value)
+        return [coerce(item, items[0]) for item in value] if items and isinstance(value, list) else value
+    if isinstance(value, str) and kind is bool:
+        return {"true": True, "false": False}.get(value.lower(), value)
+    if isinstance(value, str) and kind is dict:
+        return _json(value, {})
+    if isinstance(value, str) and kind in (int, float):
+        value = number_or_text(value)
+    return int(value) if kind is int and isinstance(value, float) and value.is_integer() else value
+
+
+def _listed(value: Any) -> Any:
+    """Read ``[1, 2]`` as JSON and ``1,2`` as a comma list; the items' types are settled by the caller."""
+    if isinstance(value, str) and value.strip().startswith("["):
+        return _json(value, [])
+    if isinstance(value, str):
+        return [number_or_text(item.strip()) for item in value.split(",")] if value.strip() else []
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return [value]
+    return list(value) if isinstance(value, tuple | set | frozenset | range) else value
+
+
+def number_or_text(text: str) -> Any:
+    """Return the int or float that `text` is, else the text."""
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _json(text: str, empty: Any) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_unique) if text.strip() else empty
+    except (json.JSONDecodeError, RecursionError):
+        return text
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{twice!r} is given twice")
+    return dict(pairs)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The typed parameters of a stage: one frozen class a stage, checked when it is made.
+#
+# Where the values come from (a run's folder in `params/`, the notebook's cell, the command line) is the
+# matter of `run_params`; all of them end here, because papermill itself would only warn about `-p shrad 0`
+# and run shard 0.
+#
+# A stage declares its own fields after the shared ones; `group` heads the fields from there on:
+#
+# >>> class GreetParams(StageParams):
+# ...     stage: ClassVar[str] = "greet"
+# ...     times: int = param(1, "how often to greet", low=1, high=100, group="greeting")
+# ...     lr: float = param(1e-3, "peak learning rate", low=0.0)
+# ...     tap_ids: list[int] = param([], "layers to tap; empty: the default choice")
+# ...     length: int = param(0, "longest sample; 0: no limit", unit="tokens", low=0)
+# ...     mode: str = param("plain", "tone", choices=("plain", "loud"))
+# ...
+# ...     def check(self) -> None:
+# ...         self.require(self.mode == "plain" or self.times < 10, "times", "a loud one at most 9 times")
+# >>> GreetParams(lr="1e-4", times=3.0).lr
+# 0.0001
+# >>> GreetParams(times=0, tmies=2)
+# Traceback (most recent call last):
+#     ...
+# dflash_lab.params.WrongParameters: greet: times=0: must be between 1 and 100 (how often to greet)
+# greet: unknown parameter 'tmies' (did you mean 'times'?). ...
+
 
 LARGEST = 10**12  # of every number that declares no upper end: beyond it, libraries overflow in their words
 EXPECTED: dict[Any, str] = {
@@ -332,3 +400,100 @@ class StageParams(Params):
         with `growing` parameters overrides this.
         """
         return ""
+
+
+# ----------------------------------------------------------------------------------------------------
+# Parameters as a person reads them: in a stage's help, in the notebook's cell, and in force with their
+# origin.
+
+
+UNSET = """\
+# What follows is unset (None): its value is that of params/<run>/common.yaml and {stage}.yaml, else
+# the default, with which each comment begins. What you write here or give with -p is preferred to both."""
+
+
+@dataclass(frozen=True)
+class FieldRow:
+    """One parameter as help shows it; `group` is the heading that it stands under."""
+
+    name: str
+    type: str
+    default: Any
+    unit: str
+    allowed: str
+    help: str
+    group: str
+
+
+def fields_table(cls: type[Params]) -> list[FieldRow]:
+    """Return what help shows of each parameter: the run, the stage's own by group, those every stage has."""
+    rows, group = [], ""
+    shared, default = StageParams.model_fields.keys() - {"run"}, defaults(cls)
+    for name, kind in sorted(field_types(cls).items(), key=lambda one: one[0] in shared):
+        told = about(cls, name)
+        group = told["group"] or group
+        written = str(kind) if typing.get_args(kind) else kind.__name__
+        ends = ["" if end is None else str(end) for end in (told["low"], told["high"])]
+        allowed = " | ".join(map(str, told["choices"])) or ("..".join(ends) if any(ends) else "")
+        rows.append(FieldRow(name, written, default[name], told["unit"], allowed, told["help"], group))
+    return sorted(rows, key=lambda row: row.name != "run")
+
+
+def cell_source(cls: type[StageParams]) -> str:
+    """Return the source of a notebook's `parameters` cell: the run, then every other name, unset."""
+    run, *rows = fields_table(cls)
+    lines = [f'run: str = "{run.default}"  # {run.help}', UNSET.format(stage=cls.stage)]
+    group = ""
+    for row in rows:
+        if row.group != group:
+            group = row.group
+            lines += ["", f"# {group}"]
+        kind = row.type.split("[")[0]
+        unit = f" ({row.unit})" if row.unit else ""
+        shown = json.dumps(row.default) if not isinstance(row.default, bool) else str(row.default)
+        lines.append(f"{row.name}: {kind} = None  # {shown}: {row.help}{unit}")
+    return "\n".join(lines)
+
+
+class InForce:
+    """The parameters of a stage and where each came from, as a table that a notebook opens on a click."""
+
+    def __init__(self, params: StageParams) -> None:
+        self.stage, self.run, self.folder = params.stage, params.run_name, params.run_folder
+        self.rows = [
+            (row.group, row.name, getattr(params, row.name), params.origins.get(row.name, "default"))
+            for row in fields_table(type(params))
+        ]
+
+    def __repr__(self) -> str:
+        width = max(len(name) for _, name, _, _ in self.rows)
+        lines = [
+            f"{name:<{width}}  {value!r}  ({origin})"
+            for _, name, value, origin in self.rows
+            if origin != "default"
+        ]
+        return "\n".join([self._summary(), *lines])
+
+    def _summary(self) -> str:
+        counts = Counter(origin for _, _, _, origin in self.rows)
+        told = ", ".join(f"{count} {origin}" for origin, count in counts.most_common())
+        return f"run {self.run} in {self.folder}: {told}"
+
+    def _repr_html_(self) -> str:
+        lines, group = [], ""
+        for heading, name, value, origin in self.rows:
+            if heading != group:
+                group = heading
+                lines.append(f'<tr><th colspan="3" style="text-align: left">{html.escape(group)}</th></tr>')
+            strong = name if origin == "default" else f"<b>{name}</b>"
+            cells = (strong, html.escape(repr(value)), html.escape(origin))
+            lines.append(
+                "<tr>" + "".join(f'<td style="text-align: left">{cell}</td>' for cell in cells) + "</tr>"
+            )
+        table = f"<table>{''.join(lines)}</table>"
+        return f"<details><summary>{html.escape(self._summary())}</summary>{table}</details>"
+
+
+def in_force(params: StageParams) -> InForce:
+    """Return the parameters in force and where each came from, for a notebook to show."""
+    return InForce(params)

@@ -1,36 +1,34 @@
-"""Run a stage once: skip it when its finished result matches, leave a result or a failure, never half of one.
-
-`result.json` alone says that a stage is done. It matches when the parameters and the content of the inputs
-are the same, so a second run does no work. Where it does not match, nothing is done unasked: the stage says
-what differs and what to type. When it is asked (`force`), everything new is made beside the old and takes its
-place at the end (`replace`), so a failed or killed attempt leaves the earlier result as it was. Every caller
-(notebook, command line, test) goes through `execute`.
+"""Run a stage once: skip it when its finished result matches; leave a result or a failure, never half of
+one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from dflash_lab.errors import StoreError, chain
-from dflash_lab.file_errors import FileError, file_error
-from dflash_lab.files import make_folder, plain, sweep, write_json
+from dflash_lab import machine
+from dflash_lab.errors import FileError, StoreError, carried, chain, file_error
+from dflash_lab.files import lock_holder, make_folder, plain, replace, settle, sole_lock, sweep, write_json
+from dflash_lab.machine import collect, forget_locals, release
+from dflash_lab.named_runs import check_owner, claim
+from dflash_lab.params import StageParams
+from dflash_lab.progress import Progress, ProgressCallback, StopFlag, Stopped, duration
 from dflash_lab.provenance import provenance
-from dflash_lab.release import collect, forget_locals, release
-from dflash_lab.stages import result_class, run_function
-from dflash_lab.workbench import peak
-from dflash_lab.workbench.advice import advice_for, details_of
-from dflash_lab.workbench.finished import (
+from dflash_lab.results import (
     FAILURE,
     RESULT,
     SCHEMA_VERSION,
@@ -41,13 +39,80 @@ from dflash_lab.workbench.finished import (
     made_again,
     older_rules,
 )
-from dflash_lab.workbench.kernel import in_kernel
-from dflash_lab.workbench.lock import stage_lock
-from dflash_lab.workbench.named_runs import check_owner, claim
-from dflash_lab.workbench.params import StageParams
-from dflash_lab.workbench.progress import Progress, ProgressCallback, StopFlag, Stopped, duration
-from dflash_lab.workbench.replace import replace, settle
-from dflash_lab.workbench.secrets import RedactingFormatter, redact_tree
+from dflash_lab.secrets import RedactingFormatter, redact_tree
+from dflash_lab.stages import result_class, run_function
+from dflash_lab.workspace import in_kernel
+
+# ----------------------------------------------------------------------------------------------------
+# One process at a time in a stage's folder.
+#
+# The file's text only says who held it last; the lock, which a killed process loses, lets the run browser
+# tell "running" from "killed".
+
+
+LOCK = ".lock"
+
+
+def stage_lock(folder: Path) -> AbstractContextManager[None]:
+    """Hold the folder's lock, making the folder.
+
+    `InputError` when another process holds it, `FileError` when the folder cannot be written to.
+    """
+    return sole_lock(
+        folder / LOCK,
+        json.dumps({"pid": os.getpid(), "host": socket.gethostname()}),
+        lambda who: f"{folder}: in use by another process {who}. Wait for it, or stop it.",
+    )
+
+
+def is_held(folder: Path) -> bool:
+    """Say whether a process on this machine works in the stage's folder now."""
+    return lock_holder(folder / LOCK) is not None
+
+
+# ----------------------------------------------------------------------------------------------------
+# What `failure.json` says beside the error: what the exception itself knows, or what its kind tells.
+
+
+_SIZES = ("batch", "block", "tokens", "anchors", "length", "layers", "taps", "budget", "size", "samples")
+
+
+def details_of(error: BaseException) -> dict[str, Any]:
+    """Return the plain facts (batch, lengths, memory) that the error or its cause carries as `details`."""
+    return {str(name): value for name, value in (carried(error, "details", dict) or {}).items()}
+
+
+def advice_for(error: BaseException, params: StageParams) -> str:
+    """Return what to do: the error's own `advice`, else what helps against a lack of memory, else nothing."""
+    if own := carried(error, "advice"):
+        return str(own)
+    from dflash_lab.extraction.oom import classify
+
+    return _memory(error, params) if classify(error).kind == "memory" else ""
+
+
+def _memory(error: BaseException, params: StageParams) -> str:
+    from dflash_lab.memory.crash import explain_crash, requested_bytes
+
+    general = "Run memory_sweep with these parameters for the largest sizes that fit."
+    asking = next((str(link) for link in chain(error) if requested_bytes(str(link))), "")
+    if not asking:
+        return general
+    values = {name: value for name, value in params.as_dict().items() if any(word in name for word in _SIZES)}
+    sizes = {name: value for name, value in values.items() if isinstance(value, int) and value > 1}
+    return f"{explain_crash(asking, dimensions=sizes).explain()} {general}"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Run a stage once: skip it when its finished result matches, leave a result or a failure, never half of
+# one.
+#
+# `result.json` alone says that a stage is done. It matches when the parameters and the content of the
+# inputs are the same, so a second run does no work. Where it does not match, nothing is done unasked: the
+# stage says what differs and what to type. When it is asked (`force`), everything new is made beside the
+# old and takes its place at the end (`replace`), so a failed or killed attempt leaves the earlier result as
+# it was. Every caller (notebook, command line, test) goes through `execute`.
+
 
 UNSTOPPED_S = 20.0  # a stage that has not reached a report this long after SIGTERM is ended by force
 
@@ -98,7 +163,7 @@ def _run(params: StageParams, inputs: dict[str, str], progress: ProgressCallback
     stop = StopFlag()
     own = Progress(interactive=params.interactive, stop=stop) if progress is None else None
     report = _stoppable(progress, stop) if progress is not None else own
-    peak.reset_peak()
+    machine.reset_peak()
     start = time.monotonic()
     try:
         with _on_sigterm(stop, lambda: _forced(params, start)), _current(params.device):
@@ -165,7 +230,7 @@ def _result_record(params: StageParams, inputs: dict, figures: dict, seconds: fl
         "inputs": inputs,
         "figures": plain(figures),
         "seconds": round(seconds, 3),
-        "peak_memory": peak.peak_memory(),
+        "peak_memory": machine.peak_memory(),
         "files": dict(sorted(files.items())),
         **provenance(),
     }
@@ -193,7 +258,7 @@ def failure_record(params: StageParams, error: BaseException, seconds: float) ->
         "advice": advice_for(error, params),
         "parameters": params.as_dict(),
         "seconds": round(seconds, 3),
-        "peak_memory": peak.peak_memory(),
+        "peak_memory": machine.peak_memory(),
         **provenance(),
     }
     return redact_tree(record)

@@ -11,12 +11,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_lab.errors import InputError, near
-from dflash_lab.file_errors import naming
+from dflash_lab.errors import InputError, naming, near
 from dflash_lab.files import as_json, read_json, write_bytes, write_json
+from dflash_lab.params import RUN_NAME, StageParams
 from dflash_lab.stages import STAGES
-from dflash_lab.workbench.params import RUN_NAME, StageParams
-from dflash_lab.workbench.strict_yaml import parameter_text
+from dflash_lab.strict_yaml import parameter_text
 
 COMMON = "common.yaml"
 PARAMS, RUNS = Path("params"), Path("runs")

@@ -19,13 +19,12 @@ from typing import Any
 
 from dflash_lab.errors import InputError, LabError
 from dflash_lab.files import make_folder, write_bytes
+from dflash_lab.results import FAILURE, RESULT
+from dflash_lab.runs import PLAN, overview, run_folders, run_status
+from dflash_lab.secrets import redact
+from dflash_lab.stage_run import LOCK, is_held
 from dflash_lab.stages import STAGES
-from dflash_lab.workbench.finished import FAILURE, RESULT
-from dflash_lab.workbench.kernel import enter_workspace
-from dflash_lab.workbench.lock import LOCK, is_held
-from dflash_lab.workbench.runs import PLAN, overview, run_folders
-from dflash_lab.workbench.secrets import redact
-from dflash_lab.workbench.status import run_status
+from dflash_lab.workspace import enter_workspace
 
 PAGE = Path("runs") / "start.md"
 LOOK_S = 2.0  # how often the runs are looked at while Lab runs
@@ -56,7 +55,7 @@ def run_lab(port: int, extra: Sequence[str]) -> int:
     seen = _kept_current(None)
     words = [sys.executable, "-m", "jupyterlab", "--ip=127.0.0.1", f"--port={port}"]
     words += [f"--ServerApp.root_dir={root}", f"--LabApp.default_url=/lab/tree/{PAGE.as_posix()}"]
-    words.append("--ServerApp.kernel_spec_manager_class=dflash_lab.workbench.own_kernel.OwnKernelSpecs")
+    words.append("--ServerApp.kernel_spec_manager_class=dflash_lab.own_kernel.OwnKernelSpecs")
     if os.geteuid() == 0:  # containers run as root, which Jupyter refuses unless told
         words.append("--allow-root")
     paths = [str(SETTINGS), *filter(None, [os.environ.get("JUPYTER_CONFIG_PATH")])]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_lab.workbench.progress import duration
+from dflash_lab.progress import duration
 
 Figures = Mapping[str, Any]
 

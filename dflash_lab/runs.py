@@ -1,27 +1,142 @@
-"""What is under `runs/`: a table over the results on disk, and what differs between runs.
-
-Everything is read from `result.json`, `failure.json` and the lock of each stage folder; there is no database
-to fall out of step with them.
-"""
+"""What is under `runs/`: the state of every stage, tables over the results, and what differs between runs."""
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, ClassVar
 
 import polars as pl
 
-from dflash_lab.errors import InputError, StoreError
-from dflash_lab.files import as_json, read_json, write_json
-from dflash_lab.stages import STAGES
-from dflash_lab.workbench.closing import closing_figures, closing_rows
-from dflash_lab.workbench.finished import FAILURE, RESULT, read_result
-from dflash_lab.workbench.lock import LOCK, is_held
-from dflash_lab.workbench.params import StageParams
-from dflash_lab.workbench.replace import settle
+from dflash_lab.errors import InputError, LabError, StoreError
+from dflash_lab.files import as_json, read_json, settle, write_json
+from dflash_lab.named_runs import NamedRun, find_run
+from dflash_lab.params import Params, StageParams, param
+from dflash_lab.results import FAILURE, RESULT, differences, older_rules, read_result, stale_after
+from dflash_lab.run_params import Typed, resolve
+from dflash_lab.stage_run import LOCK, is_held
+from dflash_lab.stages import STAGES, params_class
+
+# ----------------------------------------------------------------------------------------------------
+# Parameters of the run browser's notebook, which is no stage: it reads runs and writes nothing but its
+# figures.
+
+
+class RunsParams(Params):
+    """Parameters of `notebooks/runs.ipynb`."""
+
+    stage: ClassVar[str] = "runs"
+
+    root: str = param("runs", "folder that holds the runs")
+    curve: str = param(
+        "loss",
+        "curve to lay over each other in the figure",
+        choices=("loss", "accuracy", "streak", "chained_tau"),
+    )
+    interactive: bool = param(True, "widgets; false for headless runs")
+
+    @property
+    def folder(self) -> Path:
+        """Where the notebook's figures go: beside the runs, in a folder that is none."""
+        return Path(self.root) / "overview"
+
+
+# ----------------------------------------------------------------------------------------------------
+# The closing table of a run: the few numbers of each stage that answer "did it work", taken from the
+# results on disk.
+
+
+Figures = dict[str, Any]
+JUDGEMENT = "judgement"  # a sentence of `acceptance` among the numbers
+
+# What an earlier start of the stage left, which its own figures count apart.
+EARLIER = {"samples_stored": "samples_stored_before", "tokens_stored": "tokens_stored_before"}
+# name in the table -> (unit, stage, name in that stage's figures, how several shards are put together)
+ROWS: dict[str, tuple[str, str, str, Callable[[list[float]], float]]] = {
+    "samples_in": ("", "prepare", "samples_in", sum),
+    "samples_stored": ("", "extract", "samples_stored", sum),
+    "samples_quarantined": ("", "extract", "samples_quarantined", sum),
+    "tokens_stored": ("tokens", "extract", "tokens_stored", sum),
+    "extract_tokens_per_s": ("tokens/s a process", "extract", "extract_tokens_per_s", fmean),
+    "padding_waste_pct": ("%", "extract", "padding_waste_pct", max),
+    "predicted_peak_gib": ("GiB", "memory_sweep", "predicted_peak_gib", max),
+    "measured_peak_gib": ("GiB", "memory_sweep", "measured_peak_gib", max),
+    "loss_first": ("nats", "train_drafter", "loss_first", max),
+    "loss_last": ("nats", "train_drafter", "loss_last", max),
+    "tau_trained": ("tokens/round", "acceptance", "tau_trained", max),
+    "tau_untrained": ("tokens/round", "acceptance", "tau_untrained", max),
+}
+
+
+def stage_results(run: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the finished results below a run folder by stage name; shards of a stage in order."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(run.glob(f"*/{RESULT}")):
+        result = read_result(path)
+        found.setdefault(result["stage"], []).append(result)
+    return found
+
+
+def closing_figures(run: Path) -> Figures:
+    """Return the table's numbers by name, and the sentence on tau. A stage that has not run leaves out its
+    own.
+    """
+    results = stage_results(run)
+    figures: Figures = {}
+    for name, (_, stage, source, together) in ROWS.items():
+        values = [
+            result["figures"][source] for result in results.get(stage, []) if source in result["figures"]
+        ]
+        values = [value for value in values if value is not None]
+        if values and source in EARLIER:
+            values += [result["figures"].get(EARLIER[source], 0) for result in results[stage]]
+        if values:
+            figures[name] = together(values)
+    told = [result["figures"].get(JUDGEMENT) for result in results.get("acceptance", [])]
+    if any(told):
+        figures[JUDGEMENT] = told[-1]
+    for stage in STAGES:
+        if stage in results:
+            figures[f"{stage}_seconds"] = round(sum(result["seconds"] for result in results[stage]), 1)
+    return figures
+
+
+def closing_rows(figures: Figures) -> list[tuple[str, str, str]]:
+    """Return the table as text: name, value, unit."""
+    return [
+        (name, _number(value), ROWS[name][0])
+        if name in ROWS
+        else (name.removesuffix("_seconds") + " time", f"{value:,.1f}", "s")
+        for name, value in figures.items()
+        if name != JUDGEMENT
+    ]
+
+
+def closing_lines(figures: Figures) -> list[str]:
+    """Return the table as aligned lines of text, and below it what the measured tau amounts to."""
+    rows = closing_rows(figures)
+    width = max((len(row[0]) for row in rows), default=0)
+    right = max((len(row[1]) for row in rows), default=0)
+    lines = [f"{name:<{width}}  {value:>{right}} {unit}".rstrip() for name, value, unit in rows]
+    return [*lines, *([figures[JUDGEMENT]] if JUDGEMENT in figures else [])]
+
+
+def _number(value: float) -> str:
+    return (
+        f"{value:,}" if isinstance(value, int) else f"{value:,.3f}" if abs(value) < 100 else f"{value:,.0f}"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is under `runs/`: a table over the results on disk, and what differs between runs.
+#
+# Everything is read from `result.json`, `failure.json` and the lock of each stage folder; there is no
+# database to fall out of step with them.
+
 
 PLAN = "plan.json"
 _SCHEMA: dict[str, Any] = {
@@ -259,3 +374,83 @@ def _checked_names(runs: Sequence[Path]) -> list[str]:
 def _column_names(runs: Sequence[Path]) -> list[str]:
     names = [run.resolve().name for run in runs]
     return names if len(set(names)) == len(names) else [str(run) for run in runs]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Each stage of a run: finished, out of date and why, failed, never run. A dry run of what would be done
+# again.
+
+
+@dataclass(frozen=True)
+class StageStatus:
+    """`state`: finished, stale (finished, and would be done again), running, failed, stopped, killed, never
+    run, or unreadable; `why` is a sentence, empty where there is nothing to add.
+    """
+
+    stage: str
+    folder: str
+    state: str
+    why: str
+
+
+def run_status(run: str | Path, run_dir: str | Path = "") -> list[StageStatus]:
+    """Return the state of each stage that a run has parameters for, in order, shards apart.
+
+    `run` is its name, or the path of its parameters or folder; `run_dir` its folder where it is elsewhere.
+    Raises an `InputError` for a run that is not there.
+    """
+    named = find_run(str(run), str(run_dir))
+    typed: dict[str, tuple[Any, str]] = {"run": (str(run), "given by name")}
+    if run_dir:
+        typed["run_dir"] = (str(run_dir), "given by name")
+    found: list[StageStatus] = []
+    again: dict[str, str] = {}  # folder of a stage -> the earlier one that comes first
+    for stage in STAGES:
+        if not _has(named, stage):
+            continue
+        try:
+            shards = list(_shards(stage, typed))
+        except LabError as error:
+            found.append(StageStatus(stage, stage, "unreadable", str(error)))
+            continue
+        for params in shards:
+            settle(params.run_folder)
+            state, why = _state(params)
+            if state == "finished" and params.folder.name in again:
+                why = f"goes out of date when {again[params.folder.name]} is done again"
+            if state == "stale":
+                again |= dict.fromkeys(stale_after(params), params.folder.name)
+            found.append(StageStatus(stage, params.folder.name, state, why))
+    return found
+
+
+def _has(named: NamedRun, stage: str) -> bool:
+    """Say whether a run has parameters for a stage; with `common.yaml` alone it has them for all."""
+    files = [] if named.parameters is None else [path.stem for path in named.parameters.glob("*.yaml")]
+    return stage in files or not {*files} & {*STAGES}
+
+
+def _shards(stage: str, typed: Typed) -> Iterator[StageParams]:
+    first = resolve(params_class(stage), typed)
+    for shard in range(getattr(first, "num_shards", 1)):
+        yield first.changed(shard=shard) if hasattr(first, "shard") else first
+
+
+def _state(params: StageParams) -> tuple[str, str]:
+    state, record = folder_state(params.folder)
+    told = record.get("message", "")
+    if state != "finished":
+        return state, told
+    try:
+        changes = differences(params)
+        if not changes and (lacking := params.lacks()):
+            changes = [lacking]
+        if older := older_rules(params):
+            changes.append(older)
+        if getattr(params, "num_shards", 1) > 1 and (params.fresh / RESULT).exists():
+            told = "; ".join(filter(None, [told, "a new result waits for those of the other shards"]))
+        if not changes:
+            told = "; ".join(filter(None, [told, params.remains()]))
+    except LabError as error:
+        return "unreadable", str(error)
+    return ("stale", "; ".join(filter(None, [*changes, told]))) if changes else ("finished", told)

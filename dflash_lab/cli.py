@@ -1,7 +1,4 @@
-"""`dflash-lab`: the notebooks from a shell.
-
-Only argparse and light modules are imported until a command runs, so that help and completion answer at once.
-"""
+"""`dflash-lab`: the notebooks and their runs from a shell."""
 
 from __future__ import annotations
 
@@ -10,10 +7,16 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from dflash_lab import __version__
+from dflash_lab import __version__, commands
 from dflash_lab.errors import LabError, near
 from dflash_lab.stages import PURPOSES, STAGES
-from dflash_lab.workbench import commands, exchange
+
+# ----------------------------------------------------------------------------------------------------
+# `dflash-lab`: the notebooks from a shell.
+#
+# Only argparse and light modules are imported until a command runs, so that help and completion answer at
+# once.
+
 
 _STAGE_HELP = """\
 Runs notebooks/{stage}.ipynb through papermill; the executed notebook goes into the run folder. Options of
@@ -35,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"unknown argument {extra[0]!r}")
         return options.function(options, extra)
     except LabError as error:
-        from dflash_lab.workbench.secrets import redact
+        from dflash_lab.secrets import redact
 
         print(f"dflash-lab: {redact(str(error))}", file=sys.stderr)
         return 1
@@ -43,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):  # `dflash-lab runs | head`: the reader has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         else:
-            from dflash_lab.file_errors import file_error
+            from dflash_lab.errors import file_error
 
             print(f"dflash-lab: {file_error(error, 'a file') or error}", file=sys.stderr)
         return 1
@@ -122,7 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_exchange(add: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the commands that pass samples and drafters on."""
-    merge = add("merge", "join samples files of several runs, each sample once", exchange.merge)
+    merge = add("merge", "join samples files of several runs, each sample once", commands.merge)
     merge.add_argument("output", help="the file to write, such as runs/all/samples.parquet")
     merge.add_argument("inputs", nargs="+", metavar="input", help="samples.parquet of a run; one or more")
     merge.add_argument(
@@ -132,14 +135,14 @@ def _add_exchange(add: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="SHARE",
         help="share held out, by content hash (default: that of the files, if they agree)",
     )
-    export = add("export", "write a drafter in the speculators layout", exchange.export_drafter)
+    export = add("export", "write a drafter in the speculators layout", commands.export_drafter)
     export.add_argument("drafter", help="a drafter's folder, such as runs/demo/drafter")
     export.add_argument("output", help="the folder to write")
     export.add_argument("--target", required=True, help="hub id or path by which its users load the target")
     export.add_argument(
         "--architecture", default="", help="the target's class, such as Qwen3ForCausalLM, for the config"
     )
-    bring = add("import", "read a drafter of the speculators layout", exchange.import_drafter)
+    bring = add("import", "read a drafter of the speculators layout", commands.import_drafter)
     bring.add_argument("folder", help="a folder in the speculators layout")
     bring.add_argument("output", help="the folder to write, in the layout that the stages read")
     bring.add_argument(

@@ -1,4 +1,4 @@
-"""Where a notebook's kernel runs, and who started it."""
+"""Where runs lie, who started this kernel, and which notebook it runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from pathlib import Path
 from dflash_lab.errors import InputError
 from dflash_lab.stages import STAGES
 
-_RUNNERS = ("papermill", "dflash-lab", "dflash_lab.workbench.cli", "dflash_lab.workbench.papermill_command")
+# ----------------------------------------------------------------------------------------------------
+# Where a notebook's kernel runs, and who started it.
+
+
+_RUNNERS = ("papermill", "dflash-lab", "dflash_lab.cli", "dflash_lab.papermill_command")
 
 
 def workspace(start: Path | None = None) -> Path:

@@ -1,14 +1,11 @@
-"""Run a stage's notebook headless: fill in papermill's output path, check first, end with an exit code that
-is true.
-
-papermill runs inside this process, so a SIGTERM (a pre-empted job) is ours to pass on: the kernel stops its
-stage at a point it can resume from and the saved notebook says so. The exit code is 0, 1 for an error, 138
-for a dead kernel, 143 after SIGTERM; whether the stage is done is said by its `result.json` alone.
+"""Notebooks headless through papermill: checks before, true exit codes after; one stage, or all six in their
+order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -21,16 +18,40 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dflash_lab.files import make_folder, read_json, write_bytes
-from dflash_lab.stages import params_class
-from dflash_lab.workbench.finished import FAILURE, RESULT, check_ready, input_fingerprints, is_finished
-from dflash_lab.workbench.kernel import enter_workspace, notebook_path
-from dflash_lab.workbench.named_runs import check_owner
-from dflash_lab.workbench.papermill_engine import ENGINE, QuietEngine
-from dflash_lab.workbench.param_files import Given, read_given
-from dflash_lab.workbench.params import StageParams
-from dflash_lab.workbench.replace import settle
-from dflash_lab.workbench.secrets import RedactingFormatter, redact
+from dflash_lab.errors import InputError, near
+from dflash_lab.files import make_folder, read_json, settle, write_bytes, write_json
+from dflash_lab.named_runs import PARAMS, check_owner, find_run
+from dflash_lab.papermill_engine import ENGINE, QuietEngine
+from dflash_lab.params import StageParams
+from dflash_lab.progress import duration
+from dflash_lab.provenance import provenance
+from dflash_lab.report import REPORT, write_index, write_report
+from dflash_lab.results import (
+    FAILURE,
+    RESULT,
+    SCHEMA_VERSION,
+    WouldReplace,
+    check_ready,
+    input_fingerprints,
+    is_finished,
+    out_of_date,
+    read_result,
+)
+from dflash_lab.run_params import Given, read_given
+from dflash_lab.runs import closing_figures, closing_lines, leave_plan
+from dflash_lab.secrets import RedactingFormatter, redact, redact_tree
+from dflash_lab.stages import STAGES, params_class
+from dflash_lab.workspace import enter_workspace, notebook_path
+
+# ----------------------------------------------------------------------------------------------------
+# Run a stage's notebook headless: fill in papermill's output path, check first, end with an exit code that
+# is true.
+#
+# papermill runs inside this process, so a SIGTERM (a pre-empted job) is ours to pass on: the kernel stops
+# its stage at a point it can resume from and the saved notebook says so. The exit code is 0, 1 for an
+# error, 138 for a dead kernel, 143 after SIGTERM; whether the stage is done is said by its `result.json`
+# alone.
+
 
 OK, FAILED, USAGE, DEAD_KERNEL, TERMINATED = 0, 1, 2, 138, 143
 KILL_AFTER_S = 25.0  # a kernel that is still there this long after SIGTERM is killed; its finished files stay
@@ -271,3 +292,106 @@ def _closing_words(params: StageParams, output: Path, code: int, began: float) -
         logger.error("the earlier result stands as it was: %s", params.folder / RESULT)
     if code == TERMINATED:
         logger.error(STOPPED)
+
+
+# ----------------------------------------------------------------------------------------------------
+# All stages of a named run in their order, the finished ones skipped, ending in one table and one report.
+
+
+def run_all(given: Given, extra: list[str], *, stale: bool = False) -> int:
+    """Run every stage that the run has a parameter file for; return the first exit code that is not 0.
+
+    A finished stage of other parameters or inputs ends the run with what to type, unless `stale` asks for
+    those to be done again.
+    """
+    enter_workspace()
+    steps = plan(given)
+    first = read_given(params_class(steps[0][0]), steps[0][1])
+    check_owner(first)
+    run = first.run_folder
+    settle(run)
+    leave_plan(run, [read_given(params_class(stage), step).folder.name for stage, step in steps])
+    start = time.monotonic()
+    worked = False
+    for number, (stage, step) in enumerate(steps, 1):
+        params = read_given(params_class(stage), step)
+        head = f"[{number}/{len(steps)}] {params.folder.name}"
+        again = stale and bool(out_of_date(params))
+        if not (params.force or again) and output_notebook(params).exists() and is_finished(params):
+            logger.info("%s: finished before", head)
+            continue
+        logger.info("%s", head)
+        worked, begun = True, time.monotonic()
+        if again:
+            step = dataclasses.replace(step, typed=[*step.typed, ("force", "True")])
+        try:
+            code = run_notebook(stage, step, extra)
+        except WouldReplace as error:
+            raise WouldReplace(f"{error}. All that is out of date: the same command with --stale") from None
+        if code != OK:
+            return code
+        logger.info("%s: %s", head, duration(time.monotonic() - begun))
+    if worked or not (run / RESULT).exists() or not (run / REPORT).exists():
+        _close(run, time.monotonic() - start)
+    _show(run)
+    return OK
+
+
+def plan(given: Given) -> list[tuple[str, Given]]:
+    """Return (stage, parameters) in order, checked; a stage with `num_shards` comes once a shard."""
+    folder = find_run(given.run).parameters
+    if folder is None:
+        raise InputError(f"{given.run}: no parameters in {PARAMS}. A new run: dflash-lab new NAME.")
+    stages = [stage for stage in STAGES if (folder / f"{stage}.yaml").exists()]
+    if not stages:
+        raise InputError(f"{folder}: has no <stage>.yaml. Stages: {', '.join(STAGES)}.")
+    _refuse_names_of_no_stage(stages, given)
+    steps = []
+    for stage in stages:
+        own = _only_known(stage, given)
+        params = read_given(params_class(stage), own)
+        shards = getattr(params, "num_shards", 1)
+        if shards == 1:
+            steps.append((stage, own))
+        for shard in range(shards if shards > 1 else 0):
+            steps.append((stage, dataclasses.replace(own, typed=[*own.typed, ("shard", str(shard))])))
+    return steps
+
+
+def _only_known(stage: str, given: Given) -> Given:
+    """Keep the `-p` and `-r` values that this stage has a parameter for."""
+    known = params_class(stage).model_fields
+    return dataclasses.replace(
+        given,
+        typed=[(name, text) for name, text in given.typed if name in known],
+        raw=[(name, text) for name, text in given.raw if name in known],
+    )
+
+
+def _refuse_names_of_no_stage(stages: list[str], given: Given) -> None:
+    known = {name for stage in stages for name in params_class(stage).model_fields}
+    for name, _ in [*given.typed, *given.raw]:
+        if name not in known:
+            raise InputError(f"no stage has a parameter {name[:80]!r}{near(name, known)}.")
+
+
+def _close(run: Path, wall_s: float) -> None:
+    """Write the run's closing table, its report and the index of runs."""
+    figures = closing_figures(run)
+    record: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "run": run.name,
+        "figures": figures,
+        "wall_s": round(wall_s, 1),  # of this start; finished stages were skipped in it
+        **provenance(),
+    }
+    write_json(run / RESULT, redact_tree(record))
+    write_report(run)
+    write_index(run.parent)
+
+
+def _show(run: Path) -> None:
+    for line in closing_lines(read_result(run / RESULT)["figures"]):
+        logger.info("%s", line)
+    logger.info("notebooks  %s", run / "*.ipynb")
+    logger.info("report     %s", run / REPORT)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from dflash_lab.errors import LabError
-from dflash_lab.workbench.kernel import stage_notebook
+from dflash_lab.workspace import stage_notebook
 
 ENGINE = "dflash-lab"
-COMMAND = "dflash_lab.workbench.papermill_command"
+COMMAND = "dflash_lab.papermill_command"
 logger = logging.getLogger(__name__)
 
 _NOT_READY = "died before replying"  # what jupyter_client says of a kernel that ended before its first word
@@ -65,7 +65,7 @@ class QuietEngine:
 
 
 def _execute(nb: Any, kernel_name: str, options: dict[str, Any]) -> Any:
-    from dflash_lab.workbench.own_kernel import OwnKernelManager
+    from dflash_lab.own_kernel import OwnKernelManager
 
     ours = {"extra_arguments": [*_KERNEL_ARGUMENTS], "kernel_manager_class": OwnKernelManager}
     return _papermills_own().execute_notebook(nb, kernel_name, **ours, **options)

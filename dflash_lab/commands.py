@@ -1,4 +1,4 @@
-"""What each `dflash-lab` command does. Heavy modules are imported inside the functions that need them."""
+"""What each `dflash-lab` command does; heavy modules are imported inside the functions that need them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,144 @@ import itertools
 import json
 import os
 import re
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from dflash_lab.errors import InputError
 from dflash_lab.stages import PURPOSES, STAGES, params_class
+
+# ----------------------------------------------------------------------------------------------------
+# Shell completion: commands, parameter names after `-p` and `-r`, files elsewhere.
+#
+# The script holds the words themselves, so that completing never starts Python.
+
+
+def script(shell: str, commands: Sequence[str]) -> str:
+    """Return the completion script for bash, zsh or fish."""
+    return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](" ".join(commands))
+
+
+def _names() -> dict[str, str]:
+    return {stage: " ".join(sorted(params_class(stage).model_fields)) for stage in STAGES}
+
+
+def _bash(commands: str) -> str:
+    cases = "\n".join(f"        {stage}) names='{names}' ;;" for stage, names in _names().items())
+    return f"""\
+_dflash_lab() {{
+    local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" names=''
+    case "${{COMP_WORDS[1]}}" in
+{cases}
+    esac
+    if [ "$COMP_CWORD" = 1 ]; then
+        COMPREPLY=($(compgen -W '{commands}' -- "$word"))
+    elif [ "$before" = -p ] || [ "$before" = -r ]; then
+        COMPREPLY=($(compgen -W "$names" -- "$word"))
+    elif [[ "$word" == -* ]]; then
+        COMPREPLY=($(compgen -W '--run -p -r -f -y -b --help' -- "$word"))
+    else
+        COMPREPLY=($(compgen -f -- "$word"))
+    fi
+}}
+complete -o filenames -F _dflash_lab dflash-lab
+"""
+
+
+def _zsh(commands: str) -> str:
+    return "autoload -U +X bashcompinit && bashcompinit\n" + _bash(commands)
+
+
+def _fish(commands: str) -> str:
+    lines = [f"complete -c dflash-lab -n __fish_use_subcommand -f -a '{commands}'"]
+    for stage, names in _names().items():
+        lines.append(f"complete -c dflash-lab -n '__fish_seen_subcommand_from {stage}' -s p -x -a '{names}'")
+    return "\n".join(lines) + "\n"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Commands that pass work on: drafters in another layout, samples of several runs in one file.
+#
+# None of them writes over what is there.
+
+
+def export_drafter(options: argparse.Namespace, extra: list[str]) -> int:
+    """Write a drafter in the speculators layout."""
+    from dflash_lab.drafter.checkpoint import load_checkpoint
+    from dflash_lab.drafter.formats import export_speculators
+
+    if not options.target.strip():
+        raise InputError("--target is empty: give the hub id or path by which its users load the target.")
+    goal = _new_folder(options.output)
+    drafter = load_checkpoint(options.drafter)
+    export_speculators(drafter, goal, target=options.target, target_architecture=options.architecture)
+    print(f"{goal}: speculators layout, {drafter.config.parameter_count:,} parameters")
+    return 0
+
+
+def import_drafter(options: argparse.Namespace, extra: list[str]) -> int:
+    """Write a drafter of the speculators layout as the checkpoint that every stage reads."""
+    from dflash_lab.drafter.checkpoint import save_checkpoint
+    from dflash_lab.drafter.formats import import_speculators
+
+    goal = _new_folder(options.output)
+    drafter = import_speculators(options.folder, num_target_layers=options.layers)
+    save_checkpoint(goal, drafter)
+    print(f"{goal}: z-lab layout, {drafter.config.parameter_count:,} parameters")
+    return 0
+
+
+def merge(options: argparse.Namespace, extra: list[str]) -> int:
+    """Join samples files, each sample once."""
+    from dflash_lab.data.samples import merge_samples, provenance_path, read_provenance
+
+    goal = Path(options.output)
+    if goal.suffix != ".parquet":  # what made the samples lies beside them, as .json
+        raise InputError(f"{goal}: samples files end in .parquet. Give such a name.")
+    _refuse_taken(goal, provenance_path(goal))
+    made = {path: read_provenance(path) for path in options.inputs}
+    fraction = options.heldout_fraction if options.heldout_fraction != -1 else _same_fraction(made)
+    report = merge_samples(options.inputs, goal, heldout_fraction=fraction)
+    print(
+        f"{goal}: {report.stored:,} samples, {report.heldout:,} of them held out "
+        f"({report.duplicates:,} of {report.given:,} were there twice)"
+    )
+    return 0
+
+
+def _same_fraction(made: dict[str, dict[str, Any]]) -> float:
+    """Return the held-out share that all files were made with."""
+    shares = {path: one.get("heldout_fraction") for path, one in made.items()}
+    found = set(shares.values())
+    if len(found) != 1 or not isinstance(fraction := found.pop(), int | float):
+        listed = ", ".join(f"{path}: {share}" for path, share in shares.items())
+        raise InputError(f"held-out shares differ ({listed}): say which one with --heldout-fraction.")
+    return float(fraction)
+
+
+def _new_folder(name: str) -> Path:
+    """Return the path of a folder to write; `InputError` when something is there."""
+    path = Path(name)
+    if not (path.is_dir() and not any(path.iterdir())):
+        _refuse_taken(path)
+    return path
+
+
+def _refuse_taken(*paths: Path) -> None:
+    taken = [path for path in paths if path.exists()]
+    if taken:
+        moves = " && ".join(shlex.join(["mv", str(path), f"{path}.old"]) for path in taken)
+        raise InputError(
+            f"{taken[0]}: exists already, whole or left by a command that was killed. Give another name, or "
+            f"move it away: {moves}"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------
+# What each `dflash-lab` command does. Heavy modules are imported inside the functions that need them.
+
 
 COMMANDS = (
     "stages",
@@ -32,7 +165,7 @@ COMMANDS = (
 
 def stage(options: argparse.Namespace, extra: list[str]) -> int:
     """Run one stage's notebook."""
-    from dflash_lab.workbench.launch import log_to_stderr, run_notebook, stops_with_words
+    from dflash_lab.launch import log_to_stderr, run_notebook, stops_with_words
 
     with log_to_stderr(), stops_with_words():
         return run_notebook(options.command, _given(options), extra)
@@ -40,8 +173,7 @@ def stage(options: argparse.Namespace, extra: list[str]) -> int:
 
 def run(options: argparse.Namespace, extra: list[str]) -> int:
     """Run all stages of a run."""
-    from dflash_lab.workbench.launch import log_to_stderr, stops_with_words
-    from dflash_lab.workbench.pipeline import run_all
+    from dflash_lab.launch import log_to_stderr, run_all, stops_with_words
 
     with log_to_stderr(), stops_with_words():
         return run_all(_given(options), extra, stale=options.stale)
@@ -49,8 +181,8 @@ def run(options: argparse.Namespace, extra: list[str]) -> int:
 
 def new(options: argparse.Namespace, extra: list[str]) -> int:
     """Make the parameters of a run, and say what to type next."""
-    from dflash_lab.workbench.kernel import enter_workspace
-    from dflash_lab.workbench.named_runs import new_run
+    from dflash_lab.named_runs import new_run
+    from dflash_lab.workspace import enter_workspace
 
     typed_in = Path.cwd()
     enter_workspace()
@@ -89,8 +221,8 @@ def _open_ends(folder: Path) -> list[str]:
 
 def status(options: argparse.Namespace, extra: list[str]) -> int:
     """Show each stage of a run: finished, out of date and why, failed, never run."""
-    from dflash_lab.workbench.kernel import enter_workspace
-    from dflash_lab.workbench.status import run_status
+    from dflash_lab.runs import run_status
+    from dflash_lab.workspace import enter_workspace
 
     enter_workspace()
     rows = run_status(options.run)
@@ -112,8 +244,8 @@ def runs(options: argparse.Namespace, extra: list[str]) -> int:
     """List runs, or compare the given ones."""
     import polars as pl
 
-    from dflash_lab.workbench.kernel import enter_workspace
-    from dflash_lab.workbench.runs import compare_closing, compare_parameters, overview
+    from dflash_lab.runs import compare_closing, compare_parameters, overview
+    from dflash_lab.workspace import enter_workspace
 
     typed_in = Path.cwd()
     enter_workspace()
@@ -137,8 +269,8 @@ def runs(options: argparse.Namespace, extra: list[str]) -> int:
 
 def report(options: argparse.Namespace, extra: list[str]) -> int:
     """Write a run's report and the index beside all runs."""
-    from dflash_lab.workbench.kernel import enter_workspace
-    from dflash_lab.workbench.report import write_index, write_report
+    from dflash_lab.report import write_index, write_report
+    from dflash_lab.workspace import enter_workspace
 
     typed_in = Path.cwd()
     enter_workspace()
@@ -177,14 +309,13 @@ def verify(options: argparse.Namespace, extra: list[str]) -> int:
 
 def lab(options: argparse.Namespace, extra: list[str]) -> int:
     """Run JupyterLab, opening on the first page."""
-    from dflash_lab.workbench.start_page import run_lab
+    from dflash_lab.start_page import run_lab
 
     return run_lab(options.port, extra)
 
 
 def completion(options: argparse.Namespace, extra: list[str]) -> int:
     """Print the completion script of a shell."""
-    from dflash_lab.workbench.completion import script
 
     sys.stdout.write(script(options.shell, COMMANDS))
     return 0
@@ -192,7 +323,7 @@ def completion(options: argparse.Namespace, extra: list[str]) -> int:
 
 def parameter_help(stage_name: str) -> str:
     """Return a stage's parameters as help text: name, type, unit, default, range, meaning."""
-    from dflash_lab.workbench.param_words import fields_table
+    from dflash_lab.params import fields_table
 
     lines, group = ["parameters (-p NAME VALUE):"], ""
     for row in fields_table(params_class(stage_name)):
@@ -207,7 +338,7 @@ def parameter_help(stage_name: str) -> str:
 
 
 def _given(options: argparse.Namespace):  # type: ignore[no-untyped-def]
-    from dflash_lab.workbench.param_files import Given
+    from dflash_lab.run_params import Given
 
     return Given(
         run=options.run,

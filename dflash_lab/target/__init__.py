@@ -1,1 +1,0 @@
-"""What is drafted for: a model, its taps, its head, its template."""
