@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from dflash_lab.acceptance.static_decode import StaticDecoder, Workspace
 from result_file import read_result, told
 from safetensors.torch import load_file
 
@@ -32,6 +31,7 @@ from safetensors.torch import load_file
 from dflash_lab import files, provenance
 from dflash_lab.acceptance.batch import decode_batch
 from dflash_lab.acceptance.decode import Decoded, decode, plain_decode
+from dflash_lab.acceptance.fixed_shapes import StaticDecoder, Workspace
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.checkpoint import save_checkpoint
 from dflash_lab.drafter.config import DrafterConfig

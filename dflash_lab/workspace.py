@@ -50,7 +50,7 @@ def started_by_papermill() -> bool:
 
 def notebook_path(stage: str) -> Path:
     """Return the stage's notebook: the workspace's, else that of the checkout this package runs from."""
-    checkout = Path(__file__).resolve().parents[2]
+    checkout = Path(__file__).resolve().parents[1]
     for root in (workspace(), checkout):
         path = root / "notebooks" / f"{stage}.ipynb"
         if path.exists():
@@ -72,7 +72,7 @@ def stage_notebook(word: str, cwd: Path) -> tuple[str, Path] | None:
     inside = Path("notebooks") / given.name
     ours = workspace(cwd) / inside
     if (cwd / given).exists():
-        checkout = Path(__file__).resolve().parents[2]
+        checkout = Path(__file__).resolve().parents[1]
         roots = [path for path in (ours, checkout / inside) if path.exists() and path.samefile(cwd / given)]
     else:
         roots = [ours] if ours.exists() and given in (inside, Path(given.name)) else []

@@ -22,10 +22,10 @@ from dflash_lab.errors import InputError
 # = a + k keeps keys p with t - p < W. Since a document is contiguous in its row, the visible context of a
 # slot is one interval of row indices; every mask below is that interval plus the own block.
 #
-# - `dense`: scaled_dot_product_attention, a document at a time. Anchors are sorted, so a document's blocks and
-#   its context are both slices, and nothing is computed across documents. Exact everywhere; the path of CPUs
+# - `dense`: scaled_dot_product_attention, a document at a time. Anchors are sorted, so a document's blocks
+#   and its context are both slices, and nothing is computed across documents. Exact everywhere; the path of CPUs
 #   and decoding.
-# - `flex`: flex_attention over the whole row with a block mask that skips empty tiles and masks nothing in full
+# - `flex`: flex_attention over the whole row; its block mask skips empty tiles and masks nothing in full
 #   ones (`attention_tiles`). The path of CUDA training.
 
 

@@ -1011,7 +1011,7 @@ class _Sweep:
 # ----------------------------------------------------------------------------------------------------
 # The draft loss as one function and one module: hard and soft targets, CAP, TV and every slot's metrics.
 #
-#     loss = fused_draft_loss(hidden, head, labels, weights, target_hidden=..., target_rows=..., config=config)
+#     loss = fused_draft_loss(hidden, head, labels, weights, target_hidden=..., target_rows=..., config=...)
 #     (loss.total * world_size / denominator).backward()
 #
 # The sum is returned without a denominator on purpose: the gradient it carries only needs one scalar at

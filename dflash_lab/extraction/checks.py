@@ -1,4 +1,4 @@
-"""What is checked before, during and after an extraction: room on disk, the self-test, the bytes of a store."""
+"""What is checked before, during and after an extraction: room on disk, the self-test, a store's bytes."""
 
 from __future__ import annotations
 

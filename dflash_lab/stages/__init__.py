@@ -1,4 +1,6 @@
-"""The six stages in order, found by name: `stages/extract.py` has ExtractParams, run_extract, ExtractResult."""
+"""The six stages in order, found by name: `stages/extract.py` has ExtractParams, run_extract and
+ExtractResult.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def stage_module(stage: str) -> ModuleType:
     """Import a stage's module; an `InputError` names the near match of an unknown one."""
     if stage not in STAGES:
         raise InputError(f"unknown stage {stage[:80]!r}{near(stage, STAGES)}. Stages: {', '.join(STAGES)}.")
-    return importlib.import_module(f"dflash_lab.workbench.stages.{stage}")
+    return importlib.import_module(f"dflash_lab.stages.{stage}")
 
 
 def _camel(stage: str) -> str:

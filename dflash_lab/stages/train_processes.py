@@ -1,4 +1,4 @@
-"""The training itself: in this process, in several started by torchrun, or with targets and drafters apart."""
+"""The training itself: in this process, in several that torchrun starts, or with targets and drafters apart."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from dflash_lab.drafter.workers import WorkerFailed, words_of
 from dflash_lab.errors import InputError, naming
 from dflash_lab.judgement import before_training
 from dflash_lab.machine import usable_cpus
+from dflash_lab.stages import params_class
 from dflash_lab.stages.training_inputs import SNAPSHOT
 
 if TYPE_CHECKING:
@@ -338,10 +339,8 @@ def main(path: str) -> None:
     """One process: train, and on rank 0 leave the report."""
     import torch.distributed as dist
 
-    from dflash_lab.stages.train_drafter import TrainDrafterParams
-
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    params = TrainDrafterParams(**json.loads(Path(path).read_bytes()))
+    params = params_class("train_drafter")(**json.loads(Path(path).read_bytes()))
     try:
         report = train_here(params, stoppable(params))
     except Stop:
@@ -510,10 +509,9 @@ def _placed(values: dict[str, Any], side: str, number: int) -> TrainDrafterParam
     import torch
 
     from dflash_lab.models.load import choose_device
-    from dflash_lab.stages.train_drafter import TrainDrafterParams
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    params = TrainDrafterParams(**values)
+    params = params_class("train_drafter")(**values)
     if choose_device(params.device).type != "cuda":
         return params.changed(device="cpu")
     device = f"cuda:{getattr(params, side)[number]}"

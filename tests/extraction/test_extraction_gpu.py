@@ -48,10 +48,10 @@ def draw(request: pytest.FixtureRequest):
     return make
 
 
-def kernels_sequence():
+def delta_gates(*args):
     from dflash_lab.extraction import kernels
 
-    return kernels
+    return kernels.delta_gates(*args)
 
 
 def both(name: str, *args, limit: float) -> None:
@@ -85,7 +85,7 @@ def test_gates_equal_their_reference(draw) -> None:
     rows = draw(BATCH * LENGTH, COLUMNS)
     gates = fused_reference.Gates(7, 31, draw(VALUE_HEADS).float(), 20 * draw(VALUE_HEADS).float())
     for chunk in (1, 64):
-        found = kernels().delta_gates(rows, gates, BATCH, chunk)
+        found = delta_gates(rows, gates, BATCH, chunk)
         for one, other in zip(found, fused_reference.delta_gates(rows, gates, BATCH, chunk)):
             assert rel_l2(one, other) <= 1e-5
     mixed = draw(BATCH, LENGTH, VALUE_HEADS, WIDTH)

@@ -29,10 +29,7 @@ from dflash_lab.data.samples import read_provenance, read_samples  # noqa: E402
 from dflash_lab.drafter.checkpoint import load_checkpoint  # noqa: E402
 from dflash_lab.extraction.checks import verify  # noqa: E402
 from dflash_lab.extraction.store import open_store  # noqa: E402
-from dflash_lab.files import (
-    read_json,
-    settle,
-)
+from dflash_lab.files import read_json, settle  # noqa: E402
 from dflash_lab.params import StageParams  # noqa: E402
 from dflash_lab.stage_run import execute  # noqa: E402
 from dflash_lab.stages import params_class, result_class  # noqa: E402

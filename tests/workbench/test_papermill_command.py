@@ -16,7 +16,7 @@ from dflash_lab.papermill_command import filled_in, main
 from dflash_lab.papermill_engine import ENGINE, is_papermill
 from dflash_lab.stages import STAGES
 
-OURS = '{"cells": [{"source": "from dflash_lab.workbench import registry"}]}'
+OURS = '{"cells": [{"source": "from dflash_lab.stages import STAGES"}]}'
 
 
 def workspace_at(root: Path) -> Path:

@@ -319,8 +319,8 @@ class Held:
 def run(params, progress):
     tensor = Held()
     raise RuntimeError("no room")
-from dflash_lab import release
-from dflash_lab.workbench import stage
+from dflash_lab import machine
+from dflash_lab import stage_run as stage
 from dflash_lab.params import StageParams
 stage.run_function = lambda name: run
 import tempfile
@@ -345,7 +345,7 @@ params = Toy(run_dir=tempfile.mkdtemp(), interactive=False)
         hand = "def f():\n    tensor = Held()\n    1 / 0\nf()"
         assert cell(hand)[0]["status"] == "error"
         assert cell("print('held', Held.alive)")[1] == "held 1\n"  # what IPython does without help
-        assert cell("release.release()\nprint('held', Held.alive)")[1] == "held 0\n"
+        assert cell("machine.release()\nprint('held', Held.alive)")[1] == "held 0\n"
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)

@@ -268,7 +268,7 @@ def test_sigterm_ends_a_stage_that_never_reports(tmp_path):
     """In a process of its own: no report within the limit, so the process ends with SIGTERM's status."""
     code = """
 import os, signal, sys, time
-from dflash_lab.workbench import stage
+from dflash_lab import stage_run as stage
 sys.path.insert(0, os.path.dirname(sys.argv[1]))
 from test_workbench_stage import ToyParams
 stage.UNSTOPPED_S = 0.3

@@ -110,7 +110,7 @@ def test_it_answers(target):
 
 CONVERT = """
 import pathlib, sys, time, os
-from dflash_lab.target import smollm2
+from dflash_lab.models import source as smollm2
 def convert(gguf, folder):
     folder.mkdir()
     (folder / "part").write_text("half")

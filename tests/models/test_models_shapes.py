@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from support.tiny_targets import KINDS, tiny_config
-from test_target_head import assert_same
+from test_models_head import assert_same
 
 from dflash_lab.errors import InputError, UnsupportedTarget
 from dflash_lab.models import source
