@@ -1,10 +1,7 @@
-"""What this machine is: CPUs, memory and GPUs that this process may use, the memory it took, and its
-compiler.
-"""
+"""What this machine is: CPUs, memory and GPUs that this process may use, and the memory that it took."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import resource
@@ -18,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dflash_lab.errors import InputError, LabError, chain
+from dflash_lab.errors import InputError
 
 # ----------------------------------------------------------------------------------------------------
 # What of this machine the process may use: processors, memory, GPUs; and who else holds memory of one.
@@ -72,7 +69,6 @@ def device_budget_gib(device: Any) -> float:
 
     On a CPU it is what the machine, or the container or job that this runs in, has left.
     """
-    import torch
 
     device = torch.device(device)
     if device.type == "cuda":
@@ -89,7 +85,6 @@ def visible_gpus() -> list[str]:
     """The GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them for a child: numbers, or
     "GPU-..." and "MIG-..." as they were given.
     """
-    import torch
 
     count = torch.cuda.device_count()
     if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
@@ -120,7 +115,6 @@ def others_on(device: Any) -> str:
     """Name the other processes that hold memory of a CUDA device, most first: "process 4242 (python3) 71.30
     GiB, ...". Empty where the driver tells of none: on a CPU, or in a container that hides them.
     """
-    import torch
 
     device = torch.device(device)
     if device.type != "cuda" or shutil.which("nvidia-smi") is None:
@@ -275,54 +269,3 @@ def _resident_bytes() -> int:
                 return int(line.split()[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-# ----------------------------------------------------------------------------------------------------
-# What to do when torch.compile cannot compile a part of ours on this machine.
-#
-# A kernel may need more of a device than it has (flex attention of wide heads on cards with little shared
-# memory), or a compiler may be missing. The compiler says so with errors of its own, from deep inside, at
-# the first call of the part or of its backward pass: here they become a sentence with a way out.
-
-
-_COMPILERS = ("torch._inductor.", "torch._dynamo.", "triton.")
-
-
-class NotCompiled(LabError, RuntimeError):
-    """A part of ours could not be compiled here; the message names it and what to give instead."""
-
-
-def why_not_compiled(error: BaseException) -> str:
-    """The compiler's reason in a line, or "" for an error that is none of a compiler's.
-
-    Memory that ran out while kernels were tried is none: the same part would have fitted elsewhere.
-    """
-    links = list(chain(error))
-    links += [inner for link in links if (inner := getattr(link, "inner_exception", None)) is not None]
-    if any(isinstance(link, torch.OutOfMemoryError) for link in links):
-        return ""
-    told = [link for link in links if (type(link).__module__ + ".").startswith(_COMPILERS) or _raised(link)]
-    if not told:
-        return ""
-    reason = getattr(told[0], "inner_exception", told[0])
-    lines = [line.strip() for line in str(reason).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(reason).__name__
-
-
-def _raised(error: BaseException) -> bool:
-    """Whether Triton itself raised it: where no C compiler is found, say, as a plain RuntimeError."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("triton.")
-
-
-@contextlib.contextmanager
-def compiling(what: str, instead: str) -> Iterator[None]:
-    """A compiler's error within becomes `NotCompiled`: `what` does not compile here, and `instead`."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, NotCompiled) or not (why := why_not_compiled(error)):
-            raise
-        raise NotCompiled(f"{what} does not compile on this machine ({why}). {instead}") from error

@@ -37,7 +37,7 @@ from dflash_lab.acceptance.tree import Choices, LevelTree, TreePlan, best_tree, 
 from dflash_lab.drafter.attention import BlockLayout, Segment
 from dflash_lab.drafter.model import ContextKeys, Drafter, RMSNorm, rotate, run_blocks
 from dflash_lab.errors import UnsupportedTarget
-from dflash_lab.models.cuda_graphs import Call, captured, new_pool
+from dflash_lab.models.compiled import Call, captured, new_pool
 from dflash_lab.models.hooks import Taps
 from dflash_lab.models.kv_cache import StaticCache, additive_mask, run_cached
 from dflash_lab.models.load import Target

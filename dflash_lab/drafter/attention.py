@@ -23,8 +23,8 @@ from dflash_lab.errors import InputError
 # slot is one interval of row indices; every mask below is that interval plus the own block.
 #
 # - `dense`: scaled_dot_product_attention, a document at a time. Anchors are sorted, so a document's blocks
-#   and its context are both slices, and nothing is computed across documents. Exact everywhere; the path of CPUs
-#   and decoding.
+#   and its context are both slices, and nothing is computed across documents. Exact everywhere; the path of
+#   CPUs and decoding.
 # - `flex`: flex_attention over the whole row; its block mask skips empty tiles and masks nothing in full
 #   ones (`attention_tiles`). The path of CUDA training.
 

@@ -20,8 +20,7 @@ from dflash_lab.data.batching import plan_batches
 from dflash_lab.data.samples import FeatureItem, FlatTokens, read_samples
 from dflash_lab.drafter.rows import Row, seeded
 from dflash_lab.errors import InputError, LabError
-from dflash_lab.machine import why_not_compiled
-from dflash_lab.models.cuda_graphs import captured
+from dflash_lab.models.compiled import captured, why_not_compiled
 from dflash_lab.models.hooks import Taps
 from dflash_lab.models.layer_proof import TOLERANCE, layer_errors
 from dflash_lab.models.load import Target

@@ -36,7 +36,8 @@ from dflash_lab.drafter.loss_terms import (
     lk_mixture,
 )
 from dflash_lab.errors import InputError, near
-from dflash_lab.machine import NotCompiled, available_memory, compiling
+from dflash_lab.machine import available_memory
+from dflash_lab.models.compiled import NotCompiled, compiling
 
 # ----------------------------------------------------------------------------------------------------
 # The two row passes behind one contract, and the choice between them.

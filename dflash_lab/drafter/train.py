@@ -40,7 +40,7 @@ from dflash_lab.drafter.rows import (
     without_bad_states,
 )
 from dflash_lab.errors import InputError, LabError
-from dflash_lab.machine import compiling, why_not_compiled
+from dflash_lab.models.compiled import compiling, why_not_compiled
 
 if TYPE_CHECKING:
     from dflash_lab.models.load import TargetHead

@@ -25,10 +25,11 @@ from dflash_lab.drafter.optim import Optimizer, OptimizerConfig
 from dflash_lab.drafter.rows import Row
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.oom import classify
-from dflash_lab.machine import compiling, release
+from dflash_lab.machine import release
 from dflash_lab.memory.crash import requested_bytes
 from dflash_lab.memory.shapes import GIB, ExtractionSetup, TargetShape, TrainingSetup, target_shape
 from dflash_lab.memory.training import with_chunk
+from dflash_lab.models.compiled import compiling
 from dflash_lab.models.hooks import Taps
 from dflash_lab.models.load import TargetHead
 

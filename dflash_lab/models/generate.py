@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from dflash_lab.errors import InputError
-from dflash_lab.models.cuda_graphs import captured
+from dflash_lab.models.compiled import captured
 from dflash_lab.models.kv_cache import StaticCache, growing_cache, run_cached
 from dflash_lab.models.load import Target
 from dflash_lab.models.spans import FULL, besides

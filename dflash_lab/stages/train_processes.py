@@ -1,4 +1,4 @@
-"""The training itself: in this process, in several that torchrun starts, or with targets and drafters apart."""
+"""The training itself: here, in processes that torchrun starts, or with targets and drafters apart."""
 
 from __future__ import annotations
 
@@ -340,7 +340,7 @@ def main(path: str) -> None:
     import torch.distributed as dist
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    params = params_class("train_drafter")(**json.loads(Path(path).read_bytes()))
+    params: Any = params_class("train_drafter")(**json.loads(Path(path).read_bytes()))
     try:
         report = train_here(params, stoppable(params))
     except Stop:
@@ -511,7 +511,7 @@ def _placed(values: dict[str, Any], side: str, number: int) -> TrainDrafterParam
     from dflash_lab.models.load import choose_device
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    params = params_class("train_drafter")(**values)
+    params: Any = params_class("train_drafter")(**values)
     if choose_device(params.device).type != "cuda":
         return params.changed(device="cpu")
     device = f"cuda:{getattr(params, side)[number]}"

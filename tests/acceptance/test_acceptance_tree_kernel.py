@@ -21,7 +21,7 @@ from dflash_lab.acceptance.tree import (
     with_chain,
 )
 from dflash_lab.acceptance.tree import best_tree as best_tree_by_levels
-from dflash_lab.models.cuda_graphs import captured, new_pool
+from dflash_lab.models.compiled import captured, new_pool
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 DEVICES = [

@@ -23,7 +23,7 @@ from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.objective import TrainSettings
 from dflash_lab.drafter.train import Trainer
 from dflash_lab.errors import LabError
-from dflash_lab.machine import NotCompiled, compiling, why_not_compiled
+from dflash_lab.models.compiled import NotCompiled, compiling, why_not_compiled
 
 SHARED = "No valid triton configs. OutOfMemoryError: out of resource: Required: 147456 Hardware limit:101376"
 
