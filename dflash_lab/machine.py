@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import torch
-
 from dflash_lab.errors import InputError
 
 # ----------------------------------------------------------------------------------------------------
@@ -69,6 +67,7 @@ def device_budget_gib(device: Any) -> float:
 
     On a CPU it is what the machine, or the container or job that this runs in, has left.
     """
+    import torch
 
     device = torch.device(device)
     if device.type == "cuda":
@@ -85,6 +84,7 @@ def visible_gpus() -> list[str]:
     """The GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them for a child: numbers, or
     "GPU-..." and "MIG-..." as they were given.
     """
+    import torch
 
     count = torch.cuda.device_count()
     if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
@@ -115,6 +115,7 @@ def others_on(device: Any) -> str:
     """Name the other processes that hold memory of a CUDA device, most first: "process 4242 (python3) 71.30
     GiB, ...". Empty where the driver tells of none: on a CPU, or in a container that hides them.
     """
+    import torch
 
     device = torch.device(device)
     if device.type != "cuda" or shutil.which("nvidia-smi") is None:
