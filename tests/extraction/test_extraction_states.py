@@ -21,6 +21,7 @@ from dflash_lab.extraction.loop import extract
 from dflash_lab.extraction.manifest import read_lines
 from dflash_lab.extraction.store import CODECS, Layout, open_store
 from dflash_lab.extraction.writer import Capture, HostBuffers, pad
+from dflash_lab.models.hooks import default_tap_ids
 from dflash_lab.models.load import Target, load_target
 
 KINDS = ("llama", "qwen3", "qwen3_5", "qwen3_moe", "qwen3_5_moe", "qwen3_5_wrapped")
@@ -226,6 +227,19 @@ def test_the_self_test_stops_a_run_on_unsound_states(value: float, word: str, ti
         stack.callback(handle.remove)
         with pytest.raises(SelfTestError, match=f"layer 4: {word} row"):
             extract(target, samples, tmp_path / "store", tap_ids=[2, 4], token_budget=500, max_batch=4)
+
+
+def test_a_target_and_samples_are_enough(tiny, tiny_folder, tmp_path: Path) -> None:
+    """The DFlash rule counts the layers that the model has, however many of them were loaded."""
+    samples, stores = make_samples(tmp_path / "s.parquet", LENGTHS), []
+    for name, target in (
+        ("whole", tiny("llama")),
+        ("cut", load_target(str(tiny_folder("llama")), last_layer=5, with_head=False)),
+    ):
+        assert extract(target, samples, tmp_path / name).samples_stored == len(LENGTHS)
+        stores.append(open_store(tmp_path / name))
+    assert stores[0].tap_ids == stores[1].tap_ids == default_tap_ids(8) == [1, 2, 3, 4, 5]
+    assert torch.equal(stores[0][0].taps, stores[1][0].taps)
 
 
 def test_tokens_of_another_vocabulary_are_refused_before_the_device_sees_them(tiny, tmp_path: Path) -> None:
