@@ -5,7 +5,7 @@ waste.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,10 +25,12 @@ from dflash_lab.errors import InputError, near
 # ceil(L / chunk) is the memory, not the sum of lengths).
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """Batches over samples 0..N-1: batch b is ``order[offsets[b]:offsets[b + 1]]``, its longest sample
-    first."""
+    """Batches over samples 0..N-1, ``for batch in plan``: index arrays, the longest sample first.
+
+    Batch b is ``order[offsets[b]:offsets[b + 1]]``.
+    """
 
     order: np.ndarray  # [N] i64, every sample exactly once
     offsets: np.ndarray  # [batches + 1] i64
@@ -38,6 +40,14 @@ class Plan:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return iter(self.batches)
+
+    def __repr__(self) -> str:
+        limit = f"of at most {self.token_budget:,} tokens"
+        whole = f"{len(self.lengths):,} samples in {len(self):,} batches {limit}"
+        return f"<Plan: {whole}, {self.waste_pct:.1f} % padding>"
 
     @cached_property
     def batches(self) -> list[np.ndarray]:

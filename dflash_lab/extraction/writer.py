@@ -406,7 +406,7 @@ class Capture:
         self._ids = sorted({*layout.tap_ids, *([last] if layout.has_final else [])})
         wanted = [*layout.tap_ids, *([last] if layout.has_final else [])]
         self._order = [self._ids.index(layer) for layer in wanted]  # caught state of each stored one
-        self._taps = Taps(target.layers, self._ids)
+        self._taps = Taps(target, self._ids)
         self._stack = contextlib.ExitStack()
         self._cuda = target.device.type == "cuda"
         self._stream = torch.cuda.Stream(target.device) if self._cuda else None

@@ -98,6 +98,10 @@ class Target:
         self._source = source
         self._parts = structure.find_parts(body, config, source.name)
 
+    def __repr__(self) -> str:
+        size = f"{self.num_layers} layers, hidden size {self.hidden_size}"
+        return f"<Target {self.name}: {size}, {str(self.dtype).removeprefix('torch.')} on {self.device}>"
+
     @property
     def layers(self) -> nn.ModuleList:
         """The decoder layers; a forward hook on layer k sees tap id k."""

@@ -33,7 +33,7 @@ def test_every_sample_once_and_no_batch_above_its_limits(lengths, budget, rows, 
     plan = plan_batches(
         lengths, token_budget=budget, max_batch=rows, window=window, chunk=chunk, longest_first=longest_first
     )
-    assert sorted(index for batch in plan.batches for index in batch) == list(range(len(lengths)))
+    assert sorted(index for batch in plan for index in batch) == list(range(len(lengths)))
     assert len(plan.batches) == len(plan)
     windows = [set(batch // window if window else batch * 0) for batch in plan.batches]
     assert all(len(seen) == 1 for seen in windows)
@@ -122,3 +122,11 @@ def test_balance_refuses_what_it_cannot_sum():
 def test_predicted_cost_counts_chunks_and_attention():
     assert predicted_cost(np.array([1, 64, 65]), chunk=64).tolist() == [64, 64, 128]
     assert predicted_cost(np.array([10]), attention_per_token=0.1).tolist() == [20]
+
+
+def test_a_plan_is_shown_in_a_line_and_run_in_a_loop():
+    lengths = np.array([7, 60, 9, 31, 8, 33, 58, 12, 30, 10])
+    plan = plan_batches(lengths, token_budget=128, max_batch=5)
+    assert [lengths[batch].tolist() for batch in plan] == [[60, 58], [33, 31, 30], [12, 10, 9, 8, 7]]
+    shown = f"10 samples in 3 batches of at most 128 tokens, {plan.waste_pct:.1f} % padding"
+    assert shown in repr(plan) and "array" not in repr(plan)

@@ -119,6 +119,9 @@ def test_dtype_and_device_are_what_was_asked(tiny_target):
     assert target.head_weight.dtype == target.dtype == torch.bfloat16
     shapes = load_target(str(tiny_target("qwen3_5")), device="meta")
     assert shapes.body.device.type == shapes.head_weight.device.type == "meta"
+    size = f"{target.num_layers} layers, hidden size {target.hidden_size}"
+    assert f"{target.name}: {size}, bfloat16 on cpu" in repr(target)
+    assert len(repr(target)) < len(target.name) + 70  # in a notebook: no weights
     with pytest.raises(InputError, match=r"did you mean 'bfloat16'"):
         load_target(str(tiny_target("llama")), dtype="bfloat")
     with pytest.raises(InputError, match="expected auto, cpu"):
