@@ -27,12 +27,9 @@ lengths_strategy = st.lists(st.integers(1, 5000), max_size=300).map(lambda value
     rows=st.integers(1, 64),
     window=st.integers(0, 400),
     chunk=st.sampled_from([1, 64]),
-    longest_first=st.booleans(),
 )
-def test_every_sample_once_and_no_batch_above_its_limits(lengths, budget, rows, window, chunk, longest_first):
-    plan = plan_batches(
-        lengths, token_budget=budget, max_batch=rows, window=window, chunk=chunk, longest_first=longest_first
-    )
+def test_every_sample_once_and_no_batch_above_its_limits(lengths, budget, rows, window, chunk):
+    plan = plan_batches(lengths, token_budget=budget, max_batch=rows, window=window, chunk=chunk)
     assert sorted(index for batch in plan for index in batch) == list(range(len(lengths)))
     assert len(plan.batches) == len(plan)
     windows = [set(batch // window if window else batch * 0) for batch in plan.batches]
@@ -46,21 +43,8 @@ def test_every_sample_once_and_no_batch_above_its_limits(lengths, budget, rows, 
     padded = sum(len(batch) * int(lengths[batch].max()) for batch in plan.batches)
     assert plan.padded_tokens == padded and plan.real_tokens == lengths.sum()
     assert plan.waste_pct == pytest.approx(100 * (1 - lengths.sum() / padded) if padded else 0)
-    if len(lengths) and longest_first:
+    if len(lengths):
         assert plan.longest[0] == lengths.max()
-
-
-@settings(max_examples=50, deadline=None)
-@given(lengths=lengths_strategy, window=st.integers(1, 100))
-def test_the_batches_are_the_same_whichever_end_runs_first(lengths, window):
-    plans = [
-        plan_batches(lengths, token_budget=4096, max_batch=16, window=window, longest_first=first)
-        for first in (True, False)
-    ]
-    down, up = ({frozenset(batch.tolist()) for batch in plan.batches} for plan in plans)
-    assert down == up
-    starts = [batch.min() // window for batch in plans[1].batches]
-    assert starts == sorted(starts)
 
 
 @pytest.mark.parametrize(
