@@ -106,6 +106,11 @@ class Conversation:
     tools: list[dict[str, Any]] = field(default_factory=list)
     tokens: Tokens | None = None
 
+    def problem(self, error: BadRecord) -> Problem:
+        """Return the problem that `error` is, at this conversation's place."""
+        file, _, line = self.id.rpartition(":")
+        return error.at(file, int(line))
+
 
 @dataclass(frozen=True)
 class Form:

@@ -16,6 +16,8 @@ from typing import Any, cast
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from dflash_lab.data.conversations import REASONING, Message
+from dflash_lab.data.records import BadRecord
 from dflash_lab.errors import InputError
 
 # ----------------------------------------------------------------------------------------------------
@@ -34,10 +36,8 @@ from dflash_lab.errors import InputError
 # Who changes what comes out here, ids or mask, raises `MASK_RULES` of `data.samples`.
 
 
-Message = dict[str, Any]
 # What templates that print the date print: a day of our own choice, or samples would change at midnight.
 DATE = "2026-01-01"
-REASONING = ("reasoning_content", "thinking", "reasoning")
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 # What a format of a date may hold, padded or (glibc's "-") not.
 _DIRECTIVES = [f"%{pad}{letter}" for pad in ("", "-") for letter in "aAbBcdDeFfGHIjmMpRSTuUVwWxXyYZ%"]
@@ -63,15 +63,14 @@ _REFUSALS = (
 )
 
 
-class TemplateFailure(InputError):
+class TemplateFailure(BadRecord, InputError):
     """A template refuses a conversation, or what it makes of one cannot be told apart into turns.
 
     `kind` is the short name it is counted under.
     """
 
     def __init__(self, message: str, kind: str = "template") -> None:
-        super().__init__(message)
-        self.kind = kind
+        super().__init__(kind, message)
 
 
 @dataclass(frozen=True)
