@@ -23,9 +23,8 @@ from dflash_lab.errors import FileError, InputError, LabError, StoreError, namin
 from dflash_lab.extraction import store as manifests
 from dflash_lab.extraction.store import Layout, as_keys, find_codec, open_part
 from dflash_lab.extraction.writer import FINDINGS, Capture, check_rows, pad
-from dflash_lab.models import source
 from dflash_lab.models.hooks import check_tap_ids
-from dflash_lab.models.load import Target
+from dflash_lab.models.load import Target, cut_config, find_parts, skeleton
 
 # ----------------------------------------------------------------------------------------------------
 # Before 54 GB are read: do the layers exist, do the states fit on the disk, how many hours will it take?
@@ -131,8 +130,8 @@ def body_parameters(config: PretrainedConfig, last_layer: int) -> int:
 
     For a mixture of experts every expert counts, so its hours are an upper bound.
     """
-    body = source.skeleton(source.cut_config(config, last_layer), name="preflight", dtype=torch.bfloat16)
-    layers = source.find_parts(body, source.cut_config(config, last_layer), "preflight").layers
+    body = skeleton(cut_config(config, last_layer), name="preflight", dtype=torch.bfloat16)
+    layers = find_parts(body, cut_config(config, last_layer), "preflight").layers
     return sum(parameter.numel() for parameter in layers.parameters())
 
 

@@ -10,8 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dflash_lab.errors import InputError, LabError
-from dflash_lab.models.load import Target
-from dflash_lab.models.source import find_parts
+from dflash_lab.models.load import Target, find_parts
 
 
 class TapError(LabError, RuntimeError):

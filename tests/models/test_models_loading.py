@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from dflash_lab.errors import InputError, UnsupportedTarget
 from dflash_lab.models import load as loading
-from dflash_lab.models.load import choose_device, load_head, load_target
-from dflash_lab.models.source import Checkpoint, cut_config, load_config, load_tokenizer
+from dflash_lab.models.load import choose_device, cut_config, load_head, load_target
+from dflash_lab.models.source import Checkpoint, load_config, load_tokenizer
 from dflash_lab.models.spans import layer_spans
 
 TOKENS = torch.randint(0, 256, (2, 70), generator=torch.Generator().manual_seed(3))
