@@ -283,9 +283,7 @@ def plan_by(policy: str, lengths: np.ndarray, limits: Limits) -> Plan:
 
 
 def policy_waste(lengths: np.ndarray, limits: Limits) -> pl.DataFrame:
-    """Compare all policies on `lengths` [N]: `policy`, `waste_pct`, `batches`, `largest_batch`,
-    `padded_tokens`.
-    """
+    """Compare all policies on `lengths` [N], a row each."""
     plans = {name: plan_by(name, lengths, limits) for name in POLICIES}
     return pl.DataFrame(
         {

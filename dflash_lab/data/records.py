@@ -19,12 +19,8 @@ from dflash_lab.errors import InputError
 from dflash_lab.files import walk
 from dflash_lab.hub import out_of_reach
 
-# ----------------------------------------------------------------------------------------------------
-# What is wrong with the input, by file and line: every record that is not stored has one of these, none is
-# dropped unsaid.
-#
-# The invariant that `prepare` checks is ``records in == stored + duplicates + sum(problem.records)``. A
-# problem that costs no record (a truncated but stored sample, a file of an unknown kind) has ``records=0``.
+# ---- What is wrong with the input: every record that is not stored has a problem, none goes unsaid ----
+# `prepare` checks: ``records in == stored + duplicates + sum(problem.records)``.
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +31,16 @@ class Problem:
     line: int  # 1-based line or row; 0 = the file as a whole
     reason: str
     kind: str = "malformed"
-    records: int = 1  # records lost by it
+    records: int = 1  # records lost by it; 0 for a sample that is cut, a file of an unknown kind
 
 
 def storable(text: str) -> str:
-    """Return text that UTF-8 can hold: half surrogate pairs, as in some file names and JSON escapes, are
-    spelled out.
-    """
+    """Return text that UTF-8 can hold: half surrogate pairs (in file names, JSON escapes) are spelled out."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 class BadRecord(ValueError):
-    """One record cannot be used, or `records` that cannot be told apart; it becomes a `Problem` and reading
-    goes on.
-    """
+    """One record (or `records` that cannot be told apart) cannot be used; it becomes a `Problem`."""
 
     def __init__(self, kind: str, reason: str, records: int = 1) -> None:
         self.kind = kind
@@ -61,15 +53,11 @@ class BadRecord(ValueError):
         return Problem(file, line, self.reason, self.kind, self.records)
 
 
-# ----------------------------------------------------------------------------------------------------
-# JSON from strangers: strict parsing of one value, and splitting a byte stream into values without holding
-# the file.
-#
+# ---- JSON from strangers ----
 # The standard parser accepts what later breaks a tokenizer or hides data: the last of two equal keys wins,
 # lone surrogates pass, NaN passes. Here each is an error in plain words. The splitter finds the borders of
 # array elements by brackets and quotes alone, so that one malformed element costs that element and not the
 # rest of a 1 GB file.
-
 
 _OUTSIDE = re.compile(rb'["\[\]{},]')
 _INSIDE = re.compile(rb'["\\]')
@@ -211,21 +199,14 @@ def split_values(chunks: Iterable[bytes], limit: int) -> Iterator[tuple[int, byt
         else:
             yield element.take()
     elif array_open:
-        yield (
-            line,
-            BadRecord(
-                "cut off", "the file ends before the closing ] of its list; what followed is not known"
-            ),
-        )
+        reason = "the file ends before the closing ] of its list; what followed is not known"
+        yield line, BadRecord("cut off", reason)
 
 
-# ----------------------------------------------------------------------------------------------------
-# How large the row groups of a Parquet file are once they are decoded, from its footer alone.
-#
+# ---- How large the row groups of a Parquet file are once they are decoded, from its footer alone ----
 # Polars tells rows, not bytes, and whoever wants to bound memory must know those before a page is decoded.
 # The footer has them a column (FileMetaData of github.com/apache/parquet-format, in Thrift's compact
 # protocol).
-
 
 _MAGIC = b"PAR1"
 _WIDTHS = (1, 4, 8, 12, 4, 8, 16, 16)  # bytes of a value by physical type; of text, those that find it
@@ -321,14 +302,10 @@ class _Compact:
         return (value >> 1) ^ -(value & 1)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Where records come from: JSON Lines, JSON, Parquet, a folder of those, or a Hugging Face data set.
-#
+# ---- Files, folders and data sets ----
 # A container is registered by file suffix (`@container(".jsonl")`) and yields (line, record) pairs, where a
-# record that could not be read is a `BadRecord`. All of them stream: memory is bounded by the largest
-# record allowed, not by the file. Parquet adds the page that a row lies in, for pages are decoded whole:
-# about twice its bytes, of the columns that a form may need (`FIELDS`).
-
+# record that could not be read is a `BadRecord`. All of them stream: memory is bounded by the largest record
+# allowed, not by the file; of Parquet by twice a page, of the columns that a form may need (`FIELDS`).
 
 log = logging.getLogger(__name__)
 
@@ -436,17 +413,6 @@ def _read_files(
             problems.append(Problem(name, 0, "the file holds no record", "empty file", records=0))
 
 
-def _check_text(file: BinaryIO) -> None:
-    """Step over a UTF-8 byte-order mark; refuse UTF-16, whose every line would else be a problem of its
-    own.
-    """
-    start = file.read(3)
-    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise BadRecord("encoding", "the file is UTF-16. Convert it, e.g. iconv -f UTF-16 -t UTF-8.")
-    if start != b"\xef\xbb\xbf":
-        file.seek(0)
-
-
 @container(".jsonl", ".ndjson")
 def read_jsonl(path: Path, limit: int) -> Iterator[Row]:
     """Yield one record a line."""
@@ -454,13 +420,14 @@ def read_jsonl(path: Path, limit: int) -> Iterator[Row]:
 
 
 def _text(path: Path, rows: Callable[[BinaryIO], Iterator[Row]]) -> Iterator[Row]:
-    """Yield the `rows` of a file of text, or a bad record alone when it is no UTF-8."""
+    """Yield the `rows` of a file of text, after its byte-order mark if it has one."""
     with open(path, "rb") as file:
-        try:
-            _check_text(file)
-        except BadRecord as error:
-            yield 0, error
+        start = file.read(3)
+        if start[:2] in (b"\xff\xfe", b"\xfe\xff"):  # once, for else every line would be a problem of its own
+            yield 0, BadRecord("encoding", "the file is UTF-16. Convert it, e.g. iconv -f UTF-16 -t UTF-8.")
             return
+        if start != b"\xef\xbb\xbf":
+            file.seek(0)
         yield from rows(file)
 
 
@@ -547,9 +514,7 @@ def read_parquet(path: Path, limit: int) -> Iterator[Row]:
 
 
 def _ranges(groups: list[tuple[int, int]], limit: int) -> Iterator[int]:
-    """Yield how many rows to decode together, so that they are about `limit` bytes: several small row groups,
-    or an even piece of a larger one.
-    """
+    """Yield how many rows to decode together for about `limit` bytes: small groups, or pieces of one."""
     rows = size = 0
     for count, bytes_of in groups:
         if rows and size + bytes_of > limit:

@@ -22,14 +22,13 @@ from dflash_lab.models.load import Target
 from dflash_lab.models.spans import FULL, besides
 from dflash_lab.models.template import closing_id, user_frame
 
-# ----------------------------------------------------------------------------------------------------
-# How a token is taken from logits or probabilities.
-#
+log = logging.getLogger(__name__)
+
+# ---- How a token is taken from logits or probabilities ----
 # A draw is a race of exponential clocks with the probabilities as rates: the first to ring has exactly its
 # rate's share of all races. Rates need no common scale, so logits race as they are, in logarithms: four
 # passes over them, where softmax first would make six. No step waits for the device, as
 # `torch.multinomial`, which runs the same race, does to check its rates.
-
 
 COLDEST, HOTTEST = 1e-4, 1e4  # beyond, logits of -inf or of thousands leave fp32's range
 
@@ -53,25 +52,18 @@ def choose(logits: Tensor, temperature: float, generator: torch.Generator | None
 
 
 def draw(rates: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw a token a row, [.., V] -> [..], each in proportion to its rate: fp32, not negative, and not all
-    zero.
-    """
+    """Draw a token a row, [.., V] -> [..], in proportion to its rate: fp32, not negative, not all zero."""
     return (rates / torch.empty_like(rates).exponential_(generator=generator)).argmax(-1)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Generation at the rate of the device: fixed slots, a static cache, one recorded step, no waiting for the
-# host.
-
+# ---- At the rate of the device: fixed slots, a static cache, one recorded step, no waiting for the host ----
 
 STEPS_A_LOOK = 32  # steps between two looks of the host at the counter
 MOST_SLOTS = 4096
 
 
 def takes_slots(target: Target) -> bool:
-    """Whether a target's layers can be run this way: attention over everything, and nothing whose shapes
-    depend on data (experts).
-    """
+    """Whether a target can be run this way: attention over everything, no shapes that follow the data."""
     capped = getattr(target.config, "attn_logit_softcapping", None)
     plain = not besides(target.spans, [FULL]) and not target.has_experts and not capped
     return plain and bool(target.body._supports_attention_backend)
@@ -159,7 +151,7 @@ def generate_in_slots(
     slots: int,
     progress: Callable[..., None] | None = None,
 ) -> list[list[int]]:
-    """Continue every prompt with `slots` of them at a time; arguments as in `generation.generate`.
+    """Continue every prompt with `slots` of them at a time; arguments as in `generate`.
 
     Shapes never change, so on CUDA the step is recorded once and replayed; the host looks at a counter every
     few steps. On a CPU the same step runs unrecorded, which is how it is tested.
@@ -197,7 +189,7 @@ def _attention(target: Target) -> Iterator[None]:
     """Let the target's layers attend through the slot cache meanwhile."""
     config = target.body.config
     before = config._attn_implementation
-    config._attn_implementation = NAME
+    config._attn_implementation = _SLOTS
     try:
         yield
     finally:
@@ -210,7 +202,7 @@ def _attention(target: Target) -> Iterator[None]:
 # query heads that share them, so nothing is repeated for grouped queries and padding costs nothing;
 # elsewhere the same rule is a boolean mask of scaled_dot_product_attention.
 
-NAME = "dflash_slots"  # under which transformers' models find `attend`
+_SLOTS = "dflash_slots"  # under which transformers' models find `attend`
 
 
 def attend(
@@ -224,9 +216,7 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [R, nq, 1, d] over key and value [R, nkv, W, d] up to each row's position; returns [R, 1, nq,
-    d].
-    """
+    """query [R, nq, 1, d] over key, value [R, nkv, W, d] up to each row's position -> [R, 1, nq, d]."""
     rows, heads, _, size = query.shape
     scale = size**-0.5 if scaling is None else scaling
     positions = position_ids[:, 0]  # [R]
@@ -240,7 +230,7 @@ def attend(
     return out.reshape(rows, 1, heads, size), None
 
 
-AttentionInterface.register(NAME, attend)
+AttentionInterface.register(_SLOTS, attend)
 
 
 # ---- RMS norms in two kernels instead of eight ----
@@ -278,23 +268,18 @@ def _normed(norm: Any, hidden: Tensor) -> Tensor:
     return norm.weight * F.rms_norm(hidden, hidden.shape[-1:], eps=norm.variance_epsilon)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Plain generation in batches, without padding and without attention masks.
-#
-# Attention-only targets on CUDA go through `slots`, which is faster by far. For all others, rows of a batch
-# start together with the first tokens of their prompts, as many as the shortest has, and then take one
-# token a step: the next one of their own prompt while it lasts, a generated one after that. Every row is
-# therefore at the same position in every step. That is exact for attention and for recurrent layers alike,
-# where left padding changes a recurrent state and gives NaN in fully masked rows on CUDA. Prompts are
-# sorted by length first, and a batch ends where feeding the rest of longer prompts one by one would cost
-# more than a batch of its own.
+# ---- Plain generation in batches, without padding and without attention masks ----
+# Attention-only targets on CUDA go through slots, which is faster by far. For all others, rows of a batch
+# start together with the first tokens of their prompts, as many as the shortest has, and then take one token
+# a step: the next one of their own prompt while it lasts, a generated one after that. So every row is at the
+# same position in every step. That is exact for attention and for recurrent layers alike, where left padding
+# changes a recurrent state and gives NaN in fully masked rows on CUDA. Prompts are sorted by length first,
+# and a batch ends where feeding the rest of longer prompts one by one would cost more than a batch of its
+# own.
 
-
-log = logging.getLogger(__name__)
 PLAIN_BATCH = 32
-_SLACK_TOKENS = (
-    16  # prompt tokens that a row may take one by one, plus a quarter of the batch's shortest prompt
-)
+# Prompt tokens that a row may take one by one, beside a quarter of the batch's shortest prompt.
+_SLACK_TOKENS = 16
 
 
 def generate(
@@ -315,7 +300,14 @@ def generate(
     generator seeded by `seed` (the draws depend on how prompts fall into batches). stop_ids: default
     `target.stop_ids`. batch: rows at a time; 0 takes 32, or what a CUDA device has room for.
     """
-    _check(target, prompts, max_new_tokens, temperature, batch)
+    if max_new_tokens < 1 or batch < 0:
+        raise InputError(f"max_new_tokens={max_new_tokens} must be at least 1, batch={batch} at least 0.")
+    check_temperature(temperature)
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            raise InputError(f"Prompt {i} is empty: a model needs at least one token to continue.")
+        if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
+            raise InputError(f"Prompt {i} has token ids outside 0..{target.vocab_size - 1}.")
     stop = torch.tensor(sorted(set(target.stop_ids if stop_ids is None else stop_ids)), device=target.device)
     generator = torch.Generator(target.device).manual_seed(seed)
     if slots := _slots(target, prompts, max_new_tokens, batch):
@@ -343,19 +335,6 @@ def generate(
         if progress is not None:
             progress("generate", done, len(prompts))
     return answers
-
-
-def _check(
-    target: Target, prompts: Sequence[Sequence[int]], max_new: int, temperature: float, batch: int
-) -> None:
-    if max_new < 1 or batch < 0:
-        raise InputError(f"max_new_tokens={max_new} must be at least 1, batch={batch} at least 0.")
-    check_temperature(temperature)
-    for i, prompt in enumerate(prompts):
-        if not prompt:
-            raise InputError(f"Prompt {i} is empty: a model needs at least one token to continue.")
-        if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
-            raise InputError(f"Prompt {i} has token ids outside 0..{target.vocab_size - 1}.")
 
 
 def usual_batch(target: Target) -> int:
@@ -401,9 +380,7 @@ def _generate_batch(
     generator: torch.Generator,
     stop: torch.Tensor,
 ) -> list[list[int]]:
-    """Generate for prompts of similar length. R rows are alive; finished rows leave the cache when a quarter
-    has.
-    """
+    """Generate for prompts of similar length; finished rows leave the cache when a quarter has."""
     device = target.device
     lengths = torch.tensor([len(p) for p in prompts], device=device)
     shortest = int(lengths.min())
@@ -438,13 +415,10 @@ def _generate_batch(
     return [rows[i][len(prompts[i]) : int(end)] for i, end in enumerate(ends.tolist())]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Prompts from nothing: let the target write the user's turn, by sampling from its own template's opening.
-#
-# An instruction-tuned model given only ``<|im_start|>user`` writes what users wrote in its training data,
-# which is the closest thing to a prompt set of the right distribution when there is none. Given the first
-# words of a turn as well, it writes turns of that kind.
-
+# ---- Prompts from nothing ----
+# An instruction-tuned model given only ``<|im_start|>user`` writes what users wrote in its training data, the
+# closest thing to a prompt set of the right distribution when there is none. Given the first words of a turn
+# as well, it writes turns of that kind.
 
 _ROUNDS = 8
 
@@ -507,9 +481,7 @@ def self_prompts(
 
 
 def prompts_of(target: Target, texts: Sequence[str]) -> list[list[int]]:
-    """Ids of a conversation of one user turn each, up to where the answer begins: what `render_prompt` gives,
-    for many at once.
-    """
+    """Return what `render_prompt` gives of a conversation of one user turn each, for many at once."""
     if not texts:
         return []
     opening, ending = user_frame(target.tokenizer)

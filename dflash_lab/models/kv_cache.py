@@ -26,11 +26,6 @@ from dflash_lab.errors import UnsupportedTarget
 from dflash_lab.models.load import Target
 from dflash_lab.models.spans import CHUNKED, FULL, LINEAR, SLIDING, Span, besides
 
-# ----------------------------------------------------------------------------------------------------
-# What a target keeps between forwards, layer kind by layer kind: a cache that grows, one that is rolled
-# back and batched, and one of fixed size and address for CUDA graphs.
-
-
 # Names for a cache among a forward's arguments: the first from transformers 5.24 on, the other before.
 CACHE_KEYWORDS = ("cache", "past_key_values")
 
@@ -61,7 +56,7 @@ def additive_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-# ---- A cache that grows ----------------------------------------------------------------------------------
+# ---- A cache that grows ----
 
 # Layers known to keep all of theirs in transformers' cache. Others keep an index beside their keys, compress
 # them, or hold a state that no cache of transformers knows.
@@ -130,7 +125,7 @@ def _goes_on(target: Target, block: int) -> bool:
     return known[block]
 
 
-# ---- Rolled back, copied, batched ------------------------------------------------------------------------
+# ---- Rolled back, copied, batched ----
 # Facts this rests on, for transformers 5.17 to 5.24: `crop` takes a negative count (a positive one once meant
 # "keep" and raises now); sliding layers must record their past before they can be cropped, and want `crop(0)`
 # after every forward; linear layers keep `conv_states` and `recurrent_states` as dictionaries of tensors,
@@ -223,7 +218,7 @@ def stack_rows(caches: Sequence[DynamicCache]) -> DynamicCache:
     return whole
 
 
-# ---- Of fixed size and address ---------------------------------------------------------------------------
+# ---- Of fixed size and address ----
 
 
 class StaticCache(Cache):

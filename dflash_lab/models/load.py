@@ -401,9 +401,7 @@ class Parts:
 
 
 def find_parts(body: PreTrainedModel, config: PretrainedConfig, name: str) -> Parts:
-    """Find decoder layers, embedding and final norm of a body, or raise `UnsupportedTarget` saying what is
-    missing.
-    """
+    """Find layers, embedding and final norm of a model; `UnsupportedTarget` says what is missing."""
 
     def missing(what: str) -> UnsupportedTarget:
         return UnsupportedTarget(f"{name}: {type(body).__name__} is not understood: {what}.")

@@ -94,9 +94,7 @@ def _foreign_file(source: Source, what: str) -> Iterator[None]:
 
 
 def whole_config(source: Source) -> PretrainedConfig:
-    """Return a target's config, a multimodal wrapper included, once it is known to be a causal language
-    model.
-    """
+    """Return the config, a multimodal wrapper included, of what is a causal language model."""
     if source.checkpoint is None:
         config = shape_config(source.shape or "")
     else:
@@ -163,9 +161,7 @@ _CAUSAL_ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "Fo
 
 
 def _check_causal(config: PretrainedConfig, name: str) -> None:
-    """Refuse what is not a causal language model whose logits are hidden @ head.T. `config`: as read, wrapper
-    included.
-    """
+    """Refuse what is not a causal language model whose logits are hidden @ head.T."""
     text = config.get_text_config()
     architectures = getattr(config, "architectures", None) or []
     if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
@@ -247,9 +243,7 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def local_file(source: str, file: str) -> Path | None:
-    """Return the path of a checkpoint's file, in its folder or in the hub cache (fetched if need be), or
-    None.
-    """
+    """Return the path of a checkpoint's file in its folder or the hub cache (fetched if need be), or None."""
     if Path(source).is_dir():
         path = Path(source) / file
         return path if path.is_file() else None
@@ -439,9 +433,7 @@ def cached_folder() -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write the model (float32, dequantised), tokenizer and chat template of a GGUF file as a Hugging Face
-    folder.
-    """
+    """Write model (float32, dequantised), tokenizer and template of a GGUF file as a Hugging Face folder."""
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     loaded = AutoModelForCausalLM.from_pretrained(**source)
     fields = loaded.config.to_diff_dict()
@@ -533,9 +525,7 @@ def _revision(source: Source) -> str:
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """Hash what a tokenizer does: its whole definition if it is a fast one, else its vocabulary and special
-    tokens.
-    """
+    """Hash what a tokenizer does: its definition if it is a fast one, else vocabulary and special tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     definition = (
         backend.to_str() if backend is not None else [tokenizer.get_vocab(), tokenizer.special_tokens_map]

@@ -461,9 +461,7 @@ def own_prompts(target: Target, params: PrepareParams, report: ProgressCallback)
 
 @dataclass(frozen=True)
 class PrepareResult:
-    """`problems`: file, line, kind, reason, records (lost by it); `previews`: pieces of samples, `trained` or
-    not.
-    """
+    """`problems`: file, line, kind, reason, records lost; `previews`: pieces of samples, `trained` or not."""
 
     figures: dict[str, Any]
     problems: pl.DataFrame

@@ -117,9 +117,7 @@ def tail_shares(tail: pl.DataFrame) -> go.Figure:
 
 
 def source_shares(sources: pl.DataFrame, *, keep: int = 20) -> go.Figure:
-    """Samples, tokens, answer tokens (where they are known) and mean length by source; the largest `keep`
-    sources, the rest as one bar.
-    """
+    """Samples, tokens, answer tokens (if known) and mean length by source; beyond `keep` in one bar."""
     answers = [] if sources["answer_tokens"].null_count() else [("answer_tokens", GREEN)]
     columns = [("samples", BLUE), ("tokens", ORANGE), *answers]
     table = sources.select("source", *(column for column, _ in columns))
