@@ -17,56 +17,6 @@ import xxhash
 from dflash_lab.data.records import FIELDS, MAX_RECORD_BYTES, BadRecord, Problem, read_records, storable
 from dflash_lab.errors import InputError, near
 
-# ---- Tokens that were made elsewhere: taken as they are, or named by their fault ----
-
-KEYS = ("input_ids", "loss_mask")
-
-Tokens = tuple[list[int], list[int]]  # ids [L]; mask [L], 1 on what the target is to have said
-
-
-def read_tokens(record: Mapping[str, Any]) -> Tokens:
-    """Return ids [L] and mask [L] of a record that has them; `BadRecord` where they are not what they must
-    be: whole numbers, a mark of 0 or 1 (false or true) for each, none at the first position, one at least.
-    """
-    ids, mask = (_numbers(record[key], key) for key in KEYS)
-    if len(ids) != len(mask):
-        reason = f"{len(ids):,} input_ids and {len(mask):,} values of loss_mask: one is needed for each"
-        raise BadRecord("other length", reason)
-    if not ids:
-        raise BadRecord("no tokens", "input_ids is empty")
-    for place, mark in enumerate(mask):
-        if mark not in (0, 1):
-            raise BadRecord("wrong mask", f"loss_mask[{place}] is {mark}, neither 0 nor 1")
-    if not any(mask):
-        raise BadRecord("no answer", "loss_mask is 0 everywhere: nothing is to be learned from these tokens")
-    if mask[0]:
-        reason = "loss_mask[0] is 1, and nothing stands before the first token to foretell it from: make it 0"
-        raise BadRecord("wrong mask", reason)
-    return ids, mask
-
-
-def check_vocabulary(ids: list[int], size: int) -> None:
-    """Raise a `BadRecord` for the first of `ids` [L] that is no token of a target with `size` of them."""
-    if min(ids) >= 0 and max(ids) < size:
-        return
-    place, token = next((at, one) for at, one in enumerate(ids) if not 0 <= one < size)
-    raise BadRecord(
-        "not in the vocabulary",
-        f"input_ids[{place}] is {str(token)[:40]}, the target has tokens 0 to {size - 1:,}: they were made "
-        "with another tokenizer",
-    )
-
-
-def _numbers(value: Any, name: str) -> list[int]:
-    if not isinstance(value, list):
-        raise BadRecord("wrong type", f"{name} is {type(value).__name__}, not a list of whole numbers")
-    allowed = {int, bool} if name == "loss_mask" else {int}
-    if {*map(type, value)} <= allowed:
-        return [int(one) for one in value]
-    place, one = next((at, one) for at, one in enumerate(value) if type(one) not in allowed)
-    raise BadRecord("wrong type", f"{name}[{place}] is {str(one)[:40]!r}, not a whole number")
-
-
 # ---- Conversations in the forms people have them ----
 # A form is registered with the keys it needs and those it may have beside them (of Parquet, no other column
 # is read), and turns a record into messages. A record no form knows, or a turn that would lose content (an
@@ -77,6 +27,9 @@ def _numbers(value: Any, name: str) -> list[int]:
 # which content may be None; a tool's has "tool_call_id" and "name" where they are given.
 Message = dict[str, Any]
 REASONING = ("reasoning_content", "reasoning", "thinking")
+
+TOKEN_KEYS = ("input_ids", "loss_mask")  # of a record whose tokens were made elsewhere
+Tokens = tuple[list[int], list[int]]  # ids [L]; mask [L], 1 on what the target is to have said
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +62,7 @@ class Form:
 
 FORMS: dict[str, Form] = {}
 _OF_ANY = ("source", "tools", "functions")  # what any record may have
-FIELDS[KEYS] = frozenset((*KEYS, *_OF_ANY))
+FIELDS[TOKEN_KEYS] = frozenset((*TOKEN_KEYS, *_OF_ANY))
 
 _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -158,7 +111,7 @@ def _conversations(
         tools: list[dict[str, Any]] = []
         tokens = None
         try:
-            if isinstance(record, Mapping) and all(record.get(key) is not None for key in KEYS):
+            if isinstance(record, Mapping) and all(record.get(key) is not None for key in TOKEN_KEYS):
                 if not need_answer:
                     raise BadRecord(
                         "no messages",
@@ -193,7 +146,7 @@ def to_messages(record: Any) -> list[Message]:
             if not any(message["role"] == "user" for message in messages):
                 raise BadRecord("no question", "no user turn")
             return messages
-    needed = [*(candidate.needs for candidate in FORMS.values()), KEYS]
+    needed = [*(candidate.needs for candidate in FORMS.values()), TOKEN_KEYS]
     known = [key for keys in needed for key in keys]
     keys = ", ".join(sorted(map(str, present))[:8]) or "none"
     near_ones = (near(str(key), known) for key in present if key not in known)
@@ -393,6 +346,52 @@ def _kind(value: Any) -> str:
         float: "a number",
     }
     return "null" if value is None else names.get(type(value), type(value).__name__)
+
+
+# ---- Tokens that were made elsewhere: taken as they are, or named by their fault ----
+
+
+def read_tokens(record: Mapping[str, Any]) -> Tokens:
+    """Return ids [L] and mask [L] of a record that has them; `BadRecord` where they are not what they must
+    be: whole numbers, a mark of 0 or 1 (false or true) for each, none at the first position, one at least.
+    """
+    ids, mask = (_numbers(record[key], key) for key in TOKEN_KEYS)
+    if len(ids) != len(mask):
+        reason = f"{len(ids):,} input_ids and {len(mask):,} values of loss_mask: one is needed for each"
+        raise BadRecord("other length", reason)
+    if not ids:
+        raise BadRecord("no tokens", "input_ids is empty")
+    for place, mark in enumerate(mask):
+        if mark not in (0, 1):
+            raise BadRecord("wrong mask", f"loss_mask[{place}] is {mark}, neither 0 nor 1")
+    if not any(mask):
+        raise BadRecord("no answer", "loss_mask is 0 everywhere: nothing is to be learned from these tokens")
+    if mask[0]:
+        reason = "loss_mask[0] is 1, and nothing stands before the first token to foretell it from: make it 0"
+        raise BadRecord("wrong mask", reason)
+    return ids, mask
+
+
+def check_vocabulary(ids: list[int], size: int) -> None:
+    """Raise a `BadRecord` for the first of `ids` [L] that is no token of a target with `size` of them."""
+    if min(ids) >= 0 and max(ids) < size:
+        return
+    place, token = next((at, one) for at, one in enumerate(ids) if not 0 <= one < size)
+    raise BadRecord(
+        "not in the vocabulary",
+        f"input_ids[{place}] is {str(token)[:40]}, the target has tokens 0 to {size - 1:,}: they were made "
+        "with another tokenizer",
+    )
+
+
+def _numbers(value: Any, name: str) -> list[int]:
+    if not isinstance(value, list):
+        raise BadRecord("wrong type", f"{name} is {type(value).__name__}, not a list of whole numbers")
+    allowed = {int, bool} if name == "loss_mask" else {int}
+    if {*map(type, value)} <= allowed:
+        return [int(one) for one in value]
+    place, one = next((at, one) for at, one in enumerate(value) if type(one) not in allowed)
+    raise BadRecord("wrong type", f"{name}[{place}] is {str(one)[:40]!r}, not a whole number")
 
 
 # ---- Several inputs mixed: a share of the whole or a number of each, drawn by a seed ----

@@ -19,6 +19,9 @@ from dflash_lab.errors import InputError
 from dflash_lab.files import walk
 from dflash_lab.hub import out_of_reach
 
+log = logging.getLogger(__name__)
+
+
 # ---- What is wrong with the input: every record that is not stored has a problem, none goes unsaid ----
 # `prepare` checks: ``records in == stored + duplicates + sum(problem.records)``.
 
@@ -53,261 +56,10 @@ class BadRecord(ValueError):
         return Problem(file, line, self.reason, self.kind, self.records)
 
 
-# ---- JSON from strangers ----
-# The standard parser accepts what later breaks a tokenizer or hides data: the last of two equal keys wins,
-# lone surrogates pass, NaN passes. Here each is an error in plain words. The splitter finds the borders of
-# array elements by brackets and quotes alone, so that one malformed element costs that element and not the
-# rest of a 1 GB file.
-
-_OUTSIDE = re.compile(rb'["\[\]{},]')
-_INSIDE = re.compile(rb'["\\]')
-_BLANK = b" \t\r\n"
-
-
-def parse(data: bytes) -> Any:
-    """Parse one UTF-8 JSON value; `BadRecord` names the first thing wrong with it."""
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise BadRecord(
-            "encoding",
-            f"not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}. Convert the file to UTF-8.",
-        ) from None
-    if not text.strip():
-        raise BadRecord("empty", "empty record")
-    try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        if error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip()):
-            raise BadRecord("cut off", f"the JSON is cut off after {len(text.rstrip())} characters") from None
-        found = "a NUL character" if text[error.pos : error.pos + 1] == "\0" else error.msg
-        raise BadRecord("malformed", f"not valid JSON: {found} at character {error.pos}") from None
-    except RecursionError:
-        raise BadRecord("malformed", "JSON nested too deeply to read") from None
-    except BadRecord:
-        raise
-    except ValueError as error:  # an integer of thousands of digits
-        raise BadRecord("malformed", f"not usable JSON: {error}") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise BadRecord(
-            "duplicate key", f"key {twice[:80]!r} appears twice in one object: which is meant is not known"
-        )
-    return value
-
-
-def _no_constant(name: str) -> Any:
-    raise BadRecord("malformed", f"{name} is not JSON")
-
-
-@dataclass
-class _Element:
-    """The value being collected: its bytes so far, where it began, and the lexer's state inside it."""
-
-    limit: int
-    line: int = 1
-    pieces: list[bytes] = field(default_factory=list)
-    size: int = 0
-    depth: int = 0
-    blank: bool = True
-
-    def add(self, data: bytes) -> None:
-        if not data:
-            return
-        if self.blank:  # leading blanks belong to no element, but they move its line
-            stripped = data.lstrip(_BLANK)
-            self.line += data.count(b"\n", 0, len(data) - len(stripped))
-            self.blank, data = not stripped, stripped
-        self.size += len(data)
-        if self.size > self.limit:
-            self.pieces.clear()
-        else:
-            self.pieces.append(data)
-
-    def take(self) -> tuple[int, bytes | BadRecord]:
-        if self.size > self.limit:
-            return self.line, BadRecord(
-                "too large", f"record of {self.size:,} bytes; the limit is {self.limit:,}"
-            )
-        return self.line, b"".join(self.pieces).rstrip(_BLANK)
-
-
-def split_values(chunks: Iterable[bytes], limit: int) -> Iterator[tuple[int, bytes | BadRecord]]:
-    """Yield (line, bytes of one value) for every element of a top-level array, or for every value of a
-    stream of values.
-
-    Memory is bounded by `limit` bytes and one chunk. What cannot be delimited (too large, cut off) is
-    yielded as a `BadRecord`.
-    """
-    array_open = in_string = escaped = False
-    element = _Element(limit)
-    line = 1
-    for chunk in chunks:
-        mark = position = counted = 0
-        if escaped and chunk:
-            position, escaped = 1, False
-        while True:
-            match = (_INSIDE if in_string else _OUTSIDE).search(chunk, position)
-            if match is None:
-                break
-            position, token = match.end(), match.group()
-            if in_string:
-                in_string = token != b'"'
-                if in_string and position == len(chunk):
-                    escaped = True
-                    break
-                position += in_string  # the escaped character cannot end the string
-                continue
-            ends = False
-            if token == b'"':
-                in_string = True
-            elif token in b"{[":
-                before = element.blank and not chunk[mark : match.start()].strip(_BLANK)
-                if token == b"[" and not array_open and element.depth == 0 and before:
-                    array_open = True
-                    line, counted = line + chunk.count(b"\n", counted, position), position
-                    element, mark = _Element(limit, line=line), position
-                else:
-                    element.depth += 1
-            elif token in b"}]":
-                if element.depth:
-                    element.depth -= 1
-                    ends = element.depth == 0 and not array_open
-                    stop = position
-                elif token == b"]" and array_open:
-                    array_open, ends, stop = False, True, match.start()
-            elif element.depth == 0 and array_open:
-                ends, stop = True, match.start()
-            if ends:
-                element.add(chunk[mark:stop])
-                if not element.blank:
-                    yield element.take()
-                elif token == b",":
-                    yield element.line, BadRecord("empty", "nothing between two commas")
-                line, counted = line + chunk.count(b"\n", counted, position), position
-                element, mark = _Element(limit, line=line), position
-        element.add(chunk[mark:])
-        line += chunk.count(b"\n", counted)
-    if not element.blank:
-        if array_open or element.depth or in_string:
-            yield element.line, BadRecord("cut off", "the file ends inside this record")
-        else:
-            yield element.take()
-    elif array_open:
-        reason = "the file ends before the closing ] of its list; what followed is not known"
-        yield line, BadRecord("cut off", reason)
-
-
-# ---- How large the row groups of a Parquet file are once they are decoded, from its footer alone ----
-# Polars tells rows, not bytes, and whoever wants to bound memory must know those before a page is decoded.
-# The footer has them a column (FileMetaData of github.com/apache/parquet-format, in Thrift's compact
-# protocol).
-
-_MAGIC = b"PAR1"
-_WIDTHS = (1, 4, 8, 12, 4, 8, 16, 16)  # bytes of a value by physical type; of text, those that find it
-_STRUCT, _LIST, _SET, _MAP, _BINARY, _DOUBLE = 12, 9, 10, 11, 8, 7
-Struct = dict[int, Any]  # a Thrift struct: number of a field -> its value
-
-
-def row_groups(path: Path, columns: Collection[str]) -> list[tuple[int, int]]:
-    """Return (rows, bytes of `columns` when decoded) of each row group; a `ValueError` for a footer that
-    cannot be read.
-
-    A column counts with its pages as they are without compression, or with the width of its values where an
-    encoding makes the pages smaller than that.
-    """
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 8))
-        tail = file.read(8)
-        length = int.from_bytes(tail[:4], "little")
-        if tail[4:] != _MAGIC or length > size - 8:
-            raise ValueError("the file has no Parquet footer")
-        file.seek(size - 8 - length)
-        data = file.read(length)
-    try:
-        footer = _Compact(data).struct()
-        return [(group[3], sum(_sizes(group[1], columns))) for group in footer.get(4, [])]
-    except (AttributeError, IndexError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"the Parquet footer cannot be read ({type(error).__name__})") from error
-
-
-def _sizes(chunks: list[Struct], columns: Collection[str]) -> Iterator[int]:
-    for chunk in chunks:
-        about = chunk[3]  # ColumnMetaData: 1 type, 3 path in the schema, 5 values, 6 bytes uncompressed
-        if about[3][0].decode("utf-8", "replace") in columns:
-            yield max(about[6], about[5] * _WIDTHS[about[1]])
-
-
-class _Compact:
-    """A reader of Thrift's compact protocol."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
-
-    def struct(self) -> Struct:
-        found: Struct = {}
-        number = 0
-        while head := self._byte():
-            number = number + (head >> 4) if head >> 4 else self._integer()
-            kind = head & 15
-            found[number] = kind == 1 if kind <= 2 else self._value(kind)
-        return found
-
-    def _value(self, kind: int) -> Any:
-        if kind == _STRUCT:
-            return self.struct()
-        if kind in (_LIST, _SET):
-            head = self._byte()
-            count = self._varint() if head >> 4 == 15 else head >> 4
-            return [self._value(head & 15) for _ in range(count)]
-        if kind == _BINARY:
-            return self._take(self._varint())
-        if kind == _DOUBLE:
-            return self._take(8)
-        if kind == _MAP:
-            count = self._varint()
-            kinds = self._byte() if count else 0
-            return [(self._value(kinds >> 4), self._value(kinds & 15)) for _ in range(count)]
-        if kind <= 3:  # a byte, or an element that is true or false
-            return self._byte()
-        if kind <= 6:
-            return self._integer()
-        raise ValueError(f"the Parquet footer holds a value of an unknown kind ({kind})")
-
-    def _byte(self) -> int:
-        self._at += 1
-        return self._data[self._at - 1]
-
-    def _take(self, count: int) -> bytes:
-        self._at += count
-        return self._data[self._at - count : self._at]
-
-    def _varint(self) -> int:
-        value = shift = 0
-        while True:
-            byte = self._byte()
-            value |= (byte & 127) << shift
-            if byte < 128:
-                return value
-            shift += 7
-
-    def _integer(self) -> int:
-        value = self._varint()
-        return (value >> 1) ^ -(value & 1)
-
-
 # ---- Files, folders and data sets ----
 # A container is registered by file suffix (`@container(".jsonl")`) and yields (line, record) pairs, where a
 # record that could not be read is a `BadRecord`. All of them stream: memory is bounded by the largest record
 # allowed, not by the file; of Parquet by twice a page, of the columns that a form may need (`FIELDS`).
-
-log = logging.getLogger(__name__)
 
 Row = tuple[int, Any]  # (1-based line or row; 0 = whole file, the parsed record or a BadRecord)
 Container = Callable[[Path, int], Iterator[Row]]
@@ -613,3 +365,252 @@ def _hub_rows(name: str, split: str, rows: Any, problems: list[Problem]) -> Iter
     reason = f"the data set cannot be read from row {done + 1} on ({count}): {reason}"
     log.error("%s: %s. What came before is kept", name, reason)
     problems.append(Problem(name, done + 1, storable(reason), "unreadable", records=left))
+
+
+# ---- JSON from strangers ----
+# The standard parser accepts what later breaks a tokenizer or hides data: the last of two equal keys wins,
+# lone surrogates pass, NaN passes. Here each is an error in plain words. The splitter finds the borders of
+# array elements by brackets and quotes alone, so that one malformed element costs that element and not the
+# rest of a 1 GB file.
+
+_OUTSIDE = re.compile(rb'["\[\]{},]')
+_INSIDE = re.compile(rb'["\\]')
+_BLANK = b" \t\r\n"
+
+
+def parse(data: bytes) -> Any:
+    """Parse one UTF-8 JSON value; `BadRecord` names the first thing wrong with it."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRecord(
+            "encoding",
+            f"not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}. Convert the file to UTF-8.",
+        ) from None
+    if not text.strip():
+        raise BadRecord("empty", "empty record")
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        if error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip()):
+            raise BadRecord("cut off", f"the JSON is cut off after {len(text.rstrip())} characters") from None
+        found = "a NUL character" if text[error.pos : error.pos + 1] == "\0" else error.msg
+        raise BadRecord("malformed", f"not valid JSON: {found} at character {error.pos}") from None
+    except RecursionError:
+        raise BadRecord("malformed", "JSON nested too deeply to read") from None
+    except BadRecord:
+        raise
+    except ValueError as error:  # an integer of thousands of digits
+        raise BadRecord("malformed", f"not usable JSON: {error}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise BadRecord(
+            "duplicate key", f"key {twice[:80]!r} appears twice in one object: which is meant is not known"
+        )
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise BadRecord("malformed", f"{name} is not JSON")
+
+
+@dataclass
+class _Element:
+    """The value being collected: its bytes so far, where it began, and the lexer's state inside it."""
+
+    limit: int
+    line: int = 1
+    pieces: list[bytes] = field(default_factory=list)
+    size: int = 0
+    depth: int = 0
+    blank: bool = True
+
+    def add(self, data: bytes) -> None:
+        if not data:
+            return
+        if self.blank:  # leading blanks belong to no element, but they move its line
+            stripped = data.lstrip(_BLANK)
+            self.line += data.count(b"\n", 0, len(data) - len(stripped))
+            self.blank, data = not stripped, stripped
+        self.size += len(data)
+        if self.size > self.limit:
+            self.pieces.clear()
+        else:
+            self.pieces.append(data)
+
+    def take(self) -> tuple[int, bytes | BadRecord]:
+        if self.size > self.limit:
+            return self.line, BadRecord(
+                "too large", f"record of {self.size:,} bytes; the limit is {self.limit:,}"
+            )
+        return self.line, b"".join(self.pieces).rstrip(_BLANK)
+
+
+def split_values(chunks: Iterable[bytes], limit: int) -> Iterator[tuple[int, bytes | BadRecord]]:
+    """Yield (line, bytes of one value) for every element of a top-level array, or for every value of a
+    stream of values.
+
+    Memory is bounded by `limit` bytes and one chunk. What cannot be delimited (too large, cut off) is
+    yielded as a `BadRecord`.
+    """
+    array_open = in_string = escaped = False
+    element = _Element(limit)
+    line = 1
+    for chunk in chunks:
+        mark = position = counted = 0
+        if escaped and chunk:
+            position, escaped = 1, False
+        while True:
+            match = (_INSIDE if in_string else _OUTSIDE).search(chunk, position)
+            if match is None:
+                break
+            position, token = match.end(), match.group()
+            if in_string:
+                in_string = token != b'"'
+                if in_string and position == len(chunk):
+                    escaped = True
+                    break
+                position += in_string  # the escaped character cannot end the string
+                continue
+            ends = False
+            if token == b'"':
+                in_string = True
+            elif token in b"{[":
+                before = element.blank and not chunk[mark : match.start()].strip(_BLANK)
+                if token == b"[" and not array_open and element.depth == 0 and before:
+                    array_open = True
+                    line, counted = line + chunk.count(b"\n", counted, position), position
+                    element, mark = _Element(limit, line=line), position
+                else:
+                    element.depth += 1
+            elif token in b"}]":
+                if element.depth:
+                    element.depth -= 1
+                    ends = element.depth == 0 and not array_open
+                    stop = position
+                elif token == b"]" and array_open:
+                    array_open, ends, stop = False, True, match.start()
+            elif element.depth == 0 and array_open:
+                ends, stop = True, match.start()
+            if ends:
+                element.add(chunk[mark:stop])
+                if not element.blank:
+                    yield element.take()
+                elif token == b",":
+                    yield element.line, BadRecord("empty", "nothing between two commas")
+                line, counted = line + chunk.count(b"\n", counted, position), position
+                element, mark = _Element(limit, line=line), position
+        element.add(chunk[mark:])
+        line += chunk.count(b"\n", counted)
+    if not element.blank:
+        if array_open or element.depth or in_string:
+            yield element.line, BadRecord("cut off", "the file ends inside this record")
+        else:
+            yield element.take()
+    elif array_open:
+        reason = "the file ends before the closing ] of its list; what followed is not known"
+        yield line, BadRecord("cut off", reason)
+
+
+# ---- How large the row groups of a Parquet file are once they are decoded, from its footer alone ----
+# Polars tells rows, not bytes, and whoever wants to bound memory must know those before a page is decoded.
+# The footer has them a column (FileMetaData of github.com/apache/parquet-format, in Thrift's compact
+# protocol).
+
+_MAGIC = b"PAR1"
+_WIDTHS = (1, 4, 8, 12, 4, 8, 16, 16)  # bytes of a value by physical type; of text, those that find it
+_STRUCT, _LIST, _SET, _MAP, _BINARY, _DOUBLE = 12, 9, 10, 11, 8, 7
+Struct = dict[int, Any]  # a Thrift struct: number of a field -> its value
+
+
+def row_groups(path: Path, columns: Collection[str]) -> list[tuple[int, int]]:
+    """Return (rows, bytes of `columns` when decoded) of each row group; a `ValueError` for a footer that
+    cannot be read.
+
+    A column counts with its pages as they are without compression, or with the width of its values where an
+    encoding makes the pages smaller than that.
+    """
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 8))
+        tail = file.read(8)
+        length = int.from_bytes(tail[:4], "little")
+        if tail[4:] != _MAGIC or length > size - 8:
+            raise ValueError("the file has no Parquet footer")
+        file.seek(size - 8 - length)
+        data = file.read(length)
+    try:
+        footer = _Compact(data).struct()
+        return [(group[3], sum(_sizes(group[1], columns))) for group in footer.get(4, [])]
+    except (AttributeError, IndexError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"the Parquet footer cannot be read ({type(error).__name__})") from error
+
+
+def _sizes(chunks: list[Struct], columns: Collection[str]) -> Iterator[int]:
+    for chunk in chunks:
+        about = chunk[3]  # ColumnMetaData: 1 type, 3 path in the schema, 5 values, 6 bytes uncompressed
+        if about[3][0].decode("utf-8", "replace") in columns:
+            yield max(about[6], about[5] * _WIDTHS[about[1]])
+
+
+class _Compact:
+    """A reader of Thrift's compact protocol."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def struct(self) -> Struct:
+        found: Struct = {}
+        number = 0
+        while head := self._byte():
+            number = number + (head >> 4) if head >> 4 else self._integer()
+            kind = head & 15
+            found[number] = kind == 1 if kind <= 2 else self._value(kind)
+        return found
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRUCT:
+            return self.struct()
+        if kind in (_LIST, _SET):
+            head = self._byte()
+            count = self._varint() if head >> 4 == 15 else head >> 4
+            return [self._value(head & 15) for _ in range(count)]
+        if kind == _BINARY:
+            return self._take(self._varint())
+        if kind == _DOUBLE:
+            return self._take(8)
+        if kind == _MAP:
+            count = self._varint()
+            kinds = self._byte() if count else 0
+            return [(self._value(kinds >> 4), self._value(kinds & 15)) for _ in range(count)]
+        if kind <= 3:  # a byte, or an element that is true or false
+            return self._byte()
+        if kind <= 6:
+            return self._integer()
+        raise ValueError(f"the Parquet footer holds a value of an unknown kind ({kind})")
+
+    def _byte(self) -> int:
+        self._at += 1
+        return self._data[self._at - 1]
+
+    def _take(self, count: int) -> bytes:
+        self._at += count
+        return self._data[self._at - count : self._at]
+
+    def _varint(self) -> int:
+        value = shift = 0
+        while True:
+            byte = self._byte()
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+            shift += 7
+
+    def _integer(self) -> int:
+        value = self._varint()
+        return (value >> 1) ^ -(value & 1)

@@ -132,6 +132,9 @@ def _goes_on(target: Target, block: int) -> bool:
 # whose recurrent part `crop` does not restore.
 
 
+_STATES = ("conv_states", "recurrent_states")  # of a linear layer, dictionaries of tensors [R, ..] or None
+
+
 def rollback_cache(target: Target) -> DynamicCache:
     """Return an empty growing cache whose layers can be rolled back; `UnsupportedTarget` as there."""
     cache = growing_cache(target)
@@ -173,8 +176,7 @@ def restore_states(cache: DynamicCache, saved: list[list[Tensor]]) -> None:
 
 
 def _states(layer: Any) -> list[Tensor]:
-    both = [*layer.conv_states.values(), *layer.recurrent_states.values()]
-    return [state for state in both if state is not None]
+    return [state for name in _STATES for state in getattr(layer, name).values() if state is not None]
 
 
 def shallow_copy(cache: DynamicCache) -> DynamicCache:
@@ -188,11 +190,9 @@ def select_rows(cache: DynamicCache, rows: Tensor) -> DynamicCache:
     """Return a cache whose batch rows are `rows` of `cache` (repeats allowed); the tensors are copies."""
     chosen = shallow_copy(cache)
     for layer in linear_layers(chosen):
-        for name in ("conv_states", "recurrent_states"):
-            states = getattr(layer, name)
-            setattr(
-                layer, name, {k: None if s is None else s.index_select(0, rows) for k, s in states.items()}
-            )
+        for name in _STATES:
+            states = getattr(layer, name).items()
+            setattr(layer, name, {k: None if s is None else s.index_select(0, rows) for k, s in states})
     for layer in attention_layers(chosen):
         layer.keys, layer.values = layer.keys.index_select(0, rows), layer.values.index_select(0, rows)
     return chosen
@@ -204,11 +204,9 @@ def stack_rows(caches: Sequence[DynamicCache]) -> DynamicCache:
     for number, layer in enumerate(whole.layers):
         parts: list[Any] = [cache.layers[number] for cache in caches]
         if isinstance(layer, LinearAttentionCacheLayerMixin):
-            for name in ("conv_states", "recurrent_states"):
-                states = [getattr(part, name) for part in parts]
-                joined = {
-                    k: None if v is None else torch.cat([s[k] for s in states]) for k, v in states[0].items()
-                }
+            for name in _STATES:
+                first, states = getattr(layer, name).items(), [getattr(part, name) for part in parts]
+                joined = {k: None if s is None else torch.cat([one[k] for one in states]) for k, s in first}
                 setattr(layer, name, joined)
         else:
             longest = max(part.keys.shape[2] for part in parts)
