@@ -34,7 +34,8 @@ from dflash_lab.data.batching import plan_batches
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.extraction.checks import body_parameters, rel_l2
 from dflash_lab.extraction.fused_layers import speed_up
-from dflash_lab.extraction.loop import BUFFERS, Tokens, extract, read_index
+from dflash_lab.extraction.loop import BUFFERS, extract
+from dflash_lab.extraction.shard import Tokens, read_index
 from dflash_lab.extraction.store import CODECS, Layout
 from dflash_lab.extraction.writer import Capture, HostBuffers, pad
 from dflash_lab.machine import device_budget_gib

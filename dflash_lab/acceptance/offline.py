@@ -25,7 +25,8 @@ from dflash_lab.drafter.attention import row_layout
 from dflash_lab.drafter.live import SampleItems
 from dflash_lab.drafter.model import DraftCache, Drafter
 from dflash_lab.errors import InputError
-from dflash_lab.extraction.store import FeatureStore, open_store, trial_of
+from dflash_lab.extraction.manifest import trial_of
+from dflash_lab.extraction.store import FeatureStore, open_store
 from dflash_lab.models.hooks import Taps
 from dflash_lab.models.load import Target, TargetHead
 
