@@ -1,5 +1,7 @@
-"""Notebooks headless through papermill: checks before, true exit codes after; one stage, or all six in their
-order.
+"""Notebooks headless through papermill: one stage, a run in order, or what papermill's own command asks.
+
+papermill runs inside this process, so a SIGTERM (a pre-empted job) is ours to pass on to the kernel. The exit
+code is true; whether a stage is done is said by its `result.json` alone.
 """
 
 from __future__ import annotations
@@ -14,13 +16,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_lab.errors import InputError, near
+from dflash_lab.errors import InputError, LabError, near
 from dflash_lab.files import make_folder, read_json, settle, write_bytes, write_json
-from dflash_lab.named_runs import PARAMS, check_owner, find_run
 from dflash_lab.papermill_engine import ENGINE, QuietEngine
 from dflash_lab.params import StageParams
 from dflash_lab.progress import duration
@@ -37,23 +38,13 @@ from dflash_lab.results import (
     out_of_date,
     read_result,
 )
-from dflash_lab.run_params import Given, read_given
+from dflash_lab.run_params import PARAMS, Given, check_owner, find_run, read_given
 from dflash_lab.runs import closing_figures, closing_lines, leave_plan
 from dflash_lab.secrets import RedactingFormatter, redact, redact_tree
 from dflash_lab.stages import STAGES, params_class
-from dflash_lab.workspace import enter_workspace, notebook_path
+from dflash_lab.workspace import enter_workspace, notebook_path, stage_notebook, workspace
 
-# ----------------------------------------------------------------------------------------------------
-# Run a stage's notebook headless: fill in papermill's output path, check first, end with an exit code that
-# is true.
-#
-# papermill runs inside this process, so a SIGTERM (a pre-empted job) is ours to pass on: the kernel stops
-# its stage at a point it can resume from and the saved notebook says so. The exit code is 0, 1 for an
-# error, 138 for a dead kernel, 143 after SIGTERM; whether the stage is done is said by its `result.json`
-# alone.
-
-
-OK, FAILED, USAGE, DEAD_KERNEL, TERMINATED = 0, 1, 2, 138, 143
+OK, FAILED, USAGE, DEAD_KERNEL, TERMINATED = 0, 1, 2, 138, 143  # exit codes
 KILL_AFTER_S = 25.0  # a kernel that is still there this long after SIGTERM is killed; its finished files stay
 
 STOPPED = "stopped by SIGTERM; the same command goes on from what is finished"
@@ -294,8 +285,7 @@ def _closing_words(params: StageParams, output: Path, code: int, began: float) -
         logger.error(STOPPED)
 
 
-# ----------------------------------------------------------------------------------------------------
-# All stages of a named run in their order, the finished ones skipped, ending in one table and one report.
+# All stages of a run ---------------------------------------------------------------------------------------
 
 
 def run_all(given: Given, extra: list[str], *, stale: bool = False) -> int:
@@ -395,3 +385,83 @@ def _show(run: Path) -> None:
         logger.info("%s", line)
     logger.info("notebooks  %s", run / "*.ipynb")
     logger.info("report     %s", run / REPORT)
+
+
+# papermill's own command -----------------------------------------------------------------------------------
+
+
+def main(words: Sequence[str]) -> None:
+    """Be papermill's command for `words`: `papermill extract.ipynb -p shard 0` says all that a person means.
+    Ends with one sentence on stderr and exit code 1 when it cannot be done.
+    """
+    from papermill.cli import papermill
+
+    own = papermill.callback
+    papermill.callback = lambda **options: own(**filled_in(options, Path.cwd()))
+    try:
+        papermill.main(args=[*words], prog_name="papermill")
+    except (LabError, OSError) as error:
+        sys.exit(f"papermill: {redact(str(error))}")
+
+
+def filled_in(options: dict[str, Any], cwd: Path) -> dict[str, Any]:
+    """Return what papermill's command was given, typed in `cwd`, with the notebook, its output path, the run
+    and our engine filled in; what is about another notebook, or only asks for help, as it is.
+
+    The parameters are checked as the launcher does it: raises an `InputError` for those that the stage
+    refuses, for a stage that is not ready to run, and where only the person can say where the notebook goes.
+    """
+    typed, output = options["notebook_path"] or "", options["output_path"]
+    found = stage_notebook(typed, cwd)
+    if found is None or options["help_notebook"]:
+        return options
+    stage, source = found
+    root = workspace(cwd / (options["cwd"] or ""))
+    files, here = options["parameters_file"], all(map(_is_here, options["parameters_file"]))
+    if not output and (options["prepare_only"] or not here):
+        what = "--prepare-only" if options["prepare_only"] else "a file of parameters that is not here"
+        raise InputError(
+            f"{stage}: with {what}, say where the notebook is to go: papermill {typed} out.ipynb ..."
+        )
+    files = [_nearest(path, cwd, root) if _is_here(path) else path for path in files]
+    filled = {**options, "engine": options["engine"] or ENGINE, "parameters_file": tuple(files)}
+    if not output or not (cwd / typed).exists():
+        filled["notebook_path"] = literal(source)
+    if not here:
+        return filled
+    given = Given(
+        base64=[*options["parameters_base64"]],
+        files=[str(cwd / path) for path in files],
+        yaml=[*options["parameters_yaml"]],
+        typed=[*options["parameters"]],
+        raw=[*options["parameters_raw"]],
+    )
+    with contextlib.chdir(root):  # where the notebook will run
+        params = read_given(params_class(stage), given)
+        if not options["prepare_only"]:
+            check_before(params)
+        goal, attempt = output_notebook(params).absolute(), attempt_notebook(params).absolute()
+        # Of `-f` the notebook is told the values, but not in which run's folder they lie.
+        if given.named_run(stage) and all(values.get("run") is None for _, values in given.sources(stage)):
+            filled["parameters_raw"] = (("run", params.run), *options["parameters_raw"])
+    if not output:
+        filled["output_path"] = literal(goal)
+        make_folder(goal.parent)
+        save_whole(goal, attempt)
+        until = f"; until it ends well, to {attempt.name}" if attempt != goal else ""
+        sys.stderr.write(f"papermill: the executed notebook goes to {goal}{until}\n")
+    return filled
+
+
+def _nearest(path: str, cwd: Path, root: Path) -> str:
+    """Return a parameter file as typed; one that is only in the workspace by its path there."""
+    return str(root / path) if not (cwd / path).exists() and (root / path).exists() else path
+
+
+def _is_here(path: str) -> bool:
+    """Say whether a parameter file is one on this machine, which papermill may also read from elsewhere."""
+    return path != "-" and "://" not in path and not path.startswith("{")  # the last is JSON itself
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -14,10 +14,9 @@ import polars as pl
 
 from dflash_lab.errors import InputError, LabError, StoreError
 from dflash_lab.files import as_json, read_json, settle, write_json
-from dflash_lab.named_runs import NamedRun, find_run
 from dflash_lab.params import Params, StageParams, param
 from dflash_lab.results import FAILURE, RESULT, differences, older_rules, read_result, stale_after
-from dflash_lab.run_params import Typed, resolve
+from dflash_lab.run_params import NamedRun, Typed, find_run, resolve
 from dflash_lab.stage_run import LOCK, is_held
 from dflash_lab.stages import STAGES, params_class
 

@@ -24,7 +24,6 @@ from dflash_lab import machine
 from dflash_lab.errors import FileError, StoreError, carried, chain, file_error
 from dflash_lab.files import lock_holder, make_folder, plain, replace, settle, sole_lock, sweep, write_json
 from dflash_lab.machine import collect, forget_locals, release
-from dflash_lab.named_runs import check_owner, claim
 from dflash_lab.params import StageParams
 from dflash_lab.progress import Progress, ProgressCallback, StopFlag, Stopped, duration
 from dflash_lab.provenance import provenance
@@ -39,6 +38,7 @@ from dflash_lab.results import (
     made_again,
     older_rules,
 )
+from dflash_lab.run_params import check_owner, claim
 from dflash_lab.secrets import RedactingFormatter, redact_tree
 from dflash_lab.stages import result_class, run_function
 from dflash_lab.workspace import in_kernel

@@ -9,11 +9,7 @@ from pathlib import Path
 from dflash_lab.errors import InputError
 from dflash_lab.stages import STAGES
 
-# ----------------------------------------------------------------------------------------------------
-# Where a notebook's kernel runs, and who started it.
-
-
-_RUNNERS = ("papermill", "dflash-lab", "dflash_lab.cli", "dflash_lab.papermill_command")
+_RUNNERS = ("papermill", "dflash-lab", "dflash_lab.cli", "dflash_lab.launch")
 
 
 def workspace(start: Path | None = None) -> Path:
