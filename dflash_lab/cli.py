@@ -201,7 +201,7 @@ def parameter_help(stage_name: str) -> str:
     return "\n".join(lines)
 
 
-# Stages and runs -------------------------------------------------------------------------------------------
+# --- Stages and runs
 
 
 def stages(options: argparse.Namespace, extra: list[str]) -> int:
@@ -437,7 +437,7 @@ def _refuse_taken(*paths: Path) -> None:
         )
 
 
-# JupyterLab and the shell's completion --------------------------------------------------------------------
+# --- JupyterLab and the shell's completion
 
 
 def lab(options: argparse.Namespace, extra: list[str]) -> int:

@@ -1,4 +1,7 @@
-"""What the Hugging Face hub library of this environment can give, and in which words it refuses."""
+"""The Hugging Face hub: whether it can be asked, and what an id means when it cannot, settled in seconds.
+
+Left to itself the hub's client asks an unreachable server six times for every file, half a minute in all.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dflash_lab.errors import InputError, near
-
-# ----------------------------------------------------------------------------------------------------
-# Whether the Hugging Face hub can be asked, settled in seconds.
-#
-# Left to itself the hub's client asks an unreachable server six times for every file, half a minute in all.
-
 
 ANSWER_S = 3.0  # how long the hub may take to answer
 _ASKED_AGAIN_S = 60.0  # an answer is believed this long, so that a kernel notices when the network returns
@@ -54,12 +51,6 @@ def _answers(endpoint: str, minute: int) -> bool:
     thread.start()
     thread.join(ANSWER_S + 1.0)
     return bool(found and found[0])
-
-
-# ----------------------------------------------------------------------------------------------------
-# Where a hub id's files are: on the hub while it answers, else in this machine's cache, decided in seconds.
-#
-# Without an answer from the hub, an id means its cached snapshot, a plain folder.
 
 
 def checkpoint_of(target: str, known: Iterable[str]) -> str:

@@ -285,7 +285,7 @@ def _closing_words(params: StageParams, output: Path, code: int, began: float) -
         logger.error(STOPPED)
 
 
-# All stages of a run ---------------------------------------------------------------------------------------
+# --- All stages of a run
 
 
 def run_all(given: Given, extra: list[str], *, stale: bool = False) -> int:
@@ -387,7 +387,7 @@ def _show(run: Path) -> None:
     logger.info("report     %s", run / REPORT)
 
 
-# papermill's own command -----------------------------------------------------------------------------------
+# --- papermill's own command
 
 
 def main(words: Sequence[str]) -> None:

@@ -15,8 +15,7 @@ from typing import Any
 
 from dflash_lab.errors import InputError
 
-# ----------------------------------------------------------------------------------------------------
-# What of this machine the process may use: processors, memory, GPUs; and who else holds memory of one.
+# --- What this process may use
 #
 # A container, a batch job or a caller may have left it less than the machine has. Linux says so in the
 # affinity of the process, in the limits of its control groups (its own and every one above, version 1 and
@@ -176,8 +175,7 @@ def _read(folder: Path, name: str) -> str:
     return path.read_text().strip() if path.is_file() else ""
 
 
-# ----------------------------------------------------------------------------------------------------
-# Give back the memory that a failed attempt or cell keeps alive.
+# --- The memory that a failed attempt or cell keeps alive
 #
 # After an exception IPython holds the traceback, the traceback holds the frames, and the frames hold GPU
 # tensors: in `sys.last_*`, in `InteractiveTB.tb` and in `last_execution_result`. All three must go before
@@ -229,8 +227,7 @@ def _forget_notebook_error() -> None:
         result.error_in_exec = result.error_before_exec = None
 
 
-# ----------------------------------------------------------------------------------------------------
-# The peak memory of a stage: resident memory of this process, and reserved memory of each GPU, in GiB.
+# --- The peak memory of a stage
 
 
 _STATUS = Path("/proc/self/status")

@@ -224,7 +224,7 @@ def _target_folder(params: StageParams) -> list[Path]:
     return [folder] if os.path.exists(folder / "config.json") else []
 
 
-# Fingerprints: whether inputs changed, without reading terabytes -------------------------------------------
+# --- Fingerprints: whether inputs changed, without reading terabytes
 #
 # A file counts by its content. A folder (a feature store, a checkpoint, a local target) counts by the names
 # and sizes of all its files and by the content of the small ones: manifests, configs and indexes carry the

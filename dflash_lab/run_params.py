@@ -108,7 +108,7 @@ def _has_parameters(folder: Path) -> bool:
         return any((folder / name).is_file() for name in (COMMON, *(f"{stage}.yaml" for stage in STAGES)))
 
 
-# The order: typed, then the run's files, then the defaults ------------------------------------------------
+# --- The order: typed, then the run's files, then the defaults
 
 
 def resolve(cls: type[S], typed: Typed) -> S:
@@ -230,7 +230,7 @@ def _place(where: str, name: str) -> str:
     return f"{where}:{number}"
 
 
-# The notebook ----------------------------------------------------------------------------------------------
+# --- The notebook
 
 
 def from_notebook(cls: type[P], namespace: Mapping[str, Any]) -> P:
@@ -279,7 +279,7 @@ def _injected(namespace: Mapping[str, Any]) -> list[str]:
     return []
 
 
-# The command line: `-p name value` and papermill's other options, read before a kernel starts --------------
+# --- The command line: `-p name value` and papermill's other options, read before a kernel starts
 
 
 @dataclass(frozen=True)
@@ -373,7 +373,7 @@ def _typed(text: str) -> Any:
     return number_or_text(text)
 
 
-# Whose a run's folder is, and new runs ---------------------------------------------------------------------
+# --- Whose a run's folder is, and new runs
 
 
 def check_owner(params: StageParams) -> None:

@@ -1,4 +1,8 @@
-"""What is under `runs/`: the state of every stage, tables over the results, and what differs between runs."""
+"""What is under `runs/`: the state of every stage, tables over the results, and what differs between runs.
+
+Everything is read from `result.json`, `failure.json` and the lock of each stage folder; there is no database
+to fall out of step with them.
+"""
 
 from __future__ import annotations
 
@@ -8,45 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Any
 
 import polars as pl
 
 from dflash_lab.errors import InputError, LabError, StoreError
 from dflash_lab.files import as_json, read_json, settle, write_json
-from dflash_lab.params import Params, StageParams, param
+from dflash_lab.params import StageParams
 from dflash_lab.results import FAILURE, RESULT, differences, older_rules, read_result, stale_after
 from dflash_lab.run_params import NamedRun, Typed, find_run, resolve
 from dflash_lab.stage_run import LOCK, is_held
 from dflash_lab.stages import STAGES, params_class
 
-# ----------------------------------------------------------------------------------------------------
-# Parameters of the run browser's notebook, which is no stage: it reads runs and writes nothing but its
-# figures.
-
-
-class RunsParams(Params):
-    """Parameters of `notebooks/runs.ipynb`."""
-
-    stage: ClassVar[str] = "runs"
-
-    root: str = param("runs", "folder that holds the runs")
-    curve: str = param(
-        "loss",
-        "curve to lay over each other in the figure",
-        choices=("loss", "accuracy", "streak", "chained_tau"),
-    )
-    interactive: bool = param(True, "widgets; false for headless runs")
-
-    @property
-    def folder(self) -> Path:
-        """Where the notebook's figures go: beside the runs, in a folder that is none."""
-        return Path(self.root) / "overview"
-
-
-# ----------------------------------------------------------------------------------------------------
-# The closing table of a run: the few numbers of each stage that answer "did it work", taken from the
-# results on disk.
+# --- The closing table of a run: the few numbers of each stage that answer "did it work"
 
 
 Figures = dict[str, Any]
@@ -130,11 +108,7 @@ def _number(value: float) -> str:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# What is under `runs/`: a table over the results on disk, and what differs between runs.
-#
-# Everything is read from `result.json`, `failure.json` and the lock of each stage folder; there is no
-# database to fall out of step with them.
+# --- Tables over the results on disk, and what differs between runs
 
 
 PLAN = "plan.json"
@@ -375,9 +349,7 @@ def _column_names(runs: Sequence[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(run) for run in runs]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Each stage of a run: finished, out of date and why, failed, never run. A dry run of what would be done
-# again.
+# --- Each stage of a run: a dry run of what would be done again
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from packaging.version import Version
 
 from dflash_lab.params import cell_source, field_types, fields_table
 from dflash_lab.run_params import find_run
-from dflash_lab.runs import RunsParams
 from dflash_lab.stages import STAGES, params_class, result_class, run_function
 from dflash_lab.strict_yaml import read_parameter_file
+from dflash_lab.views.runs import RunsParams
 
 REPO = Path(__file__).resolve().parents[1]
 NOTEBOOKS = [REPO / "notebooks" / f"{stage}.ipynb" for stage in (*STAGES, "runs")]

@@ -23,8 +23,7 @@ from dflash_lab.files import write_bytes
 if TYPE_CHECKING:
     from dflash_lab.params import StageParams
 
-# ----------------------------------------------------------------------------------------------------
-# Pictures of figures, where kaleido and a Chromium exist; found once, started once a process.
+# --- Pictures of figures, where kaleido and a Chromium exist
 #
 # A browser start costs two seconds, a further picture 0.2 s, so one browser serves all figures of a
 # notebook. A missing browser is no error: the figure's data is saved anyway, and the log says once why
@@ -71,8 +70,7 @@ def to_png(fig: go.Figure, scale: float = 1.5) -> bytes | None:
         return paper.to_image("png", width=PIXELS, scale=scale)
 
 
-# ----------------------------------------------------------------------------------------------------
-# How every figure looks, and how a notebook shows it.
+# --- The look, and how a notebook shows a figure
 #
 # Figure functions are pure (data in, `go.Figure` out) and pick up the `dflash` template by importing this
 # module. Colours are those of Okabe and Ito, which stay apart for colour-blind readers; backgrounds are
@@ -187,8 +185,7 @@ def escape(text: object) -> str:
     return html.escape(str(text), quote=True)
 
 
-# ----------------------------------------------------------------------------------------------------
-# A stage's headline figures as a small table: three to a row in a notebook, one a line in a log.
+# --- A stage's headline figures: three to a row in a notebook, one a line in a log
 
 
 _COLUMNS = 3
