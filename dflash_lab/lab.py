@@ -12,7 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from traitlets import default
 
 from dflash_lab.errors import InputError, LabError
 from dflash_lab.files import make_folder, write_bytes
+from dflash_lab.progress import handling
 from dflash_lab.results import FAILURE, RESULT
 from dflash_lab.runs import PLAN, overview, run_folders, run_status
 from dflash_lab.secrets import redact
@@ -87,26 +88,15 @@ def run_lab(port: int, extra: Sequence[str]) -> int:
         words.append("--allow-root")
     paths = [str(SETTINGS), *filter(None, [os.environ.get("JUPYTER_CONFIG_PATH")])]
     environment = {**os.environ, "JUPYTER_CONFIG_PATH": os.pathsep.join(paths)}
-    with subprocess.Popen([*words, *extra], env=environment) as lab, _leaving_signals_to(lab):
-        while True:
-            try:
-                return lab.wait(LOOK_S)
-            except subprocess.TimeoutExpired:
-                seen = _kept_current(seen)
-
-
-@contextlib.contextmanager
-def _leaving_signals_to(lab: subprocess.Popen) -> Iterator[None]:
-    """Let Lab answer Ctrl-C, which reaches it by itself and which it may ask about, and pass SIGTERM on."""
-    before = [
-        (signal.SIGINT, signal.signal(signal.SIGINT, lambda *_: None)),
-        (signal.SIGTERM, signal.signal(signal.SIGTERM, lambda *_: lab.terminate())),
-    ]
-    try:
-        yield
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
+    with subprocess.Popen([*words, *extra], env=environment) as lab:
+        # Ctrl-C reaches Lab by itself, which may ask about it; SIGTERM is passed on.
+        leave_to_lab = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: lab.terminate()}
+        with handling(leave_to_lab):
+            while True:
+                try:
+                    return lab.wait(LOOK_S)
+                except subprocess.TimeoutExpired:
+                    seen = _kept_current(seen)
 
 
 def _kept_current(seen: Marks | None) -> Marks | None:

@@ -24,7 +24,7 @@ from dflash_lab.errors import InputError, LabError, near
 from dflash_lab.files import make_folder, read_json, settle, write_bytes, write_json
 from dflash_lab.papermill_engine import ENGINE, QuietEngine
 from dflash_lab.params import StageParams
-from dflash_lab.progress import duration
+from dflash_lab.progress import duration, handling
 from dflash_lab.provenance import provenance
 from dflash_lab.report import REPORT, write_index, write_report
 from dflash_lab.results import (
@@ -44,7 +44,7 @@ from dflash_lab.secrets import RedactingFormatter, redact, redact_tree
 from dflash_lab.stages import STAGES, params_class
 from dflash_lab.workspace import enter_workspace, notebook_path, stage_notebook, workspace
 
-OK, FAILED, USAGE, DEAD_KERNEL, TERMINATED = 0, 1, 2, 138, 143  # exit codes
+OK, FAILED, USAGE, TERMINATED = 0, 1, 2, 143  # exit codes; 138, papermill's own, for a dead kernel
 KILL_AFTER_S = 25.0  # a kernel that is still there this long after SIGTERM is killed; its finished files stay
 
 STOPPED = "stopped by SIGTERM; the same command goes on from what is finished"
@@ -92,13 +92,9 @@ def ended_well(text: str) -> bool:
     """
     notebook = json.loads(text)
     record = notebook["metadata"]["papermill"]
-    run = [cell for cell in notebook["cells"] if cell["cell_type"] == "code" and _source(cell)]
+    run = [c for c in notebook["cells"] if c["cell_type"] == "code" and "".join(c["source"]).strip()]
     answered = all("shell.execute_reply" in cell["metadata"].get("execution", {}) for cell in run)
     return bool(record.get("end_time")) and not record.get("exception") and answered
-
-
-def _source(cell: dict[str, Any]) -> str:
-    return "".join(cell["source"]).strip()
 
 
 def run_notebook(stage: str, given: Given, extra: list[str]) -> int:
@@ -200,13 +196,17 @@ def _worth_a_line(record: logging.LogRecord) -> bool:
     if table := re.match(r"shape: \(([\d_,]+), (\d+)\)\n", text):  # polars cuts a wide one past reading
         text = f"table: {table[1].replace('_', ',')} rows, {table[2]} columns"
     record.msg, record.args = text, ()
-    noise: tuple[str, ...] = (
-        "Executing Cell",
-        "Ending Cell",
-        "Executing notebook",
-    )
-    noise += ("Input Notebook:", "Output Notebook:", "<IPython.core.display.")
-    return bool(text) and not text.startswith(noise)
+    return bool(text) and not text.startswith(_COMMENTARY)
+
+
+_COMMENTARY = (
+    "Executing Cell",
+    "Ending Cell",
+    "Executing notebook",
+    "Input Notebook:",
+    "Output Notebook:",
+    "<IPython.core.display.",
+)
 
 
 @contextlib.contextmanager
@@ -214,28 +214,19 @@ def stops_with_words() -> Iterator[None]:
     """Outside a notebook's run (before, between, or while the report is written) SIGTERM ends the command at
     once, with the words and the exit code that it has within.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def handle(number: int, frame: object) -> None:
         logger.error(STOPPED)
         raise SystemExit(TERMINATED)
 
-    before = signal.signal(signal.SIGTERM, handle)
-    try:
+    with handling({signal.SIGTERM: handle}):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
 def _pass_on_sigterm() -> Iterator[threading.Event]:
     """Pass SIGTERM on to the kernel once, and kill the kernel if it does not end in time."""
     terminated = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield terminated
-        return
 
     def handle(number: int, frame: object) -> None:
         first = not terminated.is_set()
@@ -247,12 +238,11 @@ def _pass_on_sigterm() -> Iterator[threading.Event]:
 
     killer = threading.Timer(KILL_AFTER_S, signal_kernels, [signal.SIGKILL])
     killer.daemon = True
-    before = signal.signal(signal.SIGTERM, handle)
     try:
-        yield terminated
+        with handling({signal.SIGTERM: handle}):
+            yield terminated
     finally:
         killer.cancel()
-        signal.signal(signal.SIGTERM, before)
 
 
 def signal_kernels(number: int) -> int:
@@ -323,7 +313,10 @@ def run_all(given: Given, extra: list[str], *, stale: bool = False) -> int:
         logger.info("%s: %s", head, duration(time.monotonic() - begun))
     if worked or not (run / RESULT).exists() or not (run / REPORT).exists():
         _close(run, time.monotonic() - start)
-    _show(run)
+    for line in closing_lines(read_result(run / RESULT)["figures"]):
+        logger.info("%s", line)
+    logger.info("notebooks  %s", run / "*.ipynb")
+    logger.info("report     %s", run / REPORT)
     return OK
 
 
@@ -335,7 +328,10 @@ def plan(given: Given) -> list[tuple[str, Given]]:
     stages = [stage for stage in STAGES if (folder / f"{stage}.yaml").exists()]
     if not stages:
         raise InputError(f"{folder}: has no <stage>.yaml. Stages: {', '.join(STAGES)}.")
-    _refuse_names_of_no_stage(stages, given)
+    known = {name for stage in stages for name in params_class(stage).model_fields}
+    for name, _ in [*given.typed, *given.raw]:
+        if name not in known:
+            raise InputError(f"no stage has a parameter {name[:80]!r}{near(name, known)}.")
     steps = []
     for stage in stages:
         own = _only_known(stage, given)
@@ -358,13 +354,6 @@ def _only_known(stage: str, given: Given) -> Given:
     )
 
 
-def _refuse_names_of_no_stage(stages: list[str], given: Given) -> None:
-    known = {name for stage in stages for name in params_class(stage).model_fields}
-    for name, _ in [*given.typed, *given.raw]:
-        if name not in known:
-            raise InputError(f"no stage has a parameter {name[:80]!r}{near(name, known)}.")
-
-
 def _close(run: Path, wall_s: float) -> None:
     """Write the run's closing table, its report and the index of runs."""
     figures = closing_figures(run)
@@ -378,13 +367,6 @@ def _close(run: Path, wall_s: float) -> None:
     write_json(run / RESULT, redact_tree(record))
     write_report(run)
     write_index(run.parent)
-
-
-def _show(run: Path) -> None:
-    for line in closing_lines(read_result(run / RESULT)["figures"]):
-        logger.info("%s", line)
-    logger.info("notebooks  %s", run / "*.ipynb")
-    logger.info("report     %s", run / REPORT)
 
 
 # --- papermill's own command

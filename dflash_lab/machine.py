@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import resource
@@ -234,20 +235,14 @@ _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 
 
-def reset_peak() -> bool:
-    """Start a new measurement.
-
-    False when this system cannot reset its counter: then the peak is the process's own.
-    """
+def reset_peak() -> None:
+    """Start a new measurement. Where this system cannot reset its counter, the peak is the process's own."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         for index in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(index)
-    try:
+    with contextlib.suppress(OSError):
         _CLEAR.write_text("5")  # the kernel sets VmHWM back to the present resident size
-    except OSError:
-        return False
-    return True
 
 
 def peak_memory() -> dict[str, float]:

@@ -1,5 +1,6 @@
-"""What papermill loads of ours, by the entry point in pyproject.toml: an engine; and a process that is the
-`papermill` command and means one of our notebooks goes on as `launch`.
+"""What papermill loads of ours, whenever it is imported: an engine. It stays cheap to import.
+
+A process that is the `papermill` command and means one of our notebooks goes on as `launch`.
 """
 
 from __future__ import annotations

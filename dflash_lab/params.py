@@ -204,6 +204,8 @@ class StageParams(Params):
     ...
     ...     def check(self) -> None:
     ...         self.require(self.mode == "plain" or self.times < 10, "times", "a loud one at most 9 times")
+    >>> GreetParams(times="3").times
+    3
     >>> GreetParams(times=0, tmies=2)
     Traceback (most recent call last):
         ...

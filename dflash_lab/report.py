@@ -16,7 +16,7 @@ from typing import Any
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.files import write_bytes
 from dflash_lab.progress import duration
-from dflash_lab.runs import closing_figures, closing_lines, overview, run_folders, stage_table
+from dflash_lab.runs import closing_figures, closing_lines, closing_number, overview, run_folders, stage_table
 from dflash_lab.secrets import redact
 
 REPORT = "report.html"
@@ -91,7 +91,7 @@ def _shown(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
-        return f"{value:,.3f}" if abs(value) < 100 else f"{value:,.0f}"
+        return closing_number(value)
     return f"{value:%Y-%m-%d %H:%M}" if hasattr(value, "strftime") else str(value)
 
 

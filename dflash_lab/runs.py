@@ -85,7 +85,7 @@ def closing_figures(run: Path) -> Figures:
 def closing_rows(figures: Figures) -> list[tuple[str, str, str]]:
     """Return the table as text: name, value, unit."""
     return [
-        (name, _number(value), ROWS[name][0])
+        (name, closing_number(value), ROWS[name][0])
         if name in ROWS
         else (name.removesuffix("_seconds") + " time", f"{value:,.1f}", "s")
         for name, value in figures.items()
@@ -102,7 +102,8 @@ def closing_lines(figures: Figures) -> list[str]:
     return [*lines, *([figures[JUDGEMENT]] if JUDGEMENT in figures else [])]
 
 
-def _number(value: float) -> str:
+def closing_number(value: float) -> str:
+    """Return a number as the tables show it: an int whole, a float with three decimals below 100."""
     return (
         f"{value:,}" if isinstance(value, int) else f"{value:,.3f}" if abs(value) < 100 else f"{value:,.0f}"
     )

@@ -26,7 +26,7 @@ from dflash_lab.errors import FileError, StoreError, carried, chain, file_error
 from dflash_lab.files import lock_holder, make_folder, plain, replace, settle, sole_lock, sweep, write_json
 from dflash_lab.machine import collect, forget_locals, release
 from dflash_lab.params import StageParams
-from dflash_lab.progress import Progress, ProgressCallback, StopFlag, Stopped, duration
+from dflash_lab.progress import Progress, ProgressCallback, StopFlag, Stopped, duration, handling
 from dflash_lab.provenance import provenance
 from dflash_lab.results import (
     FAILURE,
@@ -198,10 +198,7 @@ def _stoppable(progress: ProgressCallback, stop: StopFlag) -> ProgressCallback:
 
 @contextlib.contextmanager
 def _on_sigterm(stop: StopFlag, end_by_force: Callable[[], None]) -> Iterator[None]:
-    """Turn SIGTERM into a stop at the next report; only the main thread can, others run without."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Turn SIGTERM into a stop at the next report, and end by force a stage that does not reach one."""
 
     def handle(number: int, frame: Any) -> None:
         stop.set("SIGTERM")
@@ -210,12 +207,11 @@ def _on_sigterm(stop: StopFlag, end_by_force: Callable[[], None]) -> Iterator[No
 
     killer = threading.Timer(UNSTOPPED_S, end_by_force)
     killer.daemon = True
-    before = signal.signal(signal.SIGTERM, handle)
     try:
-        yield
+        with handling({signal.SIGTERM: handle}):
+            yield
     finally:
         killer.cancel()
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
