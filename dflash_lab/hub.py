@@ -69,19 +69,14 @@ def checkpoint_of(target: str, known: Iterable[str]) -> str:
     except LocalEntryNotFoundError as error:
         options = [*known, *cached_ids(), *folders_beside(target)]
         short = {option.removeprefix("random:").split("/")[-1].lower(): option for option in options}
-        meant = near(target, options) or _by_name(target, short)
+        if not (meant := near(target, options)):  # by last names, told as what they belong to
+            meant = near(target.split("/")[-1].lower(), short)
+            for name, option in short.items():
+                meant = meant.replace(repr(name), repr(option))
         raise InputError(
             f"target {target!r}: {why}, and it is neither in this machine's cache of hub models nor a "
             f"folder{meant}. Give a local folder, or smollm2, or random:<shape>; or connect to the hub."
         ) from error
-
-
-def _by_name(target: str, short: dict[str, str]) -> str:
-    """Return the near match among the options' last names, in the words of `near`."""
-    found = near(target.split("/")[-1].lower(), short)
-    for name, option in short.items():
-        found = found.replace(repr(name), repr(option))
-    return found
 
 
 def cached_ids() -> list[str]:

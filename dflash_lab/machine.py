@@ -207,7 +207,12 @@ def release() -> None:
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         if hasattr(sys, name):
             setattr(sys, name, None)
-    _forget_notebook_error()
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if traceback_printer := getattr(shell, "InteractiveTB", None):  # IPython's front ends have one
+        traceback_printer.tb = None
+    if result := getattr(shell, "last_execution_result", None):
+        result.error_in_exec = result.error_before_exec = None
     collect()
 
 
@@ -217,15 +222,6 @@ def collect() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-
-
-def _forget_notebook_error() -> None:
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    if traceback_printer := getattr(shell, "InteractiveTB", None):  # IPython's front ends have one
-        traceback_printer.tb = None
-    if result := getattr(shell, "last_execution_result", None):
-        result.error_in_exec = result.error_before_exec = None
 
 
 # --- The peak memory of a stage

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.files import write_bytes
@@ -32,7 +33,12 @@ def write_report(run: Path) -> Path:
     stages = [row for row in table.iter_rows(named=True) if row["run"] == run.resolve().name]
     if not stages:
         raise InputError(f"{run}: holds no stage. Run one first: dflash-lab run {run.name}")
-    body = [f"<h1>{html.escape(run.resolve().name)}</h1>", _closing(run), _state_table(stages)]
+    closing = html.escape("\n".join(closing_lines(closing_figures(run))))
+    body = [
+        f"<h1>{html.escape(run.resolve().name)}</h1>",
+        f'<pre style="white-space: pre-wrap">{closing}</pre>' if closing else "",
+        _state_table(stages),
+    ]
     figures = 0
     for row in stages:
         blocks = []
@@ -55,7 +61,7 @@ def write_index(root: Path) -> Path:
     for row in overview(root).iter_rows(named=True) if run_folders(root) else []:
         name = html.escape(row["run"], quote=True)
         link = (
-            f'<a href="{_href(row["run"])}/{REPORT}">{name}</a>'
+            f'<a href="{quote(row["run"])}/{REPORT}">{name}</a>'
             if (root / row["run"] / REPORT).exists()
             else name
         )
@@ -81,24 +87,12 @@ _INDEX_HEADS = (
 )
 
 
-def _href(name: str) -> str:
-    from urllib.parse import quote
-
-    return quote(name)
-
-
 def _shown(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
         return closing_number(value)
     return f"{value:%Y-%m-%d %H:%M}" if hasattr(value, "strftime") else str(value)
-
-
-def _closing(run: Path) -> str:
-    lines = closing_lines(closing_figures(run))
-    text = html.escape(chr(10).join(lines))
-    return f'<pre style="white-space: pre-wrap">{text}</pre>' if lines else ""
 
 
 def _state_table(stages: list[dict[str, Any]]) -> str:

@@ -51,7 +51,10 @@ def read_result(path: Path) -> dict[str, Any]:
 
 def input_fingerprints(params: StageParams) -> dict[str, str]:
     """Return the fingerprint of each input by its path, that of a local target among them."""
-    return fingerprints([*_target_folder(params), *params.inputs()], params.run_folder)
+    target = Path(os.path.expanduser(params.target))
+    # A folder without a config is no checkpoint, and may be a whole disk.
+    folders = [target] if os.path.exists(target / "config.json") else []
+    return fingerprints([*folders, *params.inputs()], params.run_folder)
 
 
 class WouldReplace(InputError):
@@ -216,12 +219,6 @@ def of_today(cls: type[StageParams], parameters: dict[str, Any]) -> dict[str, An
     """
     named = {cls.renamed.get(name, name): value for name, value in parameters.items()}
     return {**defaults(cls), **named}
-
-
-def _target_folder(params: StageParams) -> list[Path]:
-    """The target's folder; one without a config is no checkpoint, and may be a whole disk."""
-    folder = Path(os.path.expanduser(params.target))
-    return [folder] if os.path.exists(folder / "config.json") else []
 
 
 # --- Fingerprints: whether inputs changed, without reading terabytes

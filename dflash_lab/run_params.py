@@ -297,13 +297,18 @@ class Given:
         """Yield (where, values), the weakest first."""
         flags = {name for name, kind in field_types(params_class(stage)).items() if kind is bool}
         for text in self.base64:
-            yield "-b", parse_parameters(_decode(text), "-b", flags)
+            try:
+                decoded = base64.b64decode(text, validate=True).decode("utf-8")
+            except ValueError:
+                raise InputError("-b: not base64 of UTF-8 text.") from None
+            yield "-b", parse_parameters(decoded, "-b", flags)
         for path in self.files:
             yield path, read_parameter_file(path, flags)
         for text in self.yaml:
             yield "-y", parse_parameters(text, "-y", flags)
         for name, text in self.typed:
-            yield "-p", {name: _typed(text)}
+            words = {"True": True, "False": False, "None": None}  # as papermill reads them
+            yield "-p", {name: words[text] if text in words else number_or_text(text)}
         for name, text in self.raw:
             yield "-r", {name: text}
 
@@ -359,20 +364,6 @@ def read_given(cls: type[S], given: Given) -> S:
     return resolve(cls, typed)
 
 
-def _decode(text: str) -> str:
-    try:
-        return base64.b64decode(text, validate=True).decode("utf-8")
-    except ValueError:
-        raise InputError("-b: not base64 of UTF-8 text.") from None
-
-
-def _typed(text: str) -> Any:
-    """Read a `-p` value as papermill does: True, False, None, a number, else the text."""
-    if text in ("True", "False", "None"):
-        return {"True": True, "False": False, "None": None}[text]
-    return number_or_text(text)
-
-
 # --- Whose a run's folder is, and new runs
 
 
@@ -384,9 +375,13 @@ def check_owner(params: StageParams) -> None:
     mine = _parameters_of(params)
     if owner is None or mine is None or owner.resolve() == mine.resolve() or not owner.is_dir():
         return
+    apart = f"rename one of the two folders, or give run_dir. To take it over, remove {RUN_FILE} there."
+    if params.run_dir:
+        where = params.origins.get("run_dir", "")
+        apart = f"give another run_dir ({where}), or leave it out for runs/{params.run_name}."
     raise InputError(
         f"{params.run_folder} holds the run of {_shown(owner)}, and these parameters are those of {mine}. "
-        f"Two runs never share a folder: {_apart(params)}"
+        f"Two runs never share a folder: {apart}"
     )
 
 
@@ -427,13 +422,6 @@ def _owner(folder: Path) -> Path | None:
 
 def _shown(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def _apart(params: StageParams) -> str:
-    if params.run_dir:
-        where = params.origins.get("run_dir", "")
-        return f"give another run_dir ({where}), or leave it out for runs/{params.run_name}."
-    return f"rename one of the two folders, or give run_dir. To take it over, remove {RUN_FILE} there."
 
 
 def new_run(name: str, *, source: str = "own", target: str = "", input: str = "") -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +20,7 @@ from dflash_lab.errors import InputError, LabError, StoreError
 from dflash_lab.files import as_json, read_json, settle, write_json
 from dflash_lab.params import StageParams
 from dflash_lab.results import FAILURE, RESULT, differences, older_rules, read_result, stale_after
-from dflash_lab.run_params import NamedRun, Typed, find_run, resolve
+from dflash_lab.run_params import find_run, resolve
 from dflash_lab.stage_run import LOCK, is_held
 from dflash_lab.stages import STAGES, params_class
 
@@ -203,7 +203,14 @@ def folder_state(folder: Path) -> tuple[str, dict[str, Any]]:
     try:
         if (folder / RESULT).exists():
             record = _sound(read_result(folder / RESULT), folder / RESULT)
-            return "finished", {**record, "message": _later_attempt(folder)}
+            record["message"] = ""
+            if (
+                folder / FAILURE
+            ).exists():  # of an attempt to replace the result, which is valid all the same
+                later = _sound(read_json(folder / FAILURE), folder / FAILURE)
+                state = later.get("state", "failed")
+                record["message"] = f"a later attempt {state}: {later.get('message', '')}"
+            return "finished", record
         if (folder / FAILURE).exists():
             record = _sound(read_json(folder / FAILURE), folder / FAILURE)
             return record.get("state", "failed"), record
@@ -212,14 +219,6 @@ def folder_state(folder: Path) -> tuple[str, dict[str, Any]]:
     if not (folder / LOCK).exists():
         return "never run", {}
     return "killed", {"message": "started and gone without a result; run it again to go on"}
-
-
-def _later_attempt(folder: Path) -> str:
-    """Say how an attempt to replace a finished result ended, which is valid all the same."""
-    if not (folder / FAILURE).exists():
-        return ""
-    record = _sound(read_json(folder / FAILURE), folder / FAILURE)
-    return f"a later attempt {record.get('state', 'failed')}: {record.get('message', '')}"
 
 
 def _sound(record: Any, path: Path) -> dict[str, Any]:
@@ -342,10 +341,6 @@ def _checked_names(runs: Sequence[Path]) -> list[str]:
     for run in runs:
         if not run.is_dir():
             raise InputError(f"{run}: no such run folder.")
-    return _column_names(runs)
-
-
-def _column_names(runs: Sequence[Path]) -> list[str]:
     names = [run.resolve().name for run in runs]
     return names if len(set(names)) == len(names) else [str(run) for run in runs]
 
@@ -372,16 +367,20 @@ def run_status(run: str | Path, run_dir: str | Path = "") -> list[StageStatus]:
     Raises an `InputError` for a run that is not there.
     """
     named = find_run(str(run), str(run_dir))
+    # With `common.yaml` alone a run has parameters for all stages.
+    files = set() if named.parameters is None else {path.stem for path in named.parameters.glob("*.yaml")}
     typed: dict[str, tuple[Any, str]] = {"run": (str(run), "given by name")}
     if run_dir:
         typed["run_dir"] = (str(run_dir), "given by name")
     found: list[StageStatus] = []
     again: dict[str, str] = {}  # folder of a stage -> the earlier one that comes first
     for stage in STAGES:
-        if not _has(named, stage):
+        if stage not in files and files & {*STAGES}:
             continue
         try:
-            shards = list(_shards(stage, typed))
+            first = resolve(params_class(stage), typed)
+            count = getattr(first, "num_shards", 0)
+            shards = [first.changed(shard=shard) for shard in range(count)] or [first]
         except LabError as error:
             found.append(StageStatus(stage, stage, "unreadable", str(error)))
             continue
@@ -394,18 +393,6 @@ def run_status(run: str | Path, run_dir: str | Path = "") -> list[StageStatus]:
                 again |= dict.fromkeys(stale_after(params), params.folder.name)
             found.append(StageStatus(stage, params.folder.name, state, why))
     return found
-
-
-def _has(named: NamedRun, stage: str) -> bool:
-    """Say whether a run has parameters for a stage; with `common.yaml` alone it has them for all."""
-    files = [] if named.parameters is None else [path.stem for path in named.parameters.glob("*.yaml")]
-    return stage in files or not {*files} & {*STAGES}
-
-
-def _shards(stage: str, typed: Typed) -> Iterator[StageParams]:
-    first = resolve(params_class(stage), typed)
-    for shard in range(getattr(first, "num_shards", 1)):
-        yield first.changed(shard=shard) if hasattr(first, "shard") else first
 
 
 def _state(params: StageParams) -> tuple[str, str]:

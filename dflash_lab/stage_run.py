@@ -97,7 +97,13 @@ def _run(params: StageParams, inputs: dict[str, str], progress: ProgressCallback
     make_folder(params.fresh)
     stop = StopFlag()
     own = Progress(interactive=params.interactive, stop=stop) if progress is None else None
-    report = _stoppable(progress, stop) if progress is not None else own
+
+    def stoppable(description: str, done: int, total: int, **fields: Any) -> None:
+        stop.check()
+        assert progress is not None
+        progress(description, done, total, **fields)
+
+    report = own or stoppable
     machine.reset_peak()
     start = time.monotonic()
     try:
@@ -178,7 +184,7 @@ def failure_record(params: StageParams, error: BaseException, seconds: float) ->
         "error": type(error).__name__,
         "message": str(error)[:4000],
         "where": frames[-12:],
-        "details": plain(details_of(error)),
+        "details": plain(carried(error, "details", dict) or {}),
         "advice": advice_for(error, params),
         "parameters": params.as_dict(),
         "seconds": round(seconds, 3),
@@ -186,14 +192,6 @@ def failure_record(params: StageParams, error: BaseException, seconds: float) ->
         **provenance(),
     }
     return redact_tree(record)
-
-
-def _stoppable(progress: ProgressCallback, stop: StopFlag) -> ProgressCallback:
-    def report(description: str, done: int, total: int, **fields: Any) -> None:
-        stop.check()
-        progress(description, done, total, **fields)
-
-    return report
 
 
 @contextlib.contextmanager
@@ -276,15 +274,10 @@ def is_held(folder: Path) -> bool:
     return lock_holder(folder / LOCK) is not None
 
 
-# --- What failure.json says beside the error: what the exception itself knows, or what its kind tells
+# --- What failure.json advises: what the exception itself knows, or what its kind tells
 
 
 _SIZES = ("batch", "block", "tokens", "anchors", "length", "layers", "taps", "budget", "size", "samples")
-
-
-def details_of(error: BaseException) -> dict[str, Any]:
-    """Return the plain facts (batch, lengths, memory) that the error or its cause carries as `details`."""
-    return {str(name): value for name, value in (carried(error, "details", dict) or {}).items()}
 
 
 def advice_for(error: BaseException, params: StageParams) -> str:

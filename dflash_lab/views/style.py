@@ -125,16 +125,27 @@ def show(fig: go.Figure, params: StageParams, name: str = "") -> None:
     """Display `fig` in a notebook, and keep it as `<stage folder>/figures/<name>.json` (name: the title's
     words).
     """
+    from IPython.display import display
+
     plain = go.Figure(fig)
     content = plain.to_json()
     name = name or slug(plain.layout.title.text or "figure")
     if len(content) > MAX_BYTES:
         logger.warning("figure %r holds %.1f MB: thin it out (style.thin)", name, len(content) / 1e6)
     write_bytes(params.folder / "figures" / f"{name}.json", content.encode())
-    if params.interactive or os.environ.get("PLOTLY_RENDERER"):
-        _show_live(fig)
-    else:
-        _show_saved(plain, content, name)
+    interactive = params.interactive or os.environ.get("PLOTLY_RENDERER")
+    if interactive and isinstance(fig, go.FigureWidget):
+        display(fig)
+    elif interactive:
+        fig.show()
+    else:  # what a saved notebook should hold: the figure as data, its picture if there is one, a name
+        bundle: dict[str, Any] = {
+            "application/vnd.plotly.v1+json": {**json.loads(content), "config": {"responsive": True}},
+            "text/plain": f"figure: {name}",
+        }
+        if picture := to_png(plain):
+            bundle["image/png"] = base64.b64encode(picture).decode()
+        display(bundle, raw=True)
 
 
 def live(fig: go.Figure, height: int | None = None) -> go.FigureWidget:
@@ -142,29 +153,6 @@ def live(fig: go.Figure, height: int | None = None) -> go.FigureWidget:
     the notebook beside the file browser at 1280 pixels.
     """
     return go.FigureWidget(fig).update_layout(width=WIDTH, **({} if height is None else {"height": height}))
-
-
-def _show_live(fig: go.Figure) -> None:
-    if isinstance(fig, go.FigureWidget):
-        from IPython.display import display
-
-        display(fig)
-    else:
-        fig.show()
-
-
-def _show_saved(fig: go.Figure, content: str, name: str) -> None:
-    """Display what a saved notebook should hold: the figure as data, its picture if there is one, a name."""
-    from IPython.display import display
-
-    bundle: dict[str, Any] = {
-        "application/vnd.plotly.v1+json": {**json.loads(content), "config": {"responsive": True}},
-        "text/plain": f"figure: {name}",
-    }
-    picture = to_png(fig)
-    if picture is not None:
-        bundle["image/png"] = base64.b64encode(picture).decode()
-    display(bundle, raw=True)
 
 
 def slug(title: str) -> str:
