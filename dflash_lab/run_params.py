@@ -33,7 +33,7 @@ from dflash_lab.params import (
 from dflash_lab.results import RESULT, of_today, read_result
 from dflash_lab.stages import STAGES, params_class
 from dflash_lab.strict_yaml import parameter_text, parse_parameters, read_parameter_file
-from dflash_lab.workspace import enter_workspace, started_by_papermill
+from dflash_lab.workspace import enter_workspace, show_logging_in_kernel, started_by_papermill
 
 COMMON = "common.yaml"
 PARAMS, RUNS = Path("params"), Path("runs")
@@ -253,6 +253,7 @@ def from_notebook(cls: type[P], namespace: Mapping[str, Any]) -> P:
             f"{cls.stage}: the parameters cell does not set {lost}. Run it, or add the line back."
         )
     enter_workspace()
+    show_logging_in_kernel()
     values = {name: namespace[name] for name in known if namespace[name] is not None}
     typed = {
         name: (value, "given to papermill" if name in injected else TYPED) for name, value in values.items()

@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -40,9 +39,9 @@ from dflash_lab.results import (
     older_rules,
 )
 from dflash_lab.run_params import check_owner, claim
-from dflash_lab.secrets import RedactingFormatter, redact_tree
+from dflash_lab.secrets import redact_tree
 from dflash_lab.stages import result_class, run_function
-from dflash_lab.workspace import in_kernel
+from dflash_lab.workspace import logging_shown
 
 LOCK = ".lock"  # in a stage's folder: its text says who held it last, the kernel's lock who holds it now
 UNSTOPPED_S = 20.0  # a stage that has not reached a report this long after SIGTERM is ended by force
@@ -60,7 +59,7 @@ def execute(params: StageParams, progress: ProgressCallback | None = None) -> An
     after writing `failure.json` beside where the result would be.
     """
     release()  # an earlier cell's error may still hold GPU memory
-    with _logging():
+    with logging_shown():
         check_owner(params)
         settle(params.run_folder)
         inputs = input_fingerprints(params)
@@ -234,24 +233,6 @@ def _forced(params: StageParams, start: float) -> None:
     logger.error(words)
     _write_failure(params, Stopped(words), start)
     os._exit(128 + signal.SIGTERM)
-
-
-@contextlib.contextmanager
-def _logging() -> Iterator[None]:
-    """Let the package's log lines reach the job's log or the notebook's output, without secrets."""
-    root = logging.getLogger("dflash_lab")
-    # A notebook shows stderr as a red box, which is for errors.
-    handler = logging.StreamHandler(sys.stdout if in_kernel() else sys.stderr)
-    handler.setFormatter(RedactingFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
-    level = root.level
-    root.addHandler(handler)
-    if level == logging.NOTSET:
-        root.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        root.removeHandler(handler)
-        root.setLevel(level)
 
 
 # --- One process at a time in a stage's folder
