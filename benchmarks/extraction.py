@@ -261,7 +261,7 @@ def codec_errors() -> dict[str, dict[str, float]]:
     """
     target = load_target("smollm2", last_layer=14, with_head=False)
     ids = torch.tensor([target.tokenizer((ROOT / "LICENSE").read_text()[:4000])["input_ids"][:400]])
-    with Taps(target.layers, [14]) as taps:
+    with Taps(target, [14]) as taps:
         target.body(input_ids=ids, use_cache=False)
         rows = taps.take()[0].flatten(0, 1).to(torch.bfloat16)
     rest = rows.float().square().sum(dim=0).argsort()[:-8]

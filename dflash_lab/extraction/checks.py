@@ -36,9 +36,8 @@ from dflash_lab.extraction.manifest import (
 )
 from dflash_lab.extraction.store import Layout, as_keys, find_codec, open_part
 from dflash_lab.extraction.writer import FINDINGS, Capture, check_rows, pad
-from dflash_lab.models import source
 from dflash_lab.models.hooks import check_tap_ids
-from dflash_lab.models.load import Target
+from dflash_lab.models.load import Target, cut_config, find_parts, skeleton
 
 log = logging.getLogger(__name__)
 
@@ -124,9 +123,9 @@ def body_parameters(config: PretrainedConfig, last_layer: int) -> int:
 
     For a mixture of experts every expert counts, so its hours are an upper bound.
     """
-    config = source.cut_config(config, last_layer)
-    body = source.skeleton(config, name="preflight", dtype=torch.bfloat16)
-    layers = source.find_parts(body, config, "preflight").layers
+    config = cut_config(config, last_layer)
+    body = skeleton(config, name="preflight", dtype=torch.bfloat16)
+    layers = find_parts(body, config, "preflight").layers
     return sum(parameter.numel() for parameter in layers.parameters())
 
 

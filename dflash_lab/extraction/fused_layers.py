@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from dflash_lab.errors import InputError
 from dflash_lab.extraction import fused_reference
 from dflash_lab.extraction.fused_reference import Gates
+from dflash_lab.models.hooks import TOLERANCE, layer_errors
 from dflash_lab.models.kv_cache import CACHE_KEYWORDS
-from dflash_lab.models.layer_proof import TOLERANCE, layer_errors
 from dflash_lab.models.load import Target
 from dflash_lab.models.spans import FULL, LINEAR, Span
 

@@ -83,7 +83,7 @@ class Capture:
         wanted = [*layout.tap_ids, *([target.num_layers - 1] if layout.has_final else [])]
         ids = sorted(set(wanted))
         self._order = [ids.index(layer) for layer in wanted]  # caught state of each stored one
-        self._taps = Taps(target.layers, ids)
+        self._taps = Taps(target, ids)
         self._stack = contextlib.ExitStack()
         self._cuda = target.device.type == "cuda"
         self._stream = torch.cuda.Stream(target.device) if self._cuda else None

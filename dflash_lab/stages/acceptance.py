@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 from dflash_lab import files
 from dflash_lab.acceptance.results import Evaluation
 from dflash_lab.acceptance.settings import EvaluationSettings
-from dflash_lab.judgement import of_acceptance
 from dflash_lab.params import StageParams, param
+from dflash_lab.stages.judgement import of_acceptance
 
 logger = logging.getLogger(__name__)
 

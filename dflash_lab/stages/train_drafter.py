@@ -437,7 +437,7 @@ def headline(
     rates, and in a sentence what they amount to.
     """
     from dflash_lab.extraction.manifest import trial_of
-    from dflash_lab.judgement import of_training
+    from dflash_lab.stages.judgement import of_training
     from dflash_lab.stages.train_processes import MEMORY, SUMMARY
 
     losses = steps.filter(pl.col("loss").is_not_null())["loss"]

@@ -21,9 +21,9 @@ import polars as pl
 from dflash_lab import files
 from dflash_lab.drafter.workers import WorkerFailed, words_of
 from dflash_lab.errors import InputError, naming
-from dflash_lab.judgement import before_training
 from dflash_lab.machine import usable_cpus
 from dflash_lab.stages import params_class
+from dflash_lab.stages.judgement import before_training
 from dflash_lab.stages.training_inputs import SNAPSHOT
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 import polars as pl
 
 from dflash_lab.acceptance.results import Costs, operating_points
-from dflash_lab.judgement import learned, of_acceptance
+from dflash_lab.stages.judgement import learned, of_acceptance
 from dflash_lab.views.style import BELOW_LEFT, BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SEQUENTIAL, SKY, escape
 
 if TYPE_CHECKING:
