@@ -13,6 +13,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 import torch
+from support.live_cells import live_cell
 
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.errors import InputError
@@ -214,6 +215,17 @@ def test_a_budget_that_padding_would_eat_is_lowered_and_the_result_says_so(param
     assert figure.data[1].x[0] * figure.data[1].y[0] == pytest.approx(result.figures["token_budget"])
     kept = execute(params(token_budget=200, force=True))
     assert "token_budget_lowered" not in kept.figures
+
+
+def test_the_notebooks_live_cells_halve_a_batch_and_catch_two_layers(capsys) -> None:
+    names: dict[str, object] = {}
+    exec(live_cell("extract"), names)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["8", "4", "4", "4", "4", "3"]
+    assert "out of memory" in lines[0] and all(line.endswith(": stored") for line in lines[1:])
+    exec(live_cell("extract", "toy-taps"), names)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all("(1, 10, 32)" in line and line.endswith("True") for line in lines)
 
 
 # A trial ---------------------------------------------------------------------------------------------------
