@@ -36,8 +36,8 @@ NOWHERE = tl.constexpr(2147483647)
 # of these names: Triton 3.6 refuses such a kernel at its first launch.
 ROWS = (
     "LABEL", "LOGIT", "LSE", "LSE_T", "CE", "ENTROPY", "P_MAX", "ARGMAX", "ABOVE", "PEAK", "MASS", "SLOPE",
-    "MASS_T", "SOURCE", "TARGET_LSE", "TARGET_LSE_T", "BELOW", "RANK", "HARD", "SOFT", "CAP", "TV", "LOST",
-    "KL", "INVERSE", "SCALE", "ANCHOR", "SLOT",
+    "MASS_T", "SOURCE", "TARGET_LSE", "TARGET_LSE_T", "LESS_MASS", "RANK", "HARD", "SOFT", "CAP", "TV",
+    "LOST", "KL", "INVERSE", "SCALE", "ANCHOR", "SLOT",
 )  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def sums_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=ROWS)
 def divergence_kernel(
-    Z, S, SOURCE, LSE, LSE_T, TARGET_LSE, TARGET_LSE_T, KL, TV, BELOW,
+    Z, S, SOURCE, LSE, LSE_T, TARGET_LSE, TARGET_LSE_T, KL, TV, LESS_MASS,
     stride, target_stride, vocab, inv_t, HOT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a row: sums of q (log q - log p) at T, of max(q - p, 0), and of p where p < q."""
@@ -183,7 +183,7 @@ def divergence_kernel(
     target_lse_t = tl.load(TARGET_LSE_T + source)
     kl = tl.zeros([BLOCK], tl.float32)
     tv = tl.zeros([BLOCK], tl.float32)
-    below = tl.zeros([BLOCK], tl.float32)
+    less_mass = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
         column = start + tl.arange(0, BLOCK)
         z = tl.load(Z + column, mask=column < vocab, other=-float("inf"))
@@ -193,7 +193,7 @@ def divergence_kernel(
         p = tl.exp2(log_p * LOG2E)
         q = tl.exp2(log_q * LOG2E)
         tv += tl.maximum(q - p, 0.0)
-        below += tl.where(p < q, p, 0.0)
+        less_mass += tl.where(p < q, p, 0.0)
         if HOT:
             log_p = z * inv_t - lse_t
             log_q = s * inv_t - target_lse_t
@@ -201,12 +201,12 @@ def divergence_kernel(
         kl += tl.where(q == 0.0, 0.0, q * (log_q - log_p))
     tl.store(KL + row, tl.sum(kl, axis=0))
     tl.store(TV + row, tl.sum(tv, axis=0))
-    tl.store(BELOW + row, tl.sum(below, axis=0))
+    tl.store(LESS_MASS + row, tl.sum(less_mass, axis=0))
 
 
 @triton.jit(do_not_specialize_on_alignment=ROWS)
 def gradient_kernel(
-    Z, S, SOURCE, LABEL, LSE, LSE_T, ENTROPY, RANK, TARGET_LSE, TARGET_LSE_T, BELOW, HARD, SOFT, CAP, TV,
+    Z, S, SOURCE, LABEL, LSE, LSE_T, ENTROPY, RANK, TARGET_LSE, TARGET_LSE_T, LESS_MASS, HARD, SOFT, CAP, TV,
     OUT, LOST, KL,
     stride, target_stride, out_stride, vocab, offset, inv_t, softcap, span,
     HAS_HARD: tl.constexpr, HAS_SOFT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TV: tl.constexpr,
@@ -231,7 +231,7 @@ def gradient_kernel(
     cap = 0.0
     entropy = 0.0
     tv = 0.0
-    below = 0.0
+    less_mass = 0.0
     if TARGET:
         source = tl.load(SOURCE + row)
         S += source * target_stride
@@ -246,7 +246,7 @@ def gradient_kernel(
         cap = tl.where(tl.load(RANK + row) == 0, tl.load(CAP + row), 0.0)
     if HAS_TV:
         tv = tl.load(TV + row)
-        below = tl.load(BELOW + row)
+        less_mass = tl.load(LESS_MASS + row)
     if (part == 0) & ((label < 0) | (label >= vocab)):
         tl.store(LOST + row, 0.0)
     kl = tl.zeros([BLOCK], tl.float32)
@@ -276,7 +276,7 @@ def gradient_kernel(
             if HAS_TV:
                 if HOT:
                     q = tl.exp2((s - target_lse) * LOG2E)
-                grad += tv * p * (below - tl.where(p < q, 1.0, 0.0))
+                grad += tv * p * (less_mass - tl.where(p < q, 1.0, 0.0))
         here = (label >= start) & (label < tl.minimum(start + BLOCK, last))
         if here:
             grad = tl.where(column == label, grad - hard, grad)
@@ -456,14 +456,14 @@ class TritonRows(RowPass):
     def divergence(self, rows: Rows, terms: Terms, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         assert rows.s is not None and rows.source is not None and rows.target is not None
         count, vocab = rows.z.shape
-        kl, tv, below = torch.empty(3, count, device=rows.z.device)
+        kl, tv, less_mass = torch.empty(3, count, device=rows.z.device)
         divergence_kernel[(count,)](
             rows.z, rows.s, rows.source, terms.lse, terms.lse_t, rows.target.lse, rows.target.lse_t, kl, tv,
-            below,
+            less_mass,
             rows.z.stride(0), rows.s.stride(0), vocab, 1 / temperature,
             HOT=temperature != 1.0, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
-        return kl, tv, below
+        return kl, tv, less_mass
 
     def gradient(
         self, rows: Rows, terms: Terms, factors: Coefficients, config: LossConfig, out: Tensor
@@ -477,7 +477,7 @@ class TritonRows(RowPass):
         target = rows.target
         gradient_kernel[(count, parts)](
             rows.z, rows.s, rows.source, rows.label, terms.lse, terms.lse_t, terms.entropy, terms.rank,
-            None if target is None else target.lse, None if target is None else target.lse_t, terms.below,
+            None if target is None else target.lse, None if target is None else target.lse_t, terms.less_mass,
             factors.hard, factors.soft, factors.cap, factors.tv, out, lost, kl,
             rows.z.stride(0), 0 if rows.s is None else rows.s.stride(0), out.stride(0), vocab, rows.offset,
             1 / config.temperature, config.logit_softcap, span,

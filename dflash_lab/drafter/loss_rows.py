@@ -20,15 +20,14 @@ from dflash_lab.drafter.loss_terms import (
     finish_target,
 )
 
-# ----------------------------------------------------------------------------------------------------
-# The contract of a row pass: what is done to a chunk's logits between the matmuls.
-#
-# A backend provides sums, divergences and the logit gradient; a backend that can do a step of the sweep in
-# fewer kernels overrides that step too. Everything is per row, so chunks of any size give the same result.
-
 
 class RowPass(ABC):
-    """One backend. -inf logits (padding) contribute 0; a row with NaN or +inf, or all -inf, becomes NaN."""
+    """One backend: sums, divergences and the logit gradient; one that can do a step of the sweep in fewer
+    kernels overrides that step too.
+
+    Everything is per row, so chunks of any size give the same result. -inf logits (padding) contribute 0; a
+    row with NaN or +inf, or all -inf, becomes NaN.
+    """
 
     one_pass_hard = False  # whether `hard_gradient` exists
 
@@ -52,7 +51,7 @@ class RowPass(ABC):
     ) -> tuple[Tensor, Tensor | None]:
         """Write d loss / d (logits before the soft cap) of every row into `out` [n, V], in out's dtype:
 
-            hard (p - 1[y]) + soft (p_T - q_T) - cap 1[rank 0] p (log p + H) + tv p (below - 1[p < q])
+            hard (p - 1[y]) + soft (p_T - q_T) - cap 1[rank 0] p (log p + H) + tv p (less_mass - 1[p < q])
 
         times 1 - (z / softcap)^2. Returns
 
@@ -109,19 +108,16 @@ class RowPass(ABC):
         grad[place] = part.to(grad.dtype)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The row pass in plain torch: any device, any float dtype; the reference that the other passes must equal.
-#
-# It walks a chunk in strips of rows, so that its temporaries (about six strips) stay small beside the
-# chunk, and within a CPU's cache.
-
-
 STRIP_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}
 _FAR = -1e4  # e^-10000 = 0 in every dtype: stands for -inf where 0 * -inf would be NaN
 
 
 class TorchRows(RowPass):
-    """Strip by strip, each strip by the functions below."""
+    """Plain torch: any device, any float dtype; the reference that other passes must equal.
+
+    It walks a chunk in strips of rows, so that its temporaries (about six strips) stay small beside the
+    chunk, and within a CPU's cache.
+    """
 
     def drafter_sums(self, rows: Rows, label_logit: Tensor, temperature: float) -> DrafterSums:
         label = rows.label - rows.offset
@@ -146,8 +142,8 @@ class TorchRows(RowPass):
                     rows.target.lse[source], rows.target.lse_t[source], temperature,
                 )
             )  # fmt: skip
-        kl, tv, below = (torch.cat(column) for column in zip(*parts))
-        return kl, tv, below
+        kl, tv, less_mass = (torch.cat(column) for column in zip(*parts))
+        return kl, tv, less_mass
 
     def gradient(
         self, rows: Rows, terms: Terms, factors: Coefficients, config: LossConfig, out: Tensor
@@ -164,7 +160,7 @@ class TorchRows(RowPass):
                     rows.target.lse_t[source],
                 )
             grad, part = gradient_strip(
-                rows.z[i:j], s, terms.slice(i, j), target_lse, target_lse_t, factors.slice(i, j),
+                rows.z[i:j], s, terms[i:j], target_lse, target_lse_t, factors[i:j],
                 config.temperature,
                 config.logit_softcap,
             )  # fmt: skip
@@ -176,7 +172,7 @@ class TorchRows(RowPass):
                 rows.z[i:j],
                 owned[i:j],
                 label[i:j],
-                factors.slice(i, j),
+                factors[i:j],
                 config.logit_softcap,
             )
             if kl is not None and part is not None:
@@ -244,9 +240,9 @@ def gradient_strip(
         cap = torch.where(terms.rank == 0, factors.cap, 0)
         grad = grad - cap[:, None] * p * (log_p + terms.entropy[:, None])
     if factors.tv is not None:
-        assert s is not None and target_lse is not None and terms.below is not None
+        assert s is not None and target_lse is not None and terms.less_mass is not None
         less = (p < (s - target_lse[:, None]).exp()).to(p.dtype)
-        grad = grad + factors.tv[:, None] * p * (terms.below[:, None] - less)
+        grad = grad + factors.tv[:, None] * p * (terms.less_mass[:, None] - less)
     if softcap:
         grad = grad * (1 - (z / softcap) ** 2)
     if s is None or target_lse_t is None:

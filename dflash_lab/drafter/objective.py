@@ -228,7 +228,7 @@ class Objective:
         scaled = dataclasses.replace(
             settings.loss, logit_scale=config.output_multiplier, logit_softcap=config.final_logit_softcapping
         )
-        self.fused = FusedDraftLoss(scaled, shard=shard, plan_group=plan_group)
+        self.fused = FusedDraftLoss(scaled, shard=shard, group=plan_group)
         on = settings.loss
         factors = [on.hard_weight, on.soft_weight, on.cap_weight, on.tv_weight, on.lk_weight]
         factors += [on.length_weight, settings.selector_weight]

@@ -24,7 +24,7 @@ from dflash_lab.drafter import checkpoint as states
 from dflash_lab.drafter.checkpoint import save_checkpoint
 from dflash_lab.drafter.distributed import Single
 from dflash_lab.drafter.journal import Journal
-from dflash_lab.drafter.loss import ChunkPlan, VocabShard
+from dflash_lab.drafter.loss import VocabShard
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.objective import Objective, Tally, TrainSettings, add_noise
 from dflash_lab.drafter.optim import Optimizer
@@ -392,7 +392,7 @@ class Trainer:
         self.place = record["place"]
         # The same chunks give the same sums; another slice of the head has chunks of its own.
         rows, same = record["loss_rows"], record.get("head_slices", 1) == self.head_slices
-        self.objective.fused.plan = ChunkPlan(rows) if rows and same else None
+        self.objective.fused.chunk_rows = rows if rows and same else None
         logger.info("training goes on from step %d", self.step)
 
     def warm_up(self) -> float:
@@ -674,13 +674,12 @@ class Trainer:
         if self.group.rank == 0:
             if self.journal:
                 self.journal.flush()  # the lines before the checkpoint must not be younger than it
-            plan = self.objective.fused.plan
             record = {
                 "setup": self.setup,
                 "place": self.place,
                 "optimizer_steps": self.optimizer.steps,
                 "guard": self.guard.state(),
-                "loss_rows": plan.rows if plan else 0,
+                "loss_rows": self.objective.fused.chunk_rows or 0,
                 "head_slices": self.head_slices,
             }
             tensors |= {f"window.{name}": value for name, value in window.items()}

@@ -149,9 +149,9 @@ def with_chunk(setup: TrainingSetup, vocab: int, *, cuda: bool = True) -> Traini
 def _planned_rows(vocab: int, block: int, dtype: str, soft: bool, rows: int, cuda: bool) -> int:
     import torch
 
-    from dflash_lab.drafter.loss import plan_chunks
+    from dflash_lab.drafter.loss import plan_chunk_rows
 
-    return plan_chunks(
+    return plan_chunk_rows(
         vocab=vocab,
         block=block,
         dtype=getattr(torch, dtype),
@@ -159,7 +159,7 @@ def _planned_rows(vocab: int, block: int, dtype: str, soft: bool, rows: int, cud
         soft=soft,
         rows=rows,
         free=1 << 50,
-    ).rows
+    )
 
 
 def drafter_parameters(drafter: Any) -> tuple[int, int]:

@@ -15,7 +15,6 @@ from dflash_lab.drafter import train as loop
 from dflash_lab.drafter.checkpoint import load_checkpoint
 from dflash_lab.drafter.distributed import Single
 from dflash_lab.drafter.journal import Journal, read_journal
-from dflash_lab.drafter.loss import ChunkPlan
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.objective import Tally, TrainSettings
 from dflash_lab.drafter.rows import stream_seed
@@ -120,15 +119,15 @@ def test_a_resumed_run_keeps_the_chunks_of_its_loss(tmp_path, monkeypatch):
 
     def noted(run):
         plain(run)
-        seen.append(run.objective.fused.plan)
+        seen.append(run.objective.fused.chunk_rows)
 
     monkeypatch.setattr(Trainer, "resume", noted)
-    monkeypatch.setattr(loss, "plan_chunks", lambda **options: ChunkPlan(8))
+    monkeypatch.setattr(loss, "plan_chunk_rows", lambda **options: 8)
     with pytest.raises(Killed):
         train(tiny_items(), tiny_head(), fresh(), settings(), folder=tmp_path, on_progress=killed_at(3))
-    monkeypatch.setattr(loss, "plan_chunks", lambda **options: ChunkPlan(32))
+    monkeypatch.setattr(loss, "plan_chunk_rows", lambda **options: 32)
     train(tiny_items(), tiny_head(), fresh(), settings(), folder=tmp_path)
-    assert seen == [None, ChunkPlan(8)]
+    assert seen == [None, 8]
 
 
 def test_steps_are_taken_in_in_order_and_the_newest_may_wait(tmp_path):
