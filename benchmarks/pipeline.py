@@ -183,7 +183,6 @@ def new_trainer(params: TrainDrafterParams, items: Any, device: Any) -> Any:
     """The training loop of a run, before its first step."""
     import torch
 
-    from dflash_lab.drafter.distributed import Single
     from dflash_lab.drafter.model import Drafter
     from dflash_lab.drafter.train import Trainer
     from dflash_lab.stages.training_inputs import drafter_config, load_ends, train_settings
@@ -198,7 +197,7 @@ def new_trainer(params: TrainDrafterParams, items: Any, device: Any) -> Any:
     if params.compile and device.type == "cuda":
         drafter.compile_layers()
     settings = train_settings(params, items, config)
-    return Trainer(items, head, drafter, settings, params.folder / "run", None, None, Single(), {})
+    return Trainer(items, head, drafter, settings, params.folder / "run")
 
 
 def steps_ms(trainer: Any, steps: int) -> float:

@@ -190,13 +190,13 @@ TERMS = ("ce", "kl", "cap", "tv", "lk", "length", "selector")
 @dataclass(frozen=True)
 class RowLoss:
     """What a row costs: `total` (differentiable, unnormalised), the part that each of TERMS has in it [7],
-    `below` (what it is divided by), statistics of its slots, and the tokens [A, B] that DFlash 2's selector
+    `denominator`, statistics of its slots, and the tokens [A, B] that DFlash 2's selector
     chose (None without one).
     """
 
     total: Tensor
     parts: Tensor
-    below: Tensor
+    denominator: Tensor
     rows: RowStats
     chosen: Tensor | None
 
@@ -274,8 +274,8 @@ class Objective:
             sums = {**sums, "selector": selector.detach()}
         found = [sums[name] if name in sums and self.factors[name] else self._none for name in TERMS]
         parts = torch.stack(found) * self._factors
-        below = loss.weight_sum if self.settings.denominator == "weights" else loss.row_count
-        return RowLoss(total, parts, below, loss.rows, chosen)
+        denominator = loss.weight_sum if self.settings.denominator == "weights" else loss.row_count
+        return RowLoss(total, parts, denominator, loss.rows, chosen)
 
     def compare(
         self,
@@ -396,7 +396,7 @@ class Tally:
             "selectable": none if right is None else count,
             "loss": row.total.detach(),
             "parts": row.parts,
-            "denominator": row.below,
+            "denominator": row.denominator,
         }
         self.flat += torch.cat([found[name].reshape(-1).to(torch.float64) for name in self.sums])
 
@@ -459,10 +459,10 @@ class Tally:
         return copy.sums
 
 
-def _ratio(above: Tensor | float, below: Tensor | float) -> float | None:
-    ratio = float(above) / float(below) if float(below) > 0 else math.nan
+def _ratio(numerator: Tensor | float, denominator: Tensor | float) -> float | None:
+    ratio = float(numerator) / float(denominator) if float(denominator) > 0 else math.nan
     return ratio if math.isfinite(ratio) else None
 
 
-def _ratios(above: Tensor, below: Tensor) -> list[float | None]:
-    return [_ratio(a, b) for a, b in zip(above, below, strict=True)]
+def _ratios(numerators: Tensor, denominators: Tensor) -> list[float | None]:
+    return [_ratio(a, b) for a, b in zip(numerators, denominators, strict=True)]
