@@ -519,7 +519,7 @@ def gathered(drafter: Any, setup: TrainingSetup, parameters: int, *, backward: b
 
 
 def target_process(shape: TargetShape, drafter: Any, setup: TrainingSetup, *, cuda: bool = True) -> Account:
-    """Return the account of a process that makes rows for drafters (`drafter.pipeline.serve`).
+    """Return the account of a process that makes rows for drafters (`drafter.pipeline.RowServer`).
 
     Of `setup` count the context, the target's dtype, and whether its forward is a recorded graph. While a row
     is made, the one before may still be on its way to its drafter's slot.
