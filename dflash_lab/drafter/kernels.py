@@ -18,17 +18,17 @@ from dflash_lab.drafter.loss_terms import (
     Terms,
 )
 
-# ----------------------------------------------------------------------------------------------------
-# Triton kernels of the row pass. Rows of float32 logits are streamed from memory, 16 bytes a thread.
+# ---- the row pass: float32 logits are read once for the terms and once for the gradient
 #
-# Sums are kept a lane at a time: each lane (4 neighbouring columns of every tile) has its own running maximum
-# and sums, so the loop has no reduction across threads at all; lanes are merged once at a row's end, as an
-# online softmax merges. Where a lane has seen only -inf its maximum is the finite LOWEST, so that no -inf -
-# -inf arises; a NaN reaches the sums. Row offsets are int64: row * V passes 2^31 at 8,649 rows of 248,320.
+# Tile sizes were chosen on an H200, where each kernel moves 3.8 to 4.0 TB/s of the 4.0 that a copy reaches.
 
+LANES, WARPS = 512, 8  # a tile of 4 * LANES columns, 16 bytes a thread
+TILE_COLUMNS = 2048
+GRADIENT_TILES = 4  # tiles a program of the gradient kernel
+DEPOSIT_COLUMNS = 1024
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-3.0e38)
+LOWEST = tl.constexpr(-3.0e38)  # the maximum of a lane that has seen only -inf, so that no -inf - -inf arises
 NOWHERE = tl.constexpr(2147483647)
 
 # Pointers to one number a row. They start where a chunk starts, so their alignment changes from row to row of
@@ -104,11 +104,15 @@ def sums_kernel(
 ):  # fmt: skip
     """One program a row: its sums, or with FINISH its terms.
 
+    Sums are kept a lane at a time: each lane (4 neighbouring columns of every tile) has its own running
+    maximum and sums, so the loop has no reduction across threads; lanes are merged once at a row's end, as an
+    online softmax merges.
+
     LABELLED: a label is given. HOT: temperature is not 1. TARGET: a target row, of which only lse, lse_t,
     argmax are wanted.
     """
     TILE: tl.constexpr = LANES * 4
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)  # row * V passes 2^31 at 8,649 rows of 248,320
     Z += row * stride
     column = tl.arange(0, LANES)[:, None] * 4 + tl.arange(0, 4)[None, :]
     peak = tl.full([LANES], LOWEST, tl.float32)
@@ -160,11 +164,6 @@ def sums_kernel(
         tl.store(MASS_T + row, row_mass_t)
         if not TARGET:
             tl.store(SLOPE + row, row_slope)
-
-
-# ----------------------------------------------------------------------------------------------------
-# Triton kernels that write: the logit gradient in two forms, the divergences, and the hidden gradient's
-# last step.
 
 
 @triton.jit(do_not_specialize_on_alignment=ROWS)
@@ -402,24 +401,8 @@ def deposit_kernel(
     tl.store(OUT + column, value.to(OUT.dtype.element_ty), mask=inside)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The row pass as Triton kernels: float32 logits are read once for the terms and once for the gradient.
-#
-# With hard targets alone both come from one read (`hard_gradient`). Everything around the kernels, merging
-# over shards included, is the contract's own code. Tile sizes were chosen on an H200, where each kernel
-# moves 3.8 to 4.0 TB/s of the 4.0 that a copy reaches. A single kernel for both reads with a barrier among
-# the programs of a row, so that the second read came from the L2 cache, was tried and was slower (0.68 ms
-# against 0.57 a chunk): the waiting costs more than it saves.
-
-
-LANES, WARPS = 512, 8  # a tile of 4 * LANES columns
-BLOCK = 2048
-GRADIENT_TILES = 4  # tiles a program of the gradient kernel
-DEPOSIT_BLOCK = 1024
-
-
 class TritonRows(RowPass):
-    """One launch a method."""
+    """One launch a method; merging over shards and all else around the kernels is the contract's own code."""
 
     one_pass_hard = True
 
@@ -461,7 +444,7 @@ class TritonRows(RowPass):
             rows.z, rows.s, rows.source, terms.lse, terms.lse_t, rows.target.lse, rows.target.lse_t, kl, tv,
             less_mass,
             rows.z.stride(0), rows.s.stride(0), vocab, 1 / temperature,
-            HOT=temperature != 1.0, BLOCK=BLOCK, num_warps=WARPS,
+            HOT=temperature != 1.0, BLOCK=TILE_COLUMNS, num_warps=WARPS,
         )  # fmt: skip
         return kl, tv, less_mass
 
@@ -469,7 +452,7 @@ class TritonRows(RowPass):
         self, rows: Rows, terms: Terms, factors: Coefficients, config: LossConfig, out: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         count, vocab = rows.z.shape
-        span = BLOCK * GRADIENT_TILES
+        span = TILE_COLUMNS * GRADIENT_TILES
         parts = triton.cdiv(vocab, span)
         has_target = rows.s is not None
         lost = torch.empty(count, device=out.device)
@@ -484,7 +467,7 @@ class TritonRows(RowPass):
             HAS_HARD=factors.hard is not None, HAS_SOFT=factors.soft is not None,
             HAS_CAP=factors.cap is not None,
             HAS_TV=factors.tv is not None, TARGET=has_target, HOT=config.temperature != 1.0,
-            CAPPED=config.logit_softcap != 0.0, BLOCK=BLOCK, num_warps=WARPS,
+            CAPPED=config.logit_softcap != 0.0, BLOCK=TILE_COLUMNS, num_warps=WARPS,
         )  # fmt: skip
         return lost, None if kl is None else kl.sum(1)
 
@@ -506,10 +489,10 @@ class TritonRows(RowPass):
         lost: Tensor | None, scale: Tensor | None,
     ) -> None:  # fmt: skip
         count, size = part.shape
-        deposit_kernel[(count, triton.cdiv(size, DEPOSIT_BLOCK))](
+        deposit_kernel[(count, triton.cdiv(size, DEPOSIT_COLUMNS))](
             part, lost, scale, head, rows.label, *place, grad, part.stride(0), head.stride(0),
             *grad.stride()[:2], size,
-            GIVE_BACK=lost is not None, SCALED=scale is not None, BLOCK=DEPOSIT_BLOCK, num_warps=4,
+            GIVE_BACK=lost is not None, SCALED=scale is not None, BLOCK=DEPOSIT_COLUMNS, num_warps=4,
         )  # fmt: skip
 
 
@@ -530,13 +513,7 @@ def _launch_sums(
     )  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------------------
-# AdamW as one Triton kernel a parameter: gradient, master and moments are read once and written once.
-#
-# 28 bytes a parameter cross the memory bus (bf16 gradient and weight, fp32 master and moments) and no
-# temporary exists; the same update in plain operations moves about four times as much and keeps fp32
-# copies. Whether the step happens is read on the device, so nobody waits for the verdict.
-
+# ---- AdamW: one kernel a parameter; gradient, master and moments are read once and written once
 
 _BLOCK = 1024
 
@@ -572,6 +549,10 @@ def adam(
     betas: tuple[float, float], eps: float,
 ) -> None:  # fmt: skip
     """Move `weight` and its fp32 `state` (exp_avg, exp_avg_sq, perhaps master) in place, all contiguous.
+
+    28 bytes a parameter cross the memory bus (bf16 gradient and weight, fp32 master and moments) and no
+    temporary exists; the same update in plain operations moves about four times as much. Whether the step
+    happens is read on the device, so nobody waits for the verdict.
 
     `scalars` fp32 [4]: whether to move at all, what multiplies the gradient, 1 - beta1^t, sqrt(1 - beta2^t).
     `rate` is the learning rate of the step, `decay` that times the weight decay.

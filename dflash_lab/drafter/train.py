@@ -319,7 +319,7 @@ class Trainer:
         scale = torch.where(some, nominal * group.world / denominator, 0.0)
         norm = group.grad_norm(self.drafter.parameters()).double() * scale
         fault, usual = self.guard.judge(loss, norm, denominator)
-        good = fault == Fault.NONE
+        good = fault == StepFault.NONE
         if settings.clip_norm:
             scale = scale * (settings.clip_norm / norm).clamp(max=1.0)
 
@@ -638,7 +638,7 @@ def _memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-class Fault(IntEnum):
+class StepFault(IntEnum):
     """What is wrong with a step that must not happen."""
 
     NONE = 0
@@ -687,11 +687,11 @@ class Guard:
         middle = torch.stack([(self.count - 1).clamp_min(0) // 2, (self.count // 2).clamp_max(HISTORY - 1)])
         usual = ordered.gather(0, middle).mean()  # the median, as the norms not there are infinite
         exploded = (self.count >= TRUSTED) & (usual > 0) & (norm > self.explode_factor * usual)
-        fault = torch.where(exploded, Fault.EXPLODED, Fault.NONE)
-        fault = torch.where(torch.isfinite(norm), fault, Fault.NORM)
-        fault = torch.where(torch.isfinite(loss), fault, Fault.LOSS)
-        fault = torch.where(denominator > 0, fault, Fault.EMPTY)
-        good = fault == Fault.NONE
+        fault = torch.where(exploded, StepFault.EXPLODED, StepFault.NONE)
+        fault = torch.where(torch.isfinite(norm), fault, StepFault.NORM)
+        fault = torch.where(torch.isfinite(loss), fault, StepFault.LOSS)
+        fault = torch.where(denominator > 0, fault, StepFault.EMPTY)
+        good = fault == StepFault.NONE
         self.norms = torch.where(good, torch.cat([self.norms[1:], norm[None]]), self.norms)
         self.count = (self.count + good).clamp_max(HISTORY)
         return fault.double(), usual
@@ -701,14 +701,14 @@ class Guard:
         Rows of a bad one are saved.
         """
         kind, loss, norm, usual = (values[name] for name in ("fault", "loss", "norm", "usual"))
-        if kind == Fault.NONE:
+        if kind == StepFault.NONE:
             self.in_a_row = 0
             return ""
-        if kind == Fault.EMPTY:
+        if kind == StepFault.EMPTY:
             return "no slot counts in any row of this step"
-        if kind == Fault.LOSS:
+        if kind == StepFault.LOSS:
             fault = f"loss is {loss}"
-        elif kind == Fault.NORM:
+        elif kind == StepFault.NORM:
             fault = f"gradient norm is {norm}"
         else:
             fault = f"gradient norm {norm:.3g} is {norm / usual:.0f} times the usual {usual:.3g}"

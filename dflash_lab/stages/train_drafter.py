@@ -269,8 +269,7 @@ class TrainDrafterResult:
 
     `steps`: step, loss, grad_norm, lr, skipped (the fault, or null). `metrics`: kind (train | heldout), step
     and the metrics of `drafter.metrics`. `positions`: kind, step, slot, accuracy, conditional. `row`: the
-    inspected packed row. `pipeline`: a record a row and worker (`drafter.pipeline.TIMING_SCHEMA`), empty without
-    one.
+    inspected packed row. `pipeline`: a record a row and worker (TIMING_SCHEMA), empty without one.
     """
 
     figures: dict[str, Any]

@@ -17,7 +17,7 @@ from dflash_lab.drafter.journal import Journal, read_journal
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.objective import Tally, TrainSettings
 from dflash_lab.drafter.rows import stream_seed
-from dflash_lab.drafter.train import STEP_NUMBERS, Diverged, Fault, Trainer, train
+from dflash_lab.drafter.train import STEP_NUMBERS, Diverged, StepFault, Trainer, train
 from dflash_lab.files import read_json
 
 
@@ -134,7 +134,7 @@ def test_steps_are_taken_in_in_order_and_the_newest_may_wait(tmp_path):
     run.journal = Journal(tmp_path, -1)
     for step in (1, 2, 3):
         values = torch.full((len(STEP_NUMBERS),), float(step), dtype=torch.float64)
-        values[STEP_NUMBERS.index("fault")] = Fault.NONE
+        values[STEP_NUMBERS.index("fault")] = StepFault.NONE
         run.pending.append((step, 0.1, [], values, None))
     run.collect(keep=1)
     assert [step for step, *_ in run.pending] == [3] and run.place["tokens"] == 1 + 2
