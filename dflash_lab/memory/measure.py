@@ -17,7 +17,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_lab.drafter.attention import row_layout
-from dflash_lab.drafter.loss import ChunkPlan
 from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.drafter.model import Drafter, RMSNorm
 from dflash_lab.drafter.objective import Objective, TrainSettings
@@ -222,7 +221,7 @@ class TrainingStep:
             attention="dense" if model.fc.weight.device.type == "cpu" else "flex",
         )
         self.objective = Objective(head, model.config, settings)
-        self.objective.fused.plan = ChunkPlan(rows=max(setup.block_size, min(setup.chunk, setup.rows)))
+        self.objective.fused.chunk_rows = max(setup.block_size, min(setup.chunk, setup.rows))
         moments = "int8" if setup.optimizer == "adamw8bit" else "fp32"
         kind, offload = "muon" if setup.optimizer == "muon" else "adamw", setup.optimizer == "cpu-offload"
         config = OptimizerConfig(kind=kind, moments=moments, offload=offload)

@@ -149,9 +149,9 @@ def with_chunk(setup: TrainingSetup, vocab: int, *, cuda: bool = True) -> Traini
 def _planned_rows(vocab: int, block: int, dtype: str, soft: bool, rows: int, cuda: bool) -> int:
     import torch
 
-    from dflash_lab.drafter.loss import plan_chunks
+    from dflash_lab.drafter.loss import plan_chunk_rows
 
-    return plan_chunks(
+    return plan_chunk_rows(
         vocab=vocab,
         block=block,
         dtype=getattr(torch, dtype),
@@ -159,7 +159,7 @@ def _planned_rows(vocab: int, block: int, dtype: str, soft: bool, rows: int, cud
         soft=soft,
         rows=rows,
         free=1 << 50,
-    ).rows
+    )
 
 
 def drafter_parameters(drafter: Any) -> tuple[int, int]:
@@ -519,7 +519,7 @@ def gathered(drafter: Any, setup: TrainingSetup, parameters: int, *, backward: b
 
 
 def target_process(shape: TargetShape, drafter: Any, setup: TrainingSetup, *, cuda: bool = True) -> Account:
-    """Return the account of a process that makes rows for drafters (`drafter.pipeline.serve`).
+    """Return the account of a process that makes rows for drafters (`drafter.pipeline.RowServer`).
 
     Of `setup` count the context, the target's dtype, and whether its forward is a recorded graph. While a row
     is made, the one before may still be on its way to its drafter's slot.

@@ -173,7 +173,7 @@ def test_a_second_drafter_asks_for_more():
         first, other = (training_account(shape_of(d), d, setup) for d in (LARGE, drafter))
         convolutions, _ = layers_kept(drafter, setup)["draft layers: convolutions"]
         assert other.terms["draft layers: convolutions"] == convolutions > 10 * GIB
-        assert SELECTOR_ELEMENTS == objective.ELEMENTS
+        assert SELECTOR_ELEMENTS == objective.SELECTOR_ELEMENTS
         assert other.live - first.live >= convolutions + other.terms["selector gradients"]
 
 
