@@ -72,12 +72,6 @@ def _update(*_arguments: Any) -> None:
     """AdamW is one kernel a parameter: it allocates nothing."""
 
 
-def _encode(values: Tensor, _generator: Any, *, signed: bool) -> tuple[Tensor, Tensor]:
-    from dflash_lab.drafter import optim
-
-    return optim.encode(values, None, signed=signed)  # type: ignore[arg-type]
-
-
 class FusedRowPass:
     """The torch row pass on eight columns of the vocabulary: what it returns a row is the same, its
     temporaries vanish.
@@ -131,6 +125,7 @@ def cuda_training_path(row_pass: RowPassKind, vocab: int) -> Iterator[None]:
         # Nor are there values, such as the number of steps, or generators of random numbers.
         stack.enter_context(mock.patch.object(optim.Optimizer, "steps", 1))
         stack.enter_context(mock.patch.object(torch, "Generator", mock.Mock()))
-        stack.enter_context(mock.patch.object(optim, "encode", _encode))
+        encode = optim.encode  # without a generator: fake tensors draw nothing
+        stack.enter_context(mock.patch.object(optim, "encode", lambda x, _, **how: encode(x, None, **how)))
         stack.enter_context(mock.patch.dict(loss_rows.STRIP_ELEMENTS, {"meta": _STRIP}))
         yield
