@@ -679,6 +679,7 @@ def upload(value: Tensor, device: torch.device) -> Tensor:
 # ---- the sweep: logits, terms, logit gradient, hidden gradient, and on to the next chunk
 
 
+@dataclass
 class _Sweep:
     """One pass over the chunks, through one set of buffers.
 
@@ -687,31 +688,33 @@ class _Sweep:
     chunk's logits: it saves nothing.) Forward and backward see the same logits by construction.
     """
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        head: Tensor,
-        live: LiveRows,
-        target_states: Tensor | None,
-        target_head: Tensor | None,
-        config: LossConfig,
-        row_pass: RowPass,
-        shard: VocabShard | None,
-        scale: Tensor | None,
-        want_gradient: bool,
-    ) -> None:
-        self.hidden, self.head, self.live = hidden, head, live
-        self.target_states, self.target_head = target_states, target_head
-        self.config, self.row_pass, self.shard = config, row_pass, shard
-        self.scale = scale  # scalar that multiplies the gradient before it is rounded
-        self.offset = 0 if shard is None else shard.start
+    hidden: Tensor  # [A, B, H]
+    head: Tensor  # [V, H] (this rank's slice of it with a shard)
+    live: LiveRows
+    target_states: Tensor | None  # [R, H]
+    target_head: Tensor | None  # [V, H] beside target_states; None: `head` serves both sides
+    config: LossConfig
+    row_pass: RowPass
+    shard: VocabShard | None
+    scale: Tensor | None  # scalar that multiplies the gradient before it is rounded
+    want_gradient: bool
+
+    def __post_init__(self) -> None:
+        live, config = self.live, self.config
+        self.offset = 0 if self.shard is None else self.shard.start
+        target = self.target_states is not None
         self.terms = Terms.empty(
-            live.label, live.weight, target=target_states is not None,
-            overlap=target_states is not None and config.needs_overlap, length=config.length_weight > 0,
-        )  # fmt: skip
-        self.grad = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if want_gradient else None
+            live.label,
+            live.weight,
+            target=target,
+            overlap=target and config.needs_overlap,
+            length=config.length_weight > 0,
+        )
+        self.grad = None
+        if self.want_gradient:
+            self.grad = torch.zeros_like(self.hidden, memory_format=torch.contiguous_format)
         varies = config.weighting == "dpace" or config.lk_weight or config.length_weight
-        self.fixed = None if varies else coefficients(self.terms, config, scale)
+        self.fixed = None if varies else coefficients(self.terms, config, self.scale)
 
     def run(self) -> tuple[Tensor | None, Terms]:
         """(scale * d total / d hidden [A, B, H], None if it is not wanted; terms of the live rows)."""

@@ -121,8 +121,7 @@ def test_another_error_of_the_first_step_stays_what_it_is(run, monkeypatch):
         run().try_row()
 
 
-# -- the loss
-# --------------------------------------------------------------------------------------
+# ---- the loss
 
 
 @pytest.fixture
@@ -166,8 +165,7 @@ def test_a_row_pass_that_auto_chose_gives_way_to_plain_torch_once(loss_call, mon
     assert "backend 'triton' does not compile" in line and "backend='torch'" in line and "slower" in line
 
 
-# -- a live target
-# --------------------------------------------------------------------------------------
+# ---- a live target
 
 
 def test_layers_of_a_live_target_that_do_not_compile_stay_as_they_are(tiny_target, monkeypatch):

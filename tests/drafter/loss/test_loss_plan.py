@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from loss_reference import make_case
+from loss_reference import make_case, reference, relative
 
 from dflash_lab.drafter import loss as planning
 from dflash_lab.drafter.loss import FusedDraftLoss, bytes_per_row, plan_chunk_rows, select_live
@@ -67,8 +67,10 @@ def test_memory_is_measured_once_and_then_frozen(monkeypatch: pytest.MonkeyPatch
     loss = FusedDraftLoss(LossConfig())
     found = []
     for seed in range(3):
-        positional, _ = make_case(seed=seed).arguments(target=False)
-        loss(*positional)
+        case = make_case(seed=seed)
+        positional, _ = case.arguments(target=False)
+        loss(*positional).total.backward()
+        assert relative(case.hidden.grad, reference(case, loss.config, target=False)[1]) < 1e-10
         found.append(loss.chunk_rows)
     assert len(readings) == 1 and found[0] == found[1] == found[2]
 

@@ -50,8 +50,7 @@ class Watch(TorchDispatchMode):
         return result
 
 
-# -- denominators, accumulation
-# --------------------------------------------------------------------------------------
+# ---- denominators, accumulation
 
 
 def test_micro_batches_over_one_denominator_equal_the_whole_batch() -> None:
@@ -73,16 +72,7 @@ def test_micro_batches_over_one_denominator_equal_the_whole_batch() -> None:
     assert relative(parts.hidden.grad, whole.hidden.grad) < 1e-12
 
 
-def test_both_denominators_are_returned_and_differ() -> None:
-    case = make_case()
-    found = run(case)
-    assert math.isclose(found.weight_sum.item(), case.weights.double().sum().item(), rel_tol=1e-12)
-    assert found.row_count.item() == (case.weights != 0).sum().item()
-    assert found.weight_sum.item() != found.row_count.item()
-
-
-# -- empty, masked
-# ----------------------------------------------------------------------------------------------------
+# ---- empty, masked
 
 
 def test_no_live_row_gives_zero_loss_and_zero_gradient_even_from_nan_states() -> None:
@@ -149,8 +139,7 @@ def test_same_chunks_twice_are_equal_bit_for_bit() -> None:
     assert torch.equal(*grads)
 
 
-# -- numerics
-# ---------------------------------------------------------------------------------------------------------
+# ---- numerics
 
 
 def test_huge_logits_stay_finite_and_exact() -> None:
@@ -233,8 +222,7 @@ def test_temperature_touches_the_soft_term_only() -> None:
     assert cold.sums["kl"] != hot.sums["kl"]
 
 
-# -- memory
-# -----------------------------------------------------------------------------------------------------------
+# ---- memory
 
 
 def test_no_tensor_of_all_rows_by_vocabulary_and_no_head_gradient_ever_exists() -> None:
@@ -270,8 +258,7 @@ def test_no_grad_skips_the_gradient_matmul() -> None:
     assert with_gradient.matmuls(16) != [] and without.matmuls(16) == []
 
 
-# -- autograd
-# ---------------------------------------------------------------------------------------------------------
+# ---- autograd
 
 
 def test_arguments_are_not_written_to() -> None:
@@ -382,8 +369,7 @@ def test_compiled_caller_breaks_the_graph_once_and_gets_the_same_gradient() -> N
     assert torch._dynamo.explain(step)(case.hidden).graph_break_count == 1
 
 
-# -- strides, devices of small tensors
-# --------------------------------------------------------------------------------
+# ---- strides, devices of small tensors
 
 
 def test_any_strides_are_accepted() -> None:
