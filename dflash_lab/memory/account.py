@@ -4,7 +4,7 @@ millisecond.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -104,26 +104,14 @@ class Account:
         return f"{head} Largest: {shares}.{when}{notes}"
 
 
-@dataclass(frozen=True)
-class Moment:
-    """Terms live at one point of a pass, as ``name -> (bytes, formula)``."""
-
-    name: str
-    live: Live
-
-    @property
-    def size(self) -> int:
-        return sum(size for size, _ in self.live.values())
-
-
-def account_of(title: str, moments: list[Moment], notes: tuple[str, ...] = ()) -> Account:
-    """Return the account of the largest of `moments`."""
-    peak = max(moments, key=lambda moment: moment.size)
+def account_of(title: str, moments: Sequence[tuple[str, Live]], notes: tuple[str, ...] = ()) -> Account:
+    """Return the account of the largest of `moments` of a pass, each a name and what is live then."""
+    name, live = max(moments, key=lambda moment: sum(size for size, _ in moment[1].values()))
     return Account(
         title=title,
-        terms={name: size for name, (size, _) in peak.live.items()},
-        formulas={name: formula for name, (_, formula) in peak.live.items()},
-        moment=peak.name,
+        terms={term: size for term, (size, _) in live.items()},
+        formulas={term: formula for term, (_, formula) in live.items()},
+        moment=name,
         notes=notes,
     )
 
@@ -157,11 +145,11 @@ def predict_extraction(target: Any, setup: ExtractionSetup, *, cuda: bool = True
     size = dtype_bytes(setup.dtype)
     last = setup.last_layer(shape.layers)
     always = _always(shape, setup, last, size, cuda)
-    moments = []
+    moments: list[tuple[str, Live]] = []
     for index, captured in _worst_layers(shape, setup, last):
         held = {**always, **_captured(shape, setup, index, captured, size)}
         moments += [
-            Moment(f"layer {index}, {name}", {**held, **live})
+            (f"layer {index}, {name}", {**held, **live})
             for name, live in (*_mixer(shape, setup, index, size), *_feed_forward(shape, setup, index, size))
         ]
     moments += _after_the_last(shape, setup, last, size, always)
@@ -327,7 +315,7 @@ def _feed_forward(
 
 def _after_the_last(
     shape: TargetShape, setup: ExtractionSetup, last: int, size: int, always: Live
-) -> list[Moment]:
+) -> list[tuple[str, Live]]:
     """Return the moments after the layers: the taps packed together, or the head over every position."""
     state = setup.tokens * shape.hidden * size
     taps = len(setup.tap_ids) + (1 if setup.store_final else 0)
@@ -337,15 +325,15 @@ def _after_the_last(
         stored: Live = {"stored hidden states": ((last + 2) * state, "(layers + 1) x T H s")}
     else:
         stored = {"captured states": (taps * state, "taps x T H s")}
-    moments = [Moment("the end of the forward", {**kept, **stored})]
+    moments = [("the end of the forward", {**kept, **stored})]
     logits: Live = {}
     if setup.logits:
         logits = {"logits": (setup.tokens * shape.vocab * size, "T V s")}
         stream: Live = {"residual stream": (state, "T H s")}
-        moments.append(Moment("the head over every position", {**kept, **stored, **logits, **stream}))
+        moments.append(("the head over every position", {**kept, **stored, **logits, **stream}))
     if setup.packed and setup.capture == "hooks":
         packed: Live = {"packed states": (taps * state, "taps x T H s, one copy to the host")}
-        moments.append(Moment("packing the taps", {**kept, **stored, **packed, **logits}))
+        moments.append(("packing the taps", {**kept, **stored, **packed, **logits}))
     return moments
 
 

@@ -12,7 +12,6 @@ from dflash_lab.memory.account import (
     FRAGMENTS,
     Account,
     Live,
-    Moment,
     account_of,
     on_cuda,
     predict_extraction,
@@ -62,8 +61,8 @@ def predict_training(target: Any, drafter: Any, setup: TrainingSetup, *, cuda: b
     inside = {**_backward(drafter, setup, shape.vocab), **gathered(drafter, setup, parameters, backward=True)}
     inside |= _selector(drafter, setup, loss=False)
     moments = [
-        Moment("the loss", {**inputs, **layers_kept(drafter, setup), **loss_hidden, **loss, **before}),
-        Moment(
+        ("the loss", {**inputs, **layers_kept(drafter, setup), **loss_hidden, **loss, **before}),
+        (
             "the backward of the last layer",
             {**inputs, **layers_kept(drafter, setup, remade=True), **hidden, **inside},
         ),
@@ -73,29 +72,25 @@ def predict_training(target: Any, drafter: Any, setup: TrainingSetup, *, cuda: b
     behind = layers * (drafter.num_layers - 1) // drafter.num_layers
     alone = layers_kept(drafter, setup, remade=True, layers=1)
     first = _gradients(setup, behind, "s x parameters of the layers behind")
-    moments.append(
-        Moment("the backward of the first layer", {**inputs, **alone, **hidden, **inside, **first})
-    )
+    moments.append(("the backward of the first layer", {**inputs, **alone, **hidden, **inside, **first}))
     copies = 6 * setup.context * hidden_size * 4
     entry: Live = {
         **_gradients(setup, layers, "s x parameters of all layers"),
         **before,
         "fc output and its norm": (copies, "6 S H 4: the norm's input and its gradient's fp32 copies"),
     }
-    moments.append(Moment("the backward of the context's norm", {**inputs, **entry}))
+    moments.append(("the backward of the context's norm", {**inputs, **entry}))
     update: Live = {
         **_gradients(setup, parameters, "P s"),
         "update temporaries": update_temporaries(
             drafter, setup.optimizer, _share(largest, setup), element=size, shards=setup.shards
         ),
     }
-    moments.append(Moment("the update", {**inputs, **update}))
+    moments.append(("the update", {**inputs, **update}))
     if setup.live:
         forward = target_forward(shape, drafter, setup, cuda=cuda)
         held = {name: part for name, part in always.items() if name != "recorded forward's pool"}
-        moments.append(
-            Moment("the target's forward of a row", {**held, **_inputs(drafter, setup), **forward})
-        )
+        moments.append(("the target's forward of a row", {**held, **_inputs(drafter, setup), **forward}))
     title = f"training {setup.anchors} x {setup.block_size}, {setup.context} context tokens"
     title += ", compiled layers" if setup.compiled else ""
     account = account_of(title, moments, _notes(shape, setup))
@@ -505,7 +500,7 @@ def target_process(shape: TargetShape, drafter: Any, setup: TrainingSetup, *, cu
     always: Live = {"target weights": (weights, "all layers, embedding and head")}
     always |= on_cuda(1) if cuda else {}
     sent: Live = {"rows on their way": (row, "S (K + 1) H 2: the row before")}
-    moments = [Moment("the target's forward of a row", {**always, **forward, **sent})]
+    moments = [("the target's forward of a row", {**always, **forward, **sent})]
     if setup.recorded:
         pool = forward["target's forward of a row"][0]
         replayed: Live = {
@@ -513,7 +508,7 @@ def target_process(shape: TargetShape, drafter: Any, setup: TrainingSetup, *, cu
             "recorded forward's pool": (pool, "one forward's tensors: reserved for the graph"),
             "rows on their way": (2 * row, "2 S (K + 1) H 2: a copy of the outputs, and the row before"),
         }
-        moments.append(Moment("a replay of the recorded forward", {**always, **replayed}))
+        moments.append(("a replay of the recorded forward", {**always, **replayed}))
     account = account_of(f"target, rows of {setup.context} tokens", moments)
     return account.fragmented(FRAGMENTS[setup.expandable]) if cuda else account
 
@@ -532,7 +527,7 @@ def head_process(shape: TargetShape, drafter: Any, setup: TrainingSetup, *, cuda
         **loss_terms(shape.vocab, drafter.hidden_size, setup),
         **(on_cuda(2) if cuda else {}),
     }
-    account = account_of(f"head of {setup.anchors} x {setup.block_size}", [Moment("the loss", live)])
+    account = account_of(f"head of {setup.anchors} x {setup.block_size}", [("the loss", live)])
     return account.fragmented(FRAGMENTS[setup.expandable]) if cuda else account
 
 
@@ -545,7 +540,7 @@ def target_head_process(shape: TargetShape, setup: TrainingSetup, *, cuda: bool 
         "target logits": (chunk * shape.vocab * 4, "c V 4: of a chunk"),
         **(on_cuda(1) if cuda else {}),
     }
-    return account_of("the target's side of the loss", [Moment("the target's logits", live)])
+    return account_of("the target's side of the loss", [("the target's logits", live)])
 
 
 def _notes(shape: TargetShape, setup: TrainingSetup) -> tuple[str, ...]:
