@@ -34,7 +34,8 @@ from dflash_lab.data.batching import plan_batches
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.extraction.checks import body_parameters, rel_l2
 from dflash_lab.extraction.fused_layers import speed_up
-from dflash_lab.extraction.loop import BUFFERS, Tokens, extract, read_index
+from dflash_lab.extraction.loop import BUFFERS, extract
+from dflash_lab.extraction.shard import Tokens, read_index
 from dflash_lab.extraction.store import CODECS, Layout
 from dflash_lab.extraction.writer import Capture, HostBuffers, pad
 from dflash_lab.machine import device_budget_gib
@@ -260,7 +261,7 @@ def codec_errors() -> dict[str, dict[str, float]]:
     """
     target = load_target("smollm2", last_layer=14, with_head=False)
     ids = torch.tensor([target.tokenizer((ROOT / "LICENSE").read_text()[:4000])["input_ids"][:400]])
-    with Taps(target.layers, [14]) as taps:
+    with Taps(target, [14]) as taps:
         target.body(input_ids=ids, use_cache=False)
         rows = taps.take()[0].flatten(0, 1).to(torch.bfloat16)
     rest = rows.float().square().sum(dim=0).argsort()[:-8]

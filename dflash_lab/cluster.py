@@ -134,11 +134,10 @@ def tokens_done(params: StageParams) -> tuple[int, int]:
         return 0, 0
     import polars as pl
 
-    from dflash_lab.extraction.store import sealed_parts, shard_folders
+    from dflash_lab.extraction.manifest import parts_of
 
     total = int(pl.scan_parquet(samples, glob=False).select(pl.col("length").sum()).collect().item() or 0)
-    parts = (part for folder in shard_folders(store) for part in sealed_parts(folder, []))
-    return sum(part.tokens for part in parts), total
+    return sum(part.tokens for part in parts_of(store, [])), total
 
 
 def _collect(stage: str, futures: list[Any]) -> list[ShardOutcome]:

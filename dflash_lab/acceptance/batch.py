@@ -135,7 +135,7 @@ class _Batch:
         self.numbers = [number for number, _, _ in rows]
         self.proposers = [proposer for _, _, proposer in rows]
         self.lengths = torch.tensor([run.length for _, run, _ in rows], device=target.device)
-        self.taps = Taps(target.layers, drafter.config.tap_ids)
+        self.taps = Taps(target, drafter.config.tap_ids)
         self.cache = stack_rows([run.cache for _, run, _ in rows])
         self.anchors = self.lengths  # replaced by `draft`
 

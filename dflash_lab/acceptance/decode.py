@@ -618,7 +618,7 @@ class TargetRun:
     def __init__(self, target: Target, tap_ids: tuple[int, ...] = ()) -> None:
         self.target = target
         self.length = 0
-        self._taps = Taps(target.layers, tap_ids) if tap_ids else None
+        self._taps = Taps(target, tap_ids) if tap_ids else None
         self.cache = rollback_cache(target)
         self._pending = torch.empty(0, dtype=torch.long)
         self._saved: list[list[torch.Tensor]] | None = None

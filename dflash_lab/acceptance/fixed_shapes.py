@@ -351,7 +351,7 @@ class StaticRound:
         steps = {"verify": self._verify, "commit": self._commit}
         self._hooks: Any = contextlib.nullcontext()
         if drafter is not None:
-            self._hooks = Taps(target.layers, drafter.config.tap_ids)
+            self._hooks = Taps(target, drafter.config.tap_ids)
             wide = len(drafter.config.tap_ids) * target.hidden_size
             options: Any = {"dtype": target.dtype, "device": device}
             self._taps = torch.zeros(block_size, wide, **options)  # of the tokens committed last, in order

@@ -25,7 +25,8 @@ from dflash_lab.drafter.attention import row_layout
 from dflash_lab.drafter.live import SampleItems
 from dflash_lab.drafter.model import DraftCache, Drafter
 from dflash_lab.errors import InputError
-from dflash_lab.extraction.store import FeatureStore, open_store, trial_of
+from dflash_lab.extraction.manifest import trial_of
+from dflash_lab.extraction.store import FeatureStore, open_store
 from dflash_lab.models.hooks import Taps
 from dflash_lab.models.load import Target, TargetHead
 
@@ -461,7 +462,7 @@ class TextItems(Sequence[FeatureItem]):
         last = self._target.num_layers - 1
         wanted = tuple(sorted({*self._tap_ids, last}))
         rows = pad_sequence([ids.long() for _, ids, _ in texts], batch_first=True)
-        with Taps(self._target.layers, wanted) as taps:
+        with Taps(self._target, wanted) as taps:
             self._target.body(input_ids=rows.to(self._target.device), use_cache=False)
             of_layer = dict(zip(wanted, taps.take()))
         states = torch.cat([of_layer[layer] for layer in self._tap_ids], dim=-1)

@@ -21,8 +21,7 @@ from dflash_lab.data.samples import FeatureItem, FlatTokens, read_samples
 from dflash_lab.drafter.rows import Row, seeded
 from dflash_lab.errors import InputError, LabError
 from dflash_lab.models.compiled import captured, why_not_compiled
-from dflash_lab.models.hooks import Taps
-from dflash_lab.models.layer_proof import TOLERANCE, layer_errors
+from dflash_lab.models.hooks import TOLERANCE, Taps, layer_errors
 from dflash_lab.models.load import Target
 from dflash_lab.models.spans import FULL, SLIDING, Span, besides
 
@@ -144,7 +143,7 @@ class RowForward:
         last = target.num_layers - 1
         self._ids = sorted({*tap_ids, last})
         self._order = [self._ids.index(tap) for tap in tap_ids]
-        self._taps = Taps(target.layers, self._ids)
+        self._taps = Taps(target, self._ids)
         self._taps.__enter__()  # before anything is compiled; they stay as long as the target
         self._cuda = target.device.type == "cuda"
         self._graphs: dict[int, _Graph] = {}

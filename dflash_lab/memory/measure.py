@@ -256,7 +256,7 @@ def forward_once(
     `ids` [batch, length] on the target's device; by default random ones, which are copied there first.
     """
     ids = _tokens(target, setup, seed) if ids is None else ids
-    taps = Taps(target.layers, list(setup.tap_ids))
+    taps = Taps(target, list(setup.tap_ids))
     with torch.inference_mode(), taps:
         target.body(input_ids=ids, use_cache=setup.use_cache)
         states = taps.take()

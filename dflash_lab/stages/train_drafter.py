@@ -436,7 +436,7 @@ def headline(
     """The figures of a finished run on `items` (store or samples), with what its processes left of memory and
     rates, and in a sentence what they amount to.
     """
-    from dflash_lab.extraction.store import trial_of
+    from dflash_lab.extraction.manifest import trial_of
     from dflash_lab.stages.judgement import of_training
     from dflash_lab.stages.train_processes import MEMORY, SUMMARY
 

@@ -130,7 +130,7 @@ def open_bare(params: TrainDrafterParams) -> States:
 def check_states(params: TrainDrafterParams, progress: ProgressCallback | None) -> None:
     """Tell what is wrong with the store or the samples; a store's bytes are read where that is wanted."""
     from dflash_lab.extraction.checks import check_parts
-    from dflash_lab.extraction.store import trial_of
+    from dflash_lab.extraction.manifest import trial_of
 
     states = open_bare(params)
     if params.source != "store":

@@ -135,7 +135,7 @@ def test_chunks_longer_than_the_proof_run_padded(tmp_path, caplog):
     assert forward.path == "padded" and "layers 0-2 (chunked_attention over 100 tokens)" in caplog.text
     ids = torch.randint(3, 60, (150,), generator=torch.Generator().manual_seed(1))
     taps, _ = forward(ids, torch.arange(150), [(0, 150)])
-    with Taps(target.layers, TAPS[:2]) as plain:
+    with Taps(target, TAPS[:2]) as plain:
         target.body(input_ids=ids[None], use_cache=False)
         assert relative_error(taps, torch.cat(plain.take(), dim=-1)[0]) < 5e-3
 

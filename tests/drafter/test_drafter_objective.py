@@ -29,7 +29,7 @@ def items_and_logits(target, tap_ids, lengths=(30, 24)):
     items, logits = [], []
     for number, length in enumerate(lengths):
         ids = torch.randint(0, 255, (length,), generator=generator)
-        with Taps(target.layers, [*tap_ids, target.num_layers - 1]) as taps:
+        with Taps(target, [*tap_ids, target.num_layers - 1]) as taps:
             output = target.body(input_ids=ids[None], use_cache=False)
             *states, final = (state[0] for state in taps.take())
         mask = (torch.arange(length) >= 4).to(torch.uint8)
