@@ -40,7 +40,7 @@ from dflash_lab.extraction.store import CODECS, Layout
 from dflash_lab.extraction.writer import Capture, HostBuffers, pad
 from dflash_lab.machine import device_budget_gib
 from dflash_lab.memory.gate import clear_extraction, outcome
-from dflash_lab.memory.shapes import GIB
+from dflash_lab.memory.shapes import GIB, ExtractionSetup
 from dflash_lab.models.hooks import Taps, default_tap_ids
 from dflash_lab.models.load import Target, load_target
 from dflash_lab.models.source import load_config
@@ -188,15 +188,9 @@ def touch_memory(size: int) -> None:
 def predicted_peak(config: Any, samples: Path, tap_ids: list[int], token_budget: int) -> float:
     """GiB that the worst batch of the pipeline is predicted to hold in tensors."""
     longest = int(read_index(samples).lengths.max())
+    setup = ExtractionSetup(batch=1, length=longest, tap_ids=tuple(tap_ids), fused=True, in_flight=BUFFERS)
     cleared = clear_extraction(
-        config,
-        device_budget_gib("cuda"),
-        tap_ids=tap_ids,
-        longest=longest,
-        fused=True,
-        in_flight=BUFFERS,
-        token_budget=token_budget,
-        force=True,
+        config, setup, device_budget_gib("cuda"), token_budget=token_budget, force=True
     )
     return outcome(cleared, "cpu")["predicted_peak_gib"]
 

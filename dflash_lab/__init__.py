@@ -22,6 +22,7 @@ _MODULES = {  # where each name is
     "data.samples": ("FeatureItem", "Sample", "write_samples"),
     "data.batching": ("plan_batches",),
     "extraction.loop": ("extract",),
+    "extraction.oom": ("halving",),
     "extraction.store": ("FeatureStore", "open_store"),
     "drafter.config": ("DrafterConfig",),
     "drafter.model": ("Drafter",),
@@ -36,7 +37,7 @@ _MODULES = {  # where each name is
     "memory.shapes": ("ExtractionSetup", "TrainingSetup", "target_shape"),
     "memory.account": ("predict_extraction",),
     "memory.training": ("predict_training",),
-    "memory.advice": ("advise_extraction", "advise_training"),
+    "memory.advice": ("advise",),
 }
 _PLACES = {name: f"dflash_lab.{module}" for module, names in _MODULES.items() for name in names}
 
@@ -55,9 +56,10 @@ if TYPE_CHECKING:  # the same for a type checker
     from dflash_lab.drafter.objective import TrainSettings
     from dflash_lab.drafter.train import train
     from dflash_lab.extraction.loop import extract
+    from dflash_lab.extraction.oom import halving
     from dflash_lab.extraction.store import FeatureStore, open_store
     from dflash_lab.memory.account import predict_extraction
-    from dflash_lab.memory.advice import advise_extraction, advise_training
+    from dflash_lab.memory.advice import advise
     from dflash_lab.memory.shapes import ExtractionSetup, TrainingSetup, target_shape
     from dflash_lab.memory.training import predict_training
     from dflash_lab.models.generate import generate

@@ -157,10 +157,11 @@ def extract(
                 folder, layout, index, buffers, report, part_bytes=part_bytes, seal_seconds=seal_seconds
             )
             with Capture(target, layout, buffers) as capture:
-                report.selftest = self_test(target, capture, tokens.of(examples)[0], layers)
+                ids = tokens.of(examples)[0]
+                report.selftest = self_test(target, capture, ids, layers)
                 writer.record("selftest", **report.selftest)
                 run = Run(target, layers, index, tokens, folder, capture, writer, report, on_progress)
-                run.all(batches, tokens.of(examples[:1])[0][0][: max(report.selftest["lengths"])])
+                run.all(batches, ids[0][: max(report.selftest["lengths"])])
         if report.quarantined:
             place = {digest: number for number, digest in enumerate(index.content_hashes)}
             report.quarantined.sort(key=lambda one: place[one.hash])

@@ -126,33 +126,30 @@ class Capture:
         """Forward one batch, let `examine` look at its states [B, L, H], and start its copy. Any error leaves
         no hook's catch and no buffer behind.
         """
-        began = self._mark()
+        began = _mark() if self._cuda else None
         padded = pad(ids, self._target.device)
         states = self.states(padded)
         examine(states)
-        tokens, samples = len(padded.valid), len(ids)
-        size = self._layout.buffer_bytes(tokens, samples)
-        packed = torch.empty(size, dtype=torch.uint8, device=self._target.device) if self._cuda else None
-        if packed is not None:
-            self._pack(states, padded, packed, tokens, samples)
+        size, packed = self._layout.buffer_bytes(len(padded.valid), len(ids)), None
+        if began is not None:
+            packed = torch.empty(size, dtype=torch.uint8, device=self._target.device)
+            self._pack(states, padded, packed)
             states.clear()
-        self.spans += [(began, ended)] if began is not None and (ended := self._mark()) is not None else []
+            self.spans.append((began, _mark()))
         host = self._buffers.acquire(still_working)
         try:
             if packed is None:
-                self._pack(states, padded, host, tokens, samples)
-            return HostBatch(
-                host, rows, ids, masks, self._copy(packed, host[:size]) if packed is not None else None
-            )
+                self._pack(states, padded, host)
+            event = self._copy(packed, host[:size]) if packed is not None else None
+            return HostBatch(host, rows, ids, masks, event)
         except BaseException:
             self._buffers.give_back(host)
             raise
 
-    def _pack(self, states: list[Tensor], padded: Padded, buffer: Tensor, tokens: int, samples: int) -> None:
-        """Gather the valid rows of every state into its columns of `buffer`, with the samples'
-        health flags.
-        """
-        views = self._layout.views(buffer, tokens, samples)
+    def _pack(self, states: list[Tensor], padded: Padded, buffer: Tensor) -> None:
+        """Gather the valid rows of every state into its columns of `buffer`, and the samples' flags."""
+        samples = len(padded.input_ids)
+        views = self._layout.views(buffer, len(padded.valid), samples)
         for index, state in enumerate(states):
             valid = state.flatten(0, 1).index_select(0, padded.valid)  # [T, H]
             self._layout.write_state(views, index, valid)
@@ -170,17 +167,16 @@ class Capture:
         packed.record_stream(self._stream)  # its memory is not reused before the copy has read it
         return event
 
-    def _mark(self) -> torch.cuda.Event | None:
-        if not self._cuda:
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def busy(spans: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> tuple[float, float]:
-    """Return the seconds from the first forward's begin to the last one's end, and the percent of
-    it without a forward.
+    """Return the seconds from the first forward's begin to the last one's end, and the percent of it without
+    a forward.
     """
     if not spans:
         return 0.0, 0.0
@@ -190,7 +186,6 @@ def busy(spans: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> tuple[float,
 
 
 # Is a captured state one that a model computes? -----------------------------------------------------------
-
 
 # By rank: the worst finding among a sample's rows is kept.
 FINDINGS = ("sound", "constant", "all zero", "infinite", "NaN")

@@ -269,8 +269,7 @@ class TrainDrafterResult:
 
     `steps`: step, loss, grad_norm, lr, skipped (the fault, or null). `metrics`: kind (train | heldout), step
     and the metrics of `drafter.metrics`. `positions`: kind, step, slot, accuracy, conditional. `row`: the
-    inspected packed row. `pipeline`: a record a row and worker (`drafter.pipeline.SCHEMA`), empty without
-    one.
+    inspected packed row. `pipeline`: a record a row and worker (TIMING_SCHEMA), empty without one.
     """
 
     figures: dict[str, Any]
@@ -334,9 +333,9 @@ def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> Train
 def collect(params: TrainDrafterParams, report: TrainReport, config: DrafterConfig) -> TrainDrafterResult:
     """Turn a finished run into tables and headline figures."""
     from dflash_lab.drafter.journal import read_journal
-    from dflash_lab.drafter.pipeline import SCHEMA
+    from dflash_lab.drafter.pipeline import TIMING_SCHEMA
     from dflash_lab.drafter.rows import inspect_row
-    from dflash_lab.stages.train_processes import DIARY
+    from dflash_lab.stages.train_processes import TIMINGS
     from dflash_lab.stages.training_inputs import open_bare
 
     items = open_bare(params)
@@ -344,7 +343,9 @@ def collect(params: TrainDrafterParams, report: TrainReport, config: DrafterConf
     steps, metrics = step_frame(records), metric_frame(records)
     figures = headline(params, report, config, steps, items)
     row = inspect_row(items, config, params.context_tokens, params.anchors, params.seed, _decoder(params))
-    pipeline = pl.read_parquet(params.folder / DIARY) if params.targets else pl.DataFrame(schema=SCHEMA)
+    pipeline = (
+        pl.read_parquet(params.folder / TIMINGS) if params.targets else pl.DataFrame(schema=TIMING_SCHEMA)
+    )
     return TrainDrafterResult(figures, steps, metrics, position_frame(records), row, pipeline)
 
 

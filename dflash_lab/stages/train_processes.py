@@ -365,11 +365,11 @@ if __name__ == "__main__":
 #
 # The parent starts them, follows the run's journal for its progress bar, asks for a checkpoint and an
 # orderly end when it is stopped, and raises the failing process's own traceback when one dies. Each leaves
-# its log and its diary in `train_drafter/workers/` of the run's folder.
+# its log and its timings in `train_drafter/workers/` of the run's folder.
 
 
 WORKERS = "workers"
-DIARY, SUMMARY = "pipeline.parquet", "pipeline.json"
+TIMINGS, SUMMARY = "pipeline.parquet", "pipeline.json"
 # for a checkpoint after a stop, and for the targets once the drafters have ended
 
 
@@ -378,7 +378,7 @@ def train_pipeline(params: TrainDrafterParams, progress: Any = None) -> TrainRep
     from multiprocessing import Pipe
 
     from dflash_lab.drafter.pipeline import summary
-    from dflash_lab.drafter.workers import Job, run_crew
+    from dflash_lab.drafter.workers import Job, run_workers
 
     folder, values = params.folder, params.as_dict()
     for path in (folder / STOP, folder / STEPS, *(folder / WORKERS).glob("*")):
@@ -395,7 +395,7 @@ def train_pipeline(params: TrainDrafterParams, progress: Any = None) -> TrainRep
         Job(f"target-{m}", target_process, (values, m, [pipes[m, k][1] for k in range(drafters)]), False)
         for m in range(targets)
     ]
-    results = run_crew(
+    results = run_workers(
         jobs,
         folder / WORKERS,
         ends=[end for pipe in pipes.values() for end in pipe],
@@ -403,11 +403,11 @@ def train_pipeline(params: TrainDrafterParams, progress: Any = None) -> TrainRep
         on_stop=lambda: files.write_bytes(folder / STOP, b""),
         grace_s=GRACE_S,
     )
-    diary = pl.concat(pl.read_parquet(folder / WORKERS / f"{job.name}.parquet") for job in jobs)
-    with files.atomic_path(folder / DIARY) as temporary:
-        diary.write_parquet(temporary)
+    timings = pl.concat(pl.read_parquet(folder / WORKERS / f"{job.name}.parquet") for job in jobs)
+    with files.atomic_path(folder / TIMINGS) as temporary:
+        timings.write_parquet(temporary)
     seconds = {job.name: results[job.name]["seconds"] for job in jobs if job.leads}
-    files.write_json(folder / SUMMARY, {**summary(diary, seconds), **_of_targets(results)})
+    files.write_json(folder / SUMMARY, {**summary(timings, seconds), **_of_targets(results)})
     return read_report(results["drafter-0"])
 
 
@@ -415,7 +415,7 @@ def drafter_process(values: dict[str, Any], rank: int, pipes: list[Connection], 
     """Train on the states that come through `pipes`, one a target; what is returned is its report."""
     import torch
 
-    from dflash_lab.drafter.pipeline import Diary, PipelineItems, Taker
+    from dflash_lab.drafter.pipeline import PipelineItems, Receiver, Timings
     from dflash_lab.models.source import identify, load_config, resolve
     from dflash_lab.stages.training_inputs import check_queue, live_taps, load_ends
 
@@ -425,13 +425,13 @@ def drafter_process(values: dict[str, Any], rank: int, pipes: list[Connection], 
         place = dict(RANK=rank, WORLD_SIZE=world, LOCAL_RANK=params.drafters[rank], MASTER_PORT=port)
         os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
     device = torch.device(params.device)
-    diary = Diary(f"drafter-{rank}", device)
+    timings = Timings(f"drafter-{rank}", device)
     width, taps = load_config(params.target).hidden_size, live_taps(params)
     check_queue(params, device, len(taps), width)
 
     def open_pipeline(params: TrainDrafterParams, device: torch.device, dtype: torch.dtype) -> Any:
-        takers = [
-            Taker(
+        receivers = [
+            Receiver(
                 pipe,
                 f"target-{m}",
                 slots=params.queue_rows,
@@ -447,11 +447,11 @@ def drafter_process(values: dict[str, Any], rank: int, pipes: list[Connection], 
             params.samples_path,
             width,
             taps,
-            takers,
+            receivers,
             identity=identity,
             rank=rank,
             world=world,
-            diary=diary,
+            timings=timings,
         )
         opened.append(items)
         return items, load_ends(params, device, dtype)
@@ -463,7 +463,7 @@ def drafter_process(values: dict[str, Any], rank: int, pipes: list[Connection], 
         opened[0].close()
         return {}
     opened[0].close()
-    diary.save(params.folder / WORKERS)
+    timings.save(params.folder / WORKERS)
     if world > 1:
         torch.distributed.destroy_process_group()
     return report_values(report)
@@ -473,7 +473,7 @@ def target_process(values: dict[str, Any], number: int, pipes: list[Connection])
     """Make rows for the drafters at the other ends of `pipes`."""
     import torch
 
-    from dflash_lab.drafter.pipeline import Diary, Giver, Making, serve
+    from dflash_lab.drafter.pipeline import RowServer, Sender, Timings
     from dflash_lab.memory.gate import explained
     from dflash_lab.models.source import load_config
     from dflash_lab.stages.training_inputs import SNAPSHOT, live_taps, open_live, packed_rows, target_figures
@@ -486,11 +486,10 @@ def target_process(values: dict[str, Any], number: int, pipes: list[Connection])
     with explained(None, sizes, device=device, snapshot=left):
         items = open_live(params, device)
         rows, heldout = packed_rows(params, items)
-        givers = [Giver(pipe, f"drafter-{k}") for k, pipe in enumerate(pipes)]
-        diary = Diary(f"target-{number}", items.target.device)
-        making = Making(items, rows, heldout, givers, number, len(params.targets))
-        result = serve(making, diary)
-    diary.save(params.folder / WORKERS)
+        senders = [Sender(pipe, f"drafter-{k}") for k, pipe in enumerate(pipes)]
+        timings = Timings(f"target-{number}", items.target.device)
+        result = RowServer(items, rows, heldout, senders, number, len(params.targets), timings).serve()
+    timings.save(params.folder / WORKERS)
     return {**result, **target_figures(params, config, device, items.forward.path)}
 
 

@@ -477,7 +477,7 @@ def with_anchors(params: TrainDrafterParams) -> TrainDrafterParams:
         return params
     from dflash_lab.memory.gate import clear_training
     from dflash_lab.memory.planner import MARGIN, training_fits
-    from dflash_lab.memory.shapes import target_shape
+    from dflash_lab.memory.shapes import TrainingSetup, target_shape
     from dflash_lab.models.load import choose_device
     from dflash_lab.models.source import load_config
 
@@ -510,12 +510,12 @@ def with_anchors(params: TrainDrafterParams) -> TrainDrafterParams:
             raise StoreError(f"{path}: no planned anchors. Put the file back, or remove it to plan again.")
         if planned.get("asked") == asked:
             return params.changed(anchors=anchors)
-    sizes: dict[str, Any] = dict(context=params.context_tokens, cuda=device.type == "cuda", **options)
-    budget_gib = _least_budget_gib(params, device, config, drafter)
-    found = training_fits(config, drafter, budget_gib, anchors=8, margin=MARGIN + _SPARE, **sizes)
+    setup = TrainingSetup(anchors=8, context=params.context_tokens, block_size=drafter.block_size, **options)
+    cuda, budget_gib = device.type == "cuda", _least_budget_gib(params, device, config, drafter)
+    found = training_fits(config, drafter, setup, budget_gib, margin=MARGIN + _SPARE, cuda=cuda)
     anchors = min(found.largest_anchors, params.context_tokens - 1)
     if not anchors:  # refused with advice, or forced to the least
-        clear_training(config, drafter, budget_gib, anchors=8, force=params.ignore_memory, **sizes)
+        clear_training(config, drafter, setup, budget_gib, force=params.ignore_memory, cuda=cuda)
         anchors = min(8, params.context_tokens - 1)
     logger.info("anchors = %d: the most that %.2f GiB are predicted to hold", anchors, budget_gib)
     params.folder.mkdir(parents=True, exist_ok=True)
@@ -590,10 +590,10 @@ def clear_processes(params: TrainDrafterParams) -> None:
 def gpu_processes(params: TrainDrafterParams) -> list[GpuProcess]:
     """Return what each process of the run is predicted to hold, on each device that it uses."""
     from dflash_lab.memory.account import OUTSIDE_TORCH
-    from dflash_lab.memory.advice import advise_training
+    from dflash_lab.memory.advice import advise
     from dflash_lab.memory.gate import GpuProcess
     from dflash_lab.memory.shapes import TrainingSetup, target_shape
-    from dflash_lab.memory.training import head_process, target_head_process, training_account
+    from dflash_lab.memory.training import head_process, predict_training, target_head_process
     from dflash_lab.models.load import choose_device
     from dflash_lab.models.source import load_config
 
@@ -614,8 +614,8 @@ def gpu_processes(params: TrainDrafterParams) -> list[GpuProcess]:
             GpuProcess(
                 f"drafter-{number}",
                 str(device),
-                training_account(shape, drafter, setup, cuda=cuda),
-                partial(advise_training, shape, drafter, setup, cuda=cuda),
+                predict_training(shape, drafter, setup, cuda=cuda),
+                partial(advise, shape, setup, drafter=drafter, cuda=cuda),
                 OUTSIDE_TORCH if cuda and len(gpus) > 1 else 0,  # NCCL's buffers
             )
         )
@@ -716,28 +716,30 @@ def ask_extraction(
     from dflash_lab.extraction.loop import BUFFERS
     from dflash_lab.machine import device_budget_gib
     from dflash_lab.memory.gate import clear_extraction
+    from dflash_lab.memory.shapes import ExtractionSetup
     from dflash_lab.models.load import choose_dtype
 
     cuda = device.type == "cuda"
-    layers: dict[str, Any] = dict(
-        dtype=str(choose_dtype(params.dtype, config)).removeprefix("torch."),
+    setup = ExtractionSetup(
+        batch=1,
+        length=longest,
+        tap_ids=tuple(tap_ids),
+        dtype=_name(choose_dtype(params.dtype, config)),
+        store_final=params.store_final,
         kernels="fla" if cuda and not params.allow_slow_kernels else "torch",
         fused=cuda and params.fast != "off",
+        plain_layers=tuple(plain_layers),
+        in_flight=BUFFERS if cuda else 0,
     )
     try:
         return clear_extraction(
             config,
+            setup,
             budget_gib or device_budget_gib(device),
-            tap_ids=tap_ids,
-            longest=longest,
-            store_final=params.store_final,
-            plain_layers=plain_layers,
-            in_flight=BUFFERS if cuda else 0,
             token_budget=params.token_budget,
             max_batch=params.max_batch,
             cuda=cuda,
             force=params.ignore_memory,
-            **layers,
         )
     except UnsupportedTarget as error:
         return _unpredicted(error)
@@ -775,18 +777,20 @@ def ask_training(
     """
     from dflash_lab.machine import device_budget_gib
     from dflash_lab.memory.gate import clear_training
+    from dflash_lab.memory.shapes import TrainingSetup
 
     try:
         options = setup_options(params, config, device, dtype, final_states=final_states, rows=rows)
+        setup = TrainingSetup(
+            anchors=params.anchors, context=params.context_tokens, block_size=drafter.block_size, **options
+        )
         return clear_training(
             config,
             drafter,
+            setup,
             budget_gib or device_budget_gib(device),
-            anchors=params.anchors,
-            context=params.context_tokens,
             cuda=device.type == "cuda",
             force=params.ignore_memory,
-            **options,
         )
     except UnsupportedTarget as error:
         return _unpredicted(error)

@@ -8,8 +8,8 @@ from pathlib import Path
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 
 
-def live_cell(notebook: str) -> str:
-    """Return the source of the code cell whose id is `toy`."""
+def live_cell(notebook: str, name: str = "toy") -> str:
+    """Return the source of the code cell with this id."""
     cells = json.loads((NOTEBOOKS / f"{notebook}.ipynb").read_text(encoding="utf-8"))["cells"]
-    (source,) = ["".join(cell["source"]) for cell in cells if cell["id"] == "toy"]
+    (source,) = ["".join(cell["source"]) for cell in cells if cell["id"] == name]
     return source

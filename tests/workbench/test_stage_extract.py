@@ -13,6 +13,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 import torch
+from support.live_cells import live_cell
 
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.errors import InputError
@@ -60,18 +61,6 @@ def test_a_figure_that_is_not_a_number_is_saved_as_none(params, tmp_path: Path) 
     assert ExtractResult.load(tmp_path / "saved").figures == {**result.figures, "tokens_per_s": None}
 
 
-def test_a_broken_manifest_line_lets_the_stage_run_again_for_what_it_named(params) -> None:
-    execute(params())
-    (path,) = params().store_path.glob("shard-*/manifest.jsonl")
-    lines = path.read_text().splitlines(keepends=True)
-    number = next(number for number, line in enumerate(lines) if '"kind": "part"' in line)
-    path.write_text("".join([*lines[:number], '{"kind": "par\n', *lines[number + 1 :]]))
-    assert not is_finished(params())
-    result = execute(params())
-    assert result.figures["samples_stored"] > 0 and verify(params().store_path) == []
-    assert len(open_store(params().store_path)) == len(LENGTHS) and is_finished(params())
-
-
 def test_two_shards_fill_one_store(params: Callable[..., ExtractParams]) -> None:
     results = [execute(params(shard=shard, num_shards=2, store_final=True)) for shard in (0, 1)]
     store = open_store(params().store_path)
@@ -93,7 +82,7 @@ def test_a_finished_shard_is_loaded_not_run(params: Callable[..., ExtractParams]
     assert not is_finished(params())
 
 
-@pytest.mark.parametrize("damage", ["gone", "cut", "given up", "store.json", "flipped"])
+@pytest.mark.parametrize("damage", ["gone", "cut", "given up", "store.json", "flipped", "line"])
 def test_what_is_lost_of_a_finished_store_is_redone_by_the_same_command(params, damage) -> None:
     whole = execute(params())
     store = params().store_path
@@ -108,6 +97,9 @@ def test_what_is_lost_of_a_finished_store_is_redone_by_the_same_command(params, 
         discard(store, verify(store))
     elif damage == "store.json":
         (store / "store.json").unlink()
+    elif damage == "line":
+        (path,) = store.glob("shard-*/manifest.jsonl")
+        path.write_text(path.read_text().replace('{"kind": "part"', '{"kind": "par\n'))
     else:
         data[len(data) // 2] ^= 1
         part.write_bytes(data)
@@ -223,6 +215,17 @@ def test_a_budget_that_padding_would_eat_is_lowered_and_the_result_says_so(param
     assert figure.data[1].x[0] * figure.data[1].y[0] == pytest.approx(result.figures["token_budget"])
     kept = execute(params(token_budget=200, force=True))
     assert "token_budget_lowered" not in kept.figures
+
+
+def test_the_notebooks_live_cells_halve_a_batch_and_catch_two_layers(capsys) -> None:
+    names: dict[str, object] = {}
+    exec(live_cell("extract"), names)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["8", "4", "4", "4", "4", "3"]
+    assert "out of memory" in lines[0] and all(line.endswith(": stored") for line in lines[1:])
+    exec(live_cell("extract", "toy-taps"), names)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all("(1, 10, 32)" in line and line.endswith("True") for line in lines)
 
 
 # A trial ---------------------------------------------------------------------------------------------------
