@@ -8,7 +8,7 @@ from shlex import quote
 from typing import Any
 
 from dflash_lab import files
-from dflash_lab.drafter.checkpoint import WEIGHTS, check_tensors, read_tensors, write_checkpoint
+from dflash_lab.drafter.checkpoint import WEIGHTS, check_tensors, read_config, read_tensors, write_checkpoint
 from dflash_lab.drafter.config import MOST_LAYERS, SLIDING, DrafterConfig, Fields, shown
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError, UnsupportedTarget
@@ -54,7 +54,7 @@ def speculators_json(
     config: DrafterConfig, dtype: str, target: str, target_architecture: str = ""
 ) -> dict[str, Any]:
     """The layout's `config.json` as plain values."""
-    if config.is_second:
+    if config.is_dflash2:
         raise UnsupportedTarget(
             "export to speculators: DFlash 2 drafters have no place in its dflash layout."
         )
@@ -233,7 +233,6 @@ python -m sglang.launch_server --model-path {quote(target)} \\
 """
 
 
-def write_serving_notes(folder: Path | str, config: DrafterConfig, target: str) -> None:
-    """Write `serve.md` into a drafter's folder."""
-    path = Path(folder)
-    files.write_bytes(path / "serve.md", serving_notes(config, str(path), target).encode())
+def write_serving_notes(folder: Path, target: str, *, place: Path) -> None:
+    """Write `serve.md` into a drafter's `folder`, for the `place` that the folder will be moved to."""
+    files.write_bytes(folder / "serve.md", serving_notes(read_config(folder), str(place), target).encode())

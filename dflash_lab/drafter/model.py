@@ -212,8 +212,8 @@ class Layer(nn.Module):
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
-        self.attention_conv = GroupedDynamicCausalConv(config) if config.is_second else None
-        self.mlp_conv = GroupedDynamicCausalConv(config) if config.is_second else None
+        self.attention_conv = GroupedDynamicCausalConv(config) if config.is_dflash2 else None
+        self.mlp_conv = GroupedDynamicCausalConv(config) if config.is_dflash2 else None
 
     def forward(
         self, h: Tensor, angles: Rope, context: ContextStates | ContextKeys, attend: Attend
@@ -239,7 +239,7 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.candidate_selector = CandidateSelector(config) if config.is_second else None
+        self.candidate_selector = CandidateSelector(config) if config.is_dflash2 else None
         self.gradient_checkpointing = False  # recompute each layer in the backward pass
         self.compiled = False
 
