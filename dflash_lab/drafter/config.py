@@ -195,9 +195,7 @@ class DrafterConfig:
             object.__setattr__(self, "layer_types", (FULL,) * self.num_layers)
         object.__setattr__(self, "layer_types", tuple(self.layer_types))
         object.__setattr__(self, "tap_ids", tuple(int(tap) for tap in self.tap_ids))
-        self._check()
 
-    def _check(self) -> None:
         def need(holds: bool, message: str) -> None:
             if not holds:
                 raise InputError(f"drafter config: {message}")
