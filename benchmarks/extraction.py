@@ -34,12 +34,13 @@ from dflash_lab.data.batching import plan_batches
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.extraction.checks import body_parameters, rel_l2
 from dflash_lab.extraction.fused_layers import speed_up
-from dflash_lab.extraction.loop import BUFFERS, Tokens, extract, read_index
+from dflash_lab.extraction.loop import BUFFERS, extract
+from dflash_lab.extraction.shard import Tokens, read_index
 from dflash_lab.extraction.store import CODECS, Layout
 from dflash_lab.extraction.writer import Capture, HostBuffers, pad
 from dflash_lab.machine import device_budget_gib
 from dflash_lab.memory.gate import clear_extraction, outcome
-from dflash_lab.memory.shapes import GIB
+from dflash_lab.memory.shapes import GIB, ExtractionSetup
 from dflash_lab.models.hooks import Taps, default_tap_ids
 from dflash_lab.models.load import Target, load_target
 from dflash_lab.models.source import load_config
@@ -187,15 +188,9 @@ def touch_memory(size: int) -> None:
 def predicted_peak(config: Any, samples: Path, tap_ids: list[int], token_budget: int) -> float:
     """GiB that the worst batch of the pipeline is predicted to hold in tensors."""
     longest = int(read_index(samples).lengths.max())
+    setup = ExtractionSetup(batch=1, length=longest, tap_ids=tuple(tap_ids), fused=True, in_flight=BUFFERS)
     cleared = clear_extraction(
-        config,
-        device_budget_gib("cuda"),
-        tap_ids=tap_ids,
-        longest=longest,
-        fused=True,
-        in_flight=BUFFERS,
-        token_budget=token_budget,
-        force=True,
+        config, setup, device_budget_gib("cuda"), token_budget=token_budget, force=True
     )
     return outcome(cleared, "cpu")["predicted_peak_gib"]
 
@@ -260,7 +255,7 @@ def codec_errors() -> dict[str, dict[str, float]]:
     """
     target = load_target("smollm2", last_layer=14, with_head=False)
     ids = torch.tensor([target.tokenizer((ROOT / "LICENSE").read_text()[:4000])["input_ids"][:400]])
-    with Taps(target.layers, [14]) as taps:
+    with Taps(target, [14]) as taps:
         target.body(input_ids=ids, use_cache=False)
         rows = taps.take()[0].flatten(0, 1).to(torch.bfloat16)
     rest = rows.float().square().sum(dim=0).argsort()[:-8]

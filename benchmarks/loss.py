@@ -27,7 +27,7 @@ import torch
 from result_file import read_result, told
 from torch import Tensor
 
-from dflash_lab.drafter.loss import ChunkPlan, fused_draft_loss
+from dflash_lab.drafter.loss import fused_draft_loss
 from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.files import write_json
 from dflash_lab.provenance import provenance
@@ -167,7 +167,7 @@ def matmul_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float
 
 
 def ours(
-    inputs: Inputs, config: LossConfig, *, backend: str = "auto", plan: ChunkPlan | None = None
+    inputs: Inputs, config: LossConfig, *, backend: str = "auto", chunk_rows: int | None = None
 ) -> Callable[[], Tensor]:
     """A step of the fused loss, target side included when the config uses it."""
     target: dict[str, Any] = {}
@@ -179,8 +179,8 @@ def ours(
 
     def step() -> Tensor:
         loss = fused_draft_loss(
-            inputs.hidden, inputs.head, labels, weights, config=config, backend=backend, plan=plan,
-            scale=scale,
+            inputs.hidden, inputs.head, labels, weights, config=config, backend=backend,
+            chunk_rows=chunk_rows, scale=scale,
             **target,
         )  # fmt: skip
         return loss.total

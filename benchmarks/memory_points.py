@@ -19,7 +19,7 @@ from memory_runs import Clock, kernels, load
 from dflash_lab.drafter import attention
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.extraction.fused_layers import skip_tuning, speed_up
-from dflash_lab.memory.account import Account, extraction_account
+from dflash_lab.memory.account import Account, predict_extraction
 from dflash_lab.memory.measure import (
     TrainingStep,
     clean,
@@ -29,7 +29,7 @@ from dflash_lab.memory.measure import (
     training_parts,
 )
 from dflash_lab.memory.shapes import ExtractionSetup, TrainingSetup, target_shape
-from dflash_lab.memory.training import training_account
+from dflash_lab.memory.training import predict_training
 from dflash_lab.models.hooks import default_tap_ids
 from dflash_lab.models.source import load_config
 
@@ -105,8 +105,8 @@ def analytic(task: Task, cuda: bool) -> Account:
     """The account by formulas."""
     shape, setup = target_shape(load_config(task.target)), task.setup
     if isinstance(setup, ExtractionSetup):
-        return extraction_account(shape, setup, cuda=cuda)
-    return training_account(shape, drafter_of(task.target, setup.block_size), setup, cuda=cuda)
+        return predict_extraction(shape, setup, cuda=cuda)
+    return predict_training(shape, drafter_of(task.target, setup.block_size), setup, cuda=cuda)
 
 
 def measure(wanted: list[Task], device: torch.device, clock: Clock) -> Iterator[tuple[Task, dict[str, Any]]]:

@@ -35,7 +35,7 @@ from memory_runs import share_of_best as share
 from dflash_lab import files
 from dflash_lab.data.batching import plan_batches
 from dflash_lab.extraction.fused_layers import skip_tuning, speed_up
-from dflash_lab.memory.account import Account, extraction_account
+from dflash_lab.memory.account import Account, predict_extraction
 from dflash_lab.memory.measure import clean, forward_once
 from dflash_lab.memory.planner import ExtractionBudget, extraction_budget, usable
 from dflash_lab.memory.shapes import CHUNK, GIB, ExtractionSetup, dtype_bytes, target_shape
@@ -96,27 +96,18 @@ class CutTarget:
 
     def budget(self, limit_gib: float) -> ExtractionBudget:
         """Ask the planner, for the whole model."""
-        return extraction_budget(
-            self.shape,
-            limit_gib,
-            tap_ids=self.taps,
-            longest=MAX_LENGTH,
-            dtype=self.setup.dtype,
-            kernels=self.setup.kernels,
-            fused=self.setup.fused,
-            max_batch=MAX_BATCH,
-            cuda=self.card.cuda,
-        )
+        longest = replace(self.setup, length=MAX_LENGTH, tap_ids=self.taps)
+        return extraction_budget(self.shape, longest, limit_gib, max_batch=MAX_BATCH, cuda=self.card.cuda)
 
     def account(self, rows: int, longest: int) -> Account:
         """The account of a batch through the whole model."""
         setup = replace(self.setup, batch=rows, length=longest, tap_ids=self.taps)
-        return extraction_account(self.shape, setup, cuda=self.card.cuda)
+        return predict_extraction(self.shape, setup, cuda=self.card.cuda)
 
     def _missing(self, rows: int, longest: int) -> int:
         """Bytes that the missing layers' captured states bring to a batch's peak."""
         setup = replace(self.setup, batch=rows, length=longest)
-        cut = extraction_account(self.cut, setup, cuda=self.card.cuda)
+        cut = predict_extraction(self.cut, setup, cuda=self.card.cuda)
         return self.account(rows, longest).moving - cut.moving
 
     def batch(self, rows: int, longest: int) -> None:

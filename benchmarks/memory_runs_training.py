@@ -91,10 +91,8 @@ class Training:
         asked = training_fits(
             self.shape,
             self.drafter,
+            replace(self.setup, anchors=8),
             budget_gib,
-            anchors=8,
-            context=self.setup.context,
-            chunk=self.setup.chunk,
             cuda=self.card.cuda,
         )
         if not asked.largest_anchors:

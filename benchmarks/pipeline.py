@@ -36,9 +36,9 @@ from dflash_lab.data.lengths import synthetic_lengths
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.live import SampleItems
 from dflash_lab.drafter.pipeline import summary
-from dflash_lab.drafter.workers import Job, run_crew
+from dflash_lab.drafter.workers import Job, run_workers
 from dflash_lab.stages.train_drafter import TrainDrafterParams
-from dflash_lab.stages.train_processes import DIARY, train_pipeline
+from dflash_lab.stages.train_processes import TIMINGS, train_pipeline
 
 REAL = Path(__file__).resolve().parent.parent / "tests" / "data" / "lengths_public_chat.parquet"
 SHAPES = Path(__file__).resolve().parent.parent / "params" / "targets"
@@ -179,7 +179,6 @@ def train_alone(work: Work, folder: Path, samples: Path) -> dict[str, float]:
 
 def new_trainer(inputs: Any, items: Any) -> Any:
     """The training loop of a run, before its first step."""
-    from dflash_lab.drafter.distributed import Single
     from dflash_lab.drafter.train import Trainer
     from dflash_lab.stages.train_processes import first_drafter
     from dflash_lab.stages.training_inputs import load_ends, train_settings
@@ -187,7 +186,7 @@ def new_trainer(inputs: Any, items: Any) -> Any:
     head = load_ends(inputs)
     drafter, settings = first_drafter(inputs, head), train_settings(inputs, items)
     folder = inputs.params.folder / "run"
-    return Trainer(items, head, drafter, settings, folder, None, None, Single(), {})
+    return Trainer(items, head, drafter, settings, folder)
 
 
 def steps_ms(trainer: Any, steps: int) -> float:
@@ -233,7 +232,7 @@ def apart(
     """Train with targets and drafters on GPUs of their own."""
     params = parameters(work, folder, samples, layers, target_gpus=split[0], drafter_gpus=split[1])
     train_pipeline(params)
-    frame = pl.read_parquet(params.folder / DIARY)
+    frame = pl.read_parquet(params.folder / TIMINGS)
     count = len(split[1])
     steady = frame.filter(pl.col("turn") >= WARM * count)
     mine = steady.filter(pl.col("worker").str.starts_with("drafter"))
@@ -268,7 +267,7 @@ def pipeline_figures(
         samples = folder / "samples.parquet"
         make_samples(work, samples)
         job = Job("alone", train_alone, (work, folder, samples), True)
-        one = found["one_device"] = run_crew([job], folder / "workers")["alone"]
+        one = found["one_device"] = run_workers([job], folder / "workers")["alone"]
         log.info("both on one device: %s", one)
         keep(found)
         for number, split in enumerate(splits):

@@ -13,7 +13,7 @@ import polars as pl
 from result_figure import figure_arguments, save_figure
 from result_file import made_of, read_result, told
 
-from dflash_lab.drafter.pipeline import SCHEMA
+from dflash_lab.drafter.pipeline import TIMING_SCHEMA
 from dflash_lab.views.style import BLUE, GREY
 from dflash_lab.views.train_drafter import queues
 
@@ -42,7 +42,7 @@ def main() -> None:
     args = figure_arguments(__doc__).parse_args()
     found = read_result(args.result, "pipeline.py", splits=list, one_device=dict)
     with made_of(args.result, "pipeline.py"):
-        diary = pl.DataFrame(found["splits"][0]["diary"], schema=SCHEMA)
+        diary = pl.DataFrame(found["splits"][0]["diary"], schema=TIMING_SCHEMA)
         figures = {"pipeline_rates": rates(found), "pipeline_queues": queues(diary)}
     for name, figure in figures.items():
         save_figure(figure.update_layout(template="dflash", width=900, height=500), args.folder, name)

@@ -37,7 +37,7 @@ from result_file import told
 
 from dflash_lab import files, provenance
 from dflash_lab.acceptance.offline import offline
-from dflash_lab.acceptance.prompts import choose, heldout_prompts
+from dflash_lab.acceptance.prompts import draw_prompts, heldout_prompts
 from dflash_lab.acceptance.results import Tau, summarize
 from dflash_lab.data.samples import read_provenance
 from dflash_lab.drafter.checkpoint import load_checkpoint, save_checkpoint
@@ -173,7 +173,7 @@ def client(args: argparse.Namespace) -> dict[str, Any]:
     target = load_target(args.target, device="meta")
     found: dict[str, Any] = {}
     for name in SETS:
-        prompts = choose(heldout_prompts(args.data / f"{name}.parquet"), args.prompts, args.seed)
+        prompts = draw_prompts(heldout_prompts(args.data / f"{name}.parquet"), args.prompts, args.seed)
         asked = {
             "prompts": [list(prompt.input_ids) for prompt in prompts],
             "stop_ids": target.stop_ids,

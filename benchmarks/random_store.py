@@ -11,7 +11,7 @@ import torch
 
 from dflash_lab.data.samples import content_hash
 from dflash_lab.drafter.config import DrafterConfig
-from dflash_lab.extraction import store
+from dflash_lab.extraction.manifest import SCHEMA, add_line, open_identity, part_name, shard_name
 from dflash_lab.extraction.store import hex_to_hashes, write_part
 
 
@@ -29,13 +29,13 @@ def write_random_store(
     `device`.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    shard = folder / store.shard_name(0, 1)
+    shard = folder / shard_name(0, 1)
     shard.mkdir(parents=True)
     width = len(config.tap_ids) * config.hidden_size
-    store.open_identity(
+    open_identity(
         folder,
         {
-            "schema": store.SCHEMA, "target": {"name": "random states"}, "compute_dtype": "bfloat16",
+            "schema": SCHEMA, "target": {"name": "random states"}, "compute_dtype": "bfloat16",
             "tap_ids": list(config.tap_ids), "tap_ids_plus_one": [tap + 1 for tap in config.tap_ids],
             "hidden": config.hidden_size, "has_final": final, "storage": "bf16", "samples": f"seed {seed}",
         },
@@ -69,9 +69,7 @@ def write_random_store(
             "hashes": hex_to_hashes(hashes),
             "heldout": torch.zeros(len(group), dtype=torch.uint8),
         }
-        name = store.part_name(number)
+        name = part_name(number)
         size, checksum = write_part(shard / name, tensors)
-        store.append(
-            shard, "part", file=name, bytes=size, checksum=checksum, samples=len(group), tokens=tokens
-        )
+        add_line(shard, "part", file=name, bytes=size, checksum=checksum, samples=len(group), tokens=tokens)
     return folder

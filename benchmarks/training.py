@@ -129,7 +129,7 @@ def new_trainer(case: Case, store: Path, folder: Path, device: torch.device, gro
     if device.type == "cuda":
         drafter.compile_layers()
     head = random_head(case.config, device, dtype)
-    return Trainer(open_store(store), head, drafter, case.settings, folder, None, None, group, {})
+    return Trainer(open_store(store), head, drafter, case.settings, folder, group=group)
 
 
 def step_flop(case: Case, row: Row) -> dict[str, float]:
@@ -183,15 +183,15 @@ class Phases:
         trainer.drafter.register_forward_pre_hook(lambda *_: self.mark())
         trainer.drafter.register_forward_hook(lambda *_: self.mark())
         trainer.objective.fused.register_forward_hook(lambda *_: self.mark())
-        apply = trainer.apply
+        update = trainer.update
 
         def marked(*arguments: Any) -> Tensor:
             self.mark()
-            good = apply(*arguments)
+            good = update(*arguments)
             self.mark()
             return good
 
-        trainer.apply = marked  # type: ignore[method-assign]
+        trainer.update = marked  # type: ignore[method-assign]
 
     def mark(self) -> None:
         if not self.cuda:
@@ -279,7 +279,7 @@ def beside_peers(trainer: Trainer, row: Row) -> dict[str, Any]:
 
     def ours() -> Tensor:
         loss = trainer.objective(trainer.drafter, trainer.drafter, row, row.taps, teacher=False)
-        return loss.total / loss.below
+        return loss.total / loss.denominator
 
     def full_logits() -> Tensor:
         """Its kernels take the target's logits for both terms: labels are the target's argmax."""

@@ -1,9 +1,6 @@
 """Every shard of a run on a cluster: one call sends the shards' notebooks to a `dask.distributed` client.
 
-A task is one shard's notebook, run by the same command that a person types, in a process of its own; it takes
-one `GPU` slot of a worker, so a worker with one device runs one shard at a time. All machines see the same
-run folder. A worker that dies takes its notebook with it; the shard goes to another worker and continues from
-its sealed parts. Dask is the extra `[cluster]`.
+Dask, the extra `[cluster]`, knows the schedulers (Slurm and others). All machines see the same run folder.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from dflash_lab.errors import InputError, LabError
 from dflash_lab.files import read_json
 from dflash_lab.machine import gpus_apart
 from dflash_lab.params import StageParams
-from dflash_lab.results import FAILURE, RESULT
+from dflash_lab.results import FAILURE
 from dflash_lab.run_params import Given, read_given
 from dflash_lab.stages import params_class
 
@@ -69,6 +66,10 @@ def run_shards(
     progress: Callable[..., None] | None = None,
 ) -> list[ShardOutcome]:
     """Run shards 0..num_shards - 1 of `stage` with the parameter folder `run` on the workers of `client`.
+
+    A task is one shard's notebook, run by the command that a person types, in a process of its own; it takes
+    one `GPU` slot of a worker, so a worker with one device runs one shard at a time. A worker that dies takes
+    its notebook with it; the shard goes to another worker and continues from its sealed parts.
 
     parameters: more parameters, as with `-p`. retries: how often a shard may be started again after its
     worker was lost. Returns the outcomes in order. Raises `InputError` when no worker offers a slot or a
@@ -133,11 +134,10 @@ def tokens_done(params: StageParams) -> tuple[int, int]:
         return 0, 0
     import polars as pl
 
-    from dflash_lab.extraction.store import sealed_parts, shard_folders
+    from dflash_lab.extraction.manifest import parts_of
 
     total = int(pl.scan_parquet(samples, glob=False).select(pl.col("length").sum()).collect().item() or 0)
-    parts = (part for folder in shard_folders(store) for part in sealed_parts(folder, []))
-    return sum(part.tokens for part in parts), total
+    return sum(part.tokens for part in parts_of(store, [])), total
 
 
 def _collect(stage: str, futures: list[Any]) -> list[ShardOutcome]:
@@ -241,30 +241,3 @@ def local_cluster(devices: int, **options: Any) -> Any:
     }
     scheduler = {"cls": Scheduler, "options": {"dashboard": False, "host": "127.0.0.1", "port": 0}}
     return SpecCluster(workers=workers, scheduler=scheduler, name="dflash-lab", **options)
-
-
-def outcome_table(run: Path) -> list[dict[str, Any]]:
-    """Return one row a shard folder below `run`: its state and, when finished, its speed; for a
-    notebook to show.
-    """
-    rows = []
-    for folder in sorted(run.glob("extract-*"), key=lambda path: path.name):
-        if not folder.is_dir():
-            continue
-        state = (
-            "finished"
-            if (folder / RESULT).exists()
-            else "failed"
-            if (folder / FAILURE).exists()
-            else "unfinished"
-        )
-        figures = read_json(folder / RESULT)["figures"] if state == "finished" else {}
-        rows.append(
-            {
-                "shard": folder.name,
-                "state": state,
-                "samples": figures.get("samples_stored", 0) + figures.get("samples_stored_before", 0),
-                "tokens_per_s": figures.get("extract_tokens_per_s", 0.0),
-            }
-        )
-    return rows

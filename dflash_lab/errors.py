@@ -1,4 +1,4 @@
-"""Errors with remedies: what is wrong, where, and what to type instead; a failed file operation in words."""
+"""Errors that a person is meant to read: what is wrong, where, and what to type instead."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
-
-# ----------------------------------------------------------------------------------------------------
-# The errors that a person is meant to read: what is wrong, where, and what to type instead.
 
 
 class LabError(Exception):
@@ -57,14 +54,12 @@ def near(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
-# ----------------------------------------------------------------------------------------------------
-# What the system says about a file, in words a person can act on: which file, what happened, what to do.
+# --- What the system says about a file
 #
 # A full disk, a read-only mount or a file where a folder should be reach us as `OSError`, as polars'
 # `ComputeError` or as safetensors' own error, often without any path. `naming` and `reading` stand around
 # everything that writes and reads, so that all of them become one `FileError` (or, where the content is at
 # fault, one `StoreError`).
-
 
 _RUST = re.compile(r"\(os error (\d+)\)")  # how polars and safetensors, written in Rust, spell an errno
 _FULL = "Free space, or give a folder elsewhere; what is finished is kept and the same command goes on."

@@ -1,5 +1,6 @@
-"""Files that are whole or not there: atomic writes, checksums, folders, locks, and results that replace
-others together.
+"""Files that are whole or not there: atomic writes, checksums, locks, results that replace others together.
+
+Everything the lab leaves on disk goes through here: JSON, Parquet and safetensors; nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -24,18 +25,11 @@ import xxhash
 
 from dflash_lab.errors import FileError, InputError, StoreError, naming
 
-# ----------------------------------------------------------------------------------------------------
-# Files that are either whole or absent: write to a temporary name in the same folder, fsync, rename, fsync
-# the folder.
-#
-# Everything the lab leaves on disk goes through these functions, so that a crash or a full disk never
-# leaves half a file under its final name. Formats are JSON, Parquet and safetensors; nothing is ever
-# pickled.
-
 
 @contextlib.contextmanager
 def atomic_path(path: Path | str) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; when the block ends well it is synced and renamed `path`.
+    """Yield a temporary path beside `path`; when the block ends well it is synced and renamed `path`, so that
+    a crash never leaves half a file under that name.
 
     A full disk, a read-only folder and their like are a `FileError` about `path`, with nothing left behind.
     """
@@ -206,8 +200,7 @@ def _umask() -> int:
     return mask
 
 
-# ----------------------------------------------------------------------------------------------------
-# Folders that a person names, walked within bounds: `/` for `data/` would otherwise be read for hours.
+# --- Folders that a person names, walked within bounds: `/` for `data/` would otherwise be read for hours
 
 
 MOST_FILES = 200_000
@@ -250,10 +243,10 @@ def walk(folder: Path | str, onerror: Callable[[OSError], None] | None = None) -
             yield Path(place, name)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Locks of the kernel (flock): the holder's death, however it comes, drops them, so none is left behind.
+# --- Locks
 #
-# Some network file systems have no locks. There everyone gets one, with a warning.
+# The kernel's (flock): the holder's death, however it comes, drops them, so none is left behind. Some network
+# file systems have no locks. There everyone gets one, with a warning.
 
 
 PATIENCE_S = 0.5  # whoever looks whether a lock is held has it for an instant
@@ -319,13 +312,12 @@ def _flock(file: IO, how: int) -> bool:
     return True
 
 
-# ----------------------------------------------------------------------------------------------------
-# New results take the place of old ones: all of them or none, whenever the process is killed.
+# --- New results in the place of old ones
 #
-# A stage makes what it leaves beside what is there. When it is whole, a journal in the run's folder names
-# each new file and its place; from then on the change is decided, and whoever looks next (`settle`) ends it
-# if its process was killed in the middle. A folder changes places with the old one in a single step of the
-# kernel, so at no moment is there none.
+# All of them or none, whenever the process is killed. A stage makes what it leaves beside what is there. When
+# it is whole, a journal in the run's folder names each new file and its place; from then on the change is
+# decided, and whoever looks next (`settle`) ends it if its process was killed in the middle. A folder changes
+# places with the old one in a single step of the kernel, so at no moment is there none.
 
 
 JOURNAL = ".replacing.json"

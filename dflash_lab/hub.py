@@ -1,4 +1,7 @@
-"""What the Hugging Face hub library of this environment can give, and in which words it refuses."""
+"""Whether the Hugging Face hub can be asked, settled in seconds.
+
+Left to itself the hub's client asks an unreachable server six times for every file, half a minute in all.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable
-from pathlib import Path
-
-from dflash_lab.errors import InputError, near
-
-# ----------------------------------------------------------------------------------------------------
-# Whether the Hugging Face hub can be asked, settled in seconds.
-#
-# Left to itself the hub's client asks an unreachable server six times for every file, half a minute in all.
-
 
 ANSWER_S = 3.0  # how long the hub may take to answer
 _ASKED_AGAIN_S = 60.0  # an answer is believed this long, so that a kernel notices when the network returns
@@ -54,58 +47,3 @@ def _answers(endpoint: str, minute: int) -> bool:
     thread.start()
     thread.join(ANSWER_S + 1.0)
     return bool(found and found[0])
-
-
-# ----------------------------------------------------------------------------------------------------
-# Where a hub id's files are: on the hub while it answers, else in this machine's cache, decided in seconds.
-#
-# Without an answer from the hub, an id means its cached snapshot, a plain folder.
-
-
-def checkpoint_of(target: str, known: Iterable[str]) -> str:
-    """Return what to load a hub id from: the id itself, or its snapshot in the cache when the hub is out of
-    reach.
-
-    known: names that may have been meant. Raises `InputError` when there is neither.
-    """
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    if not (why := out_of_reach()):
-        return target
-    try:
-        return snapshot_download(target, cache_dir=constants.HF_HUB_CACHE, local_files_only=True)
-    except LocalEntryNotFoundError as error:
-        options = [*known, *cached_ids(), *folders_beside(target)]
-        short = {option.removeprefix("random:").split("/")[-1].lower(): option for option in options}
-        meant = near(target, options) or _by_name(target, short)
-        raise InputError(
-            f"target {target!r}: {why}, and it is neither in this machine's cache of hub models nor a "
-            f"folder{meant}. Give a local folder, or smollm2, or random:<shape>; or connect to the hub."
-        ) from error
-
-
-def _by_name(target: str, short: dict[str, str]) -> str:
-    """Return the near match among the options' last names, in the words of `near`."""
-    found = near(target.split("/")[-1].lower(), short)
-    for name, option in short.items():
-        found = found.replace(repr(name), repr(option))
-    return found
-
-
-def cached_ids() -> list[str]:
-    """Return the ids of the models in this machine's cache."""
-    from huggingface_hub import constants
-
-    folder = Path(constants.HF_HUB_CACHE)
-    names = sorted(path.name for path in folder.glob("models--*")) if folder.is_dir() else []
-    return [name.removeprefix("models--").replace("--", "/", 1) for name in names]
-
-
-def folders_beside(target: str) -> list[str]:
-    """Return the folders that stand where a mistyped path would have its own."""
-    parent = Path(target).expanduser().parent
-    try:
-        return [str(path) for path in sorted(parent.iterdir()) if path.is_dir()][:1000]
-    except OSError:  # no such parent, or not ours to read: nothing there can have been meant
-        return []

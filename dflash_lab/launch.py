@@ -1,5 +1,7 @@
-"""Notebooks headless through papermill: checks before, true exit codes after; one stage, or all six in their
-order.
+"""Notebooks headless through papermill: one stage, a run in order, or what papermill's own command asks.
+
+papermill runs inside this process, so a SIGTERM (a pre-empted job) is ours to pass on to the kernel. The exit
+code is true; whether a stage is done is said by its `result.json` alone.
 """
 
 from __future__ import annotations
@@ -14,16 +16,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_lab.errors import InputError, near
+from dflash_lab.errors import InputError, LabError, near
 from dflash_lab.files import make_folder, read_json, settle, write_bytes, write_json
-from dflash_lab.named_runs import PARAMS, check_owner, find_run
 from dflash_lab.papermill_engine import ENGINE, QuietEngine
 from dflash_lab.params import StageParams
-from dflash_lab.progress import duration
+from dflash_lab.progress import duration, handling
 from dflash_lab.provenance import provenance
 from dflash_lab.report import REPORT, write_index, write_report
 from dflash_lab.results import (
@@ -37,23 +38,13 @@ from dflash_lab.results import (
     out_of_date,
     read_result,
 )
-from dflash_lab.run_params import Given, read_given
+from dflash_lab.run_params import PARAMS, Given, check_owner, find_run, read_given
 from dflash_lab.runs import closing_figures, closing_lines, leave_plan
 from dflash_lab.secrets import RedactingFormatter, redact, redact_tree
 from dflash_lab.stages import STAGES, params_class
-from dflash_lab.workspace import enter_workspace, notebook_path
+from dflash_lab.workspace import enter_workspace, notebook_path, stage_notebook, workspace
 
-# ----------------------------------------------------------------------------------------------------
-# Run a stage's notebook headless: fill in papermill's output path, check first, end with an exit code that
-# is true.
-#
-# papermill runs inside this process, so a SIGTERM (a pre-empted job) is ours to pass on: the kernel stops
-# its stage at a point it can resume from and the saved notebook says so. The exit code is 0, 1 for an
-# error, 138 for a dead kernel, 143 after SIGTERM; whether the stage is done is said by its `result.json`
-# alone.
-
-
-OK, FAILED, USAGE, DEAD_KERNEL, TERMINATED = 0, 1, 2, 138, 143
+OK, FAILED, USAGE, TERMINATED = 0, 1, 2, 143  # exit codes; 138, papermill's own, for a dead kernel
 KILL_AFTER_S = 25.0  # a kernel that is still there this long after SIGTERM is killed; its finished files stay
 
 STOPPED = "stopped by SIGTERM; the same command goes on from what is finished"
@@ -101,13 +92,9 @@ def ended_well(text: str) -> bool:
     """
     notebook = json.loads(text)
     record = notebook["metadata"]["papermill"]
-    run = [cell for cell in notebook["cells"] if cell["cell_type"] == "code" and _source(cell)]
+    run = [c for c in notebook["cells"] if c["cell_type"] == "code" and "".join(c["source"]).strip()]
     answered = all("shell.execute_reply" in cell["metadata"].get("execution", {}) for cell in run)
     return bool(record.get("end_time")) and not record.get("exception") and answered
-
-
-def _source(cell: dict[str, Any]) -> str:
-    return "".join(cell["source"]).strip()
 
 
 def run_notebook(stage: str, given: Given, extra: list[str]) -> int:
@@ -209,13 +196,17 @@ def _worth_a_line(record: logging.LogRecord) -> bool:
     if table := re.match(r"shape: \(([\d_,]+), (\d+)\)\n", text):  # polars cuts a wide one past reading
         text = f"table: {table[1].replace('_', ',')} rows, {table[2]} columns"
     record.msg, record.args = text, ()
-    noise: tuple[str, ...] = (
-        "Executing Cell",
-        "Ending Cell",
-        "Executing notebook",
-    )
-    noise += ("Input Notebook:", "Output Notebook:", "<IPython.core.display.")
-    return bool(text) and not text.startswith(noise)
+    return bool(text) and not text.startswith(_COMMENTARY)
+
+
+_COMMENTARY = (
+    "Executing Cell",
+    "Ending Cell",
+    "Executing notebook",
+    "Input Notebook:",
+    "Output Notebook:",
+    "<IPython.core.display.",
+)
 
 
 @contextlib.contextmanager
@@ -223,28 +214,19 @@ def stops_with_words() -> Iterator[None]:
     """Outside a notebook's run (before, between, or while the report is written) SIGTERM ends the command at
     once, with the words and the exit code that it has within.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def handle(number: int, frame: object) -> None:
         logger.error(STOPPED)
         raise SystemExit(TERMINATED)
 
-    before = signal.signal(signal.SIGTERM, handle)
-    try:
+    with handling({signal.SIGTERM: handle}):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
 def _pass_on_sigterm() -> Iterator[threading.Event]:
     """Pass SIGTERM on to the kernel once, and kill the kernel if it does not end in time."""
     terminated = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield terminated
-        return
 
     def handle(number: int, frame: object) -> None:
         first = not terminated.is_set()
@@ -256,12 +238,11 @@ def _pass_on_sigterm() -> Iterator[threading.Event]:
 
     killer = threading.Timer(KILL_AFTER_S, signal_kernels, [signal.SIGKILL])
     killer.daemon = True
-    before = signal.signal(signal.SIGTERM, handle)
     try:
-        yield terminated
+        with handling({signal.SIGTERM: handle}):
+            yield terminated
     finally:
         killer.cancel()
-        signal.signal(signal.SIGTERM, before)
 
 
 def signal_kernels(number: int) -> int:
@@ -294,8 +275,7 @@ def _closing_words(params: StageParams, output: Path, code: int, began: float) -
         logger.error(STOPPED)
 
 
-# ----------------------------------------------------------------------------------------------------
-# All stages of a named run in their order, the finished ones skipped, ending in one table and one report.
+# --- All stages of a run
 
 
 def run_all(given: Given, extra: list[str], *, stale: bool = False) -> int:
@@ -333,7 +313,10 @@ def run_all(given: Given, extra: list[str], *, stale: bool = False) -> int:
         logger.info("%s: %s", head, duration(time.monotonic() - begun))
     if worked or not (run / RESULT).exists() or not (run / REPORT).exists():
         _close(run, time.monotonic() - start)
-    _show(run)
+    for line in closing_lines(read_result(run / RESULT)["figures"]):
+        logger.info("%s", line)
+    logger.info("notebooks  %s", run / "*.ipynb")
+    logger.info("report     %s", run / REPORT)
     return OK
 
 
@@ -345,7 +328,10 @@ def plan(given: Given) -> list[tuple[str, Given]]:
     stages = [stage for stage in STAGES if (folder / f"{stage}.yaml").exists()]
     if not stages:
         raise InputError(f"{folder}: has no <stage>.yaml. Stages: {', '.join(STAGES)}.")
-    _refuse_names_of_no_stage(stages, given)
+    known = {name for stage in stages for name in params_class(stage).model_fields}
+    for name, _ in [*given.typed, *given.raw]:
+        if name not in known:
+            raise InputError(f"no stage has a parameter {name[:80]!r}{near(name, known)}.")
     steps = []
     for stage in stages:
         own = _only_known(stage, given)
@@ -368,13 +354,6 @@ def _only_known(stage: str, given: Given) -> Given:
     )
 
 
-def _refuse_names_of_no_stage(stages: list[str], given: Given) -> None:
-    known = {name for stage in stages for name in params_class(stage).model_fields}
-    for name, _ in [*given.typed, *given.raw]:
-        if name not in known:
-            raise InputError(f"no stage has a parameter {name[:80]!r}{near(name, known)}.")
-
-
 def _close(run: Path, wall_s: float) -> None:
     """Write the run's closing table, its report and the index of runs."""
     figures = closing_figures(run)
@@ -390,8 +369,81 @@ def _close(run: Path, wall_s: float) -> None:
     write_index(run.parent)
 
 
-def _show(run: Path) -> None:
-    for line in closing_lines(read_result(run / RESULT)["figures"]):
-        logger.info("%s", line)
-    logger.info("notebooks  %s", run / "*.ipynb")
-    logger.info("report     %s", run / REPORT)
+# --- papermill's own command
+
+
+def main(words: Sequence[str]) -> None:
+    """Be papermill's command for `words`: `papermill extract.ipynb -p shard 0` says all that a person means.
+    Ends with one sentence on stderr and exit code 1 when it cannot be done.
+    """
+    from papermill.cli import papermill
+
+    own = papermill.callback
+    papermill.callback = lambda **options: own(**filled_in(options, Path.cwd()))
+    try:
+        papermill.main(args=[*words], prog_name="papermill")
+    except (LabError, OSError) as error:
+        sys.exit(f"papermill: {redact(str(error))}")
+
+
+def filled_in(options: dict[str, Any], cwd: Path) -> dict[str, Any]:
+    """Return what papermill's command was given, typed in `cwd`, with the notebook, its output path, the run
+    and our engine filled in; what is about another notebook, or only asks for help, as it is.
+
+    The parameters are checked as the launcher does it: raises an `InputError` for those that the stage
+    refuses, for a stage that is not ready to run, and where only the person can say where the notebook goes.
+    """
+    typed, output = options["notebook_path"] or "", options["output_path"]
+    found = stage_notebook(typed, cwd)
+    if found is None or options["help_notebook"]:
+        return options
+    stage, source = found
+    root = workspace(cwd / (options["cwd"] or ""))
+    files, here = options["parameters_file"], all(map(_is_here, options["parameters_file"]))
+    if not output and (options["prepare_only"] or not here):
+        what = "--prepare-only" if options["prepare_only"] else "a file of parameters that is not here"
+        raise InputError(
+            f"{stage}: with {what}, say where the notebook is to go: papermill {typed} out.ipynb ..."
+        )
+    files = [_nearest(path, cwd, root) if _is_here(path) else path for path in files]
+    filled = {**options, "engine": options["engine"] or ENGINE, "parameters_file": tuple(files)}
+    if not output or not (cwd / typed).exists():
+        filled["notebook_path"] = literal(source)
+    if not here:
+        return filled
+    given = Given(
+        base64=[*options["parameters_base64"]],
+        files=[str(cwd / path) for path in files],
+        yaml=[*options["parameters_yaml"]],
+        typed=[*options["parameters"]],
+        raw=[*options["parameters_raw"]],
+    )
+    with contextlib.chdir(root):  # where the notebook will run
+        params = read_given(params_class(stage), given)
+        if not options["prepare_only"]:
+            check_before(params)
+        goal, attempt = output_notebook(params).absolute(), attempt_notebook(params).absolute()
+        # Of `-f` the notebook is told the values, but not in which run's folder they lie.
+        if given.named_run(stage) and all(values.get("run") is None for _, values in given.sources(stage)):
+            filled["parameters_raw"] = (("run", params.run), *options["parameters_raw"])
+    if not output:
+        filled["output_path"] = literal(goal)
+        make_folder(goal.parent)
+        save_whole(goal, attempt)
+        until = f"; until it ends well, to {attempt.name}" if attempt != goal else ""
+        sys.stderr.write(f"papermill: the executed notebook goes to {goal}{until}\n")
+    return filled
+
+
+def _nearest(path: str, cwd: Path, root: Path) -> str:
+    """Return a parameter file as typed; one that is only in the workspace by its path there."""
+    return str(root / path) if not (cwd / path).exists() and (root / path).exists() else path
+
+
+def _is_here(path: str) -> bool:
+    """Say whether a parameter file is one on this machine, which papermill may also read from elsewhere."""
+    return path != "-" and "://" not in path and not path.startswith("{")  # the last is JSON itself
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

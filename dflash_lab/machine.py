@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import resource
@@ -15,8 +16,7 @@ from typing import Any
 
 from dflash_lab.errors import InputError
 
-# ----------------------------------------------------------------------------------------------------
-# What of this machine the process may use: processors, memory, GPUs; and who else holds memory of one.
+# --- What this process may use
 #
 # A container, a batch job or a caller may have left it less than the machine has. Linux says so in the
 # affinity of the process, in the limits of its control groups (its own and every one above, version 1 and
@@ -176,8 +176,7 @@ def _read(folder: Path, name: str) -> str:
     return path.read_text().strip() if path.is_file() else ""
 
 
-# ----------------------------------------------------------------------------------------------------
-# Give back the memory that a failed attempt or cell keeps alive.
+# --- The memory that a failed attempt or cell keeps alive
 #
 # After an exception IPython holds the traceback, the traceback holds the frames, and the frames hold GPU
 # tensors: in `sys.last_*`, in `InteractiveTB.tb` and in `last_execution_result`. All three must go before
@@ -208,7 +207,12 @@ def release() -> None:
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         if hasattr(sys, name):
             setattr(sys, name, None)
-    _forget_notebook_error()
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if traceback_printer := getattr(shell, "InteractiveTB", None):  # IPython's front ends have one
+        traceback_printer.tb = None
+    if result := getattr(shell, "last_execution_result", None):
+        result.error_in_exec = result.error_before_exec = None
     collect()
 
 
@@ -220,37 +224,21 @@ def collect() -> None:
         torch.cuda.empty_cache()
 
 
-def _forget_notebook_error() -> None:
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    if traceback_printer := getattr(shell, "InteractiveTB", None):  # IPython's front ends have one
-        traceback_printer.tb = None
-    if result := getattr(shell, "last_execution_result", None):
-        result.error_in_exec = result.error_before_exec = None
-
-
-# ----------------------------------------------------------------------------------------------------
-# The peak memory of a stage: resident memory of this process, and reserved memory of each GPU, in GiB.
+# --- The peak memory of a stage
 
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 
 
-def reset_peak() -> bool:
-    """Start a new measurement.
-
-    False when this system cannot reset its counter: then the peak is the process's own.
-    """
+def reset_peak() -> None:
+    """Start a new measurement. Where this system cannot reset its counter, the peak is the process's own."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         for index in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(index)
-    try:
+    with contextlib.suppress(OSError):
         _CLEAR.write_text("5")  # the kernel sets VmHWM back to the present resident size
-    except OSError:
-        return False
-    return True
 
 
 def peak_memory() -> dict[str, float]:

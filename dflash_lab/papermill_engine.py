@@ -1,5 +1,6 @@
-"""What papermill loads of ours, by the entry point in pyproject.toml: an engine; and a process that is the
-`papermill` command and means one of our notebooks goes on as `papermill_command`.
+"""What papermill loads of ours, whenever it is imported: an engine. It stays cheap to import.
+
+A process that is the `papermill` command and means one of our notebooks goes on as `launch`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dflash_lab.errors import LabError
 from dflash_lab.workspace import stage_notebook
 
 ENGINE = "dflash-lab"
-COMMAND = "dflash_lab.papermill_command"
+COMMAND = "dflash_lab.launch"
 logger = logging.getLogger(__name__)
 
 _NOT_READY = "died before replying"  # what jupyter_client says of a kernel that ended before its first word
@@ -65,7 +66,7 @@ class QuietEngine:
 
 
 def _execute(nb: Any, kernel_name: str, options: dict[str, Any]) -> Any:
-    from dflash_lab.own_kernel import OwnKernelManager
+    from dflash_lab.lab import OwnKernelManager
 
     ours = {"extra_arguments": [*_KERNEL_ARGUMENTS], "kernel_manager_class": OwnKernelManager}
     return _papermills_own().execute_notebook(nb, kernel_name, **ours, **options)

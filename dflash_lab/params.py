@@ -1,5 +1,6 @@
-"""The typed parameters of a stage: declared once, checked when made, shown in help, notebook cells and
-tables.
+"""The typed parameters of a stage: declared once, checked when made, shown in help, notebook cell and tables.
+
+Whoever runs papermill would only be warned about `-p shrad 0`, and get shard 0: all values end here instead.
 """
 
 from __future__ import annotations
@@ -20,94 +21,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from dflash_lab.errors import InputError, near
 from dflash_lab.files import Move
 from dflash_lab.secrets import redact_tree
-
-# ----------------------------------------------------------------------------------------------------
-# What a value from YAML, the command line or a notebook cell means as the type that a parameter declares.
-#
-# YAML hands over `1e-4` as a string and papermill's `-p` guesses a type from the text, so a parameter
-# cannot trust the type it is given. What has one meaning is converted; the rest stays, for pydantic to
-# refuse.
-
-
-def coerce(value: Any, kind: Any) -> Any:
-    """Return `value` as `kind` (int, float, bool, str, dict, list, list[scalar]) where it means one thing,
-    else as it is; raises `ValueError` for a mapping that gives a name twice.
-    """
-    origin, items = typing.get_origin(kind) or kind, typing.get_args(kind)
-    if origin is list:
-        value = _listed(value)
-        return [coerce(item, items[0]) for item in value] if items and isinstance(value, list) else value
-    if isinstance(value, str) and kind is bool:
-        return {"true": True, "false": False}.get(value.lower(), value)
-    if isinstance(value, str) and kind is dict:
-        return _json(value, {})
-    if isinstance(value, str) and kind in (int, float):
-        value = number_or_text(value)
-    return int(value) if kind is int and isinstance(value, float) and value.is_integer() else value
-
-
-def _listed(value: Any) -> Any:
-    """Read ``[1, 2]`` as JSON and ``1,2`` as a comma list; the items' types are settled by the caller."""
-    if isinstance(value, str) and value.strip().startswith("["):
-        return _json(value, [])
-    if isinstance(value, str):
-        return [number_or_text(item.strip()) for item in value.split(",")] if value.strip() else []
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return [value]
-    return list(value) if isinstance(value, tuple | set | frozenset | range) else value
-
-
-def number_or_text(text: str) -> Any:
-    """Return the int or float that `text` is, else the text."""
-    for read in (int, float):
-        try:
-            return read(text)
-        except ValueError:
-            continue
-    return text
-
-
-def _json(text: str, empty: Any) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=_unique) if text.strip() else empty
-    except (json.JSONDecodeError, RecursionError):
-        return text
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"{twice!r} is given twice")
-    return dict(pairs)
-
-
-# ----------------------------------------------------------------------------------------------------
-# The typed parameters of a stage: one frozen class a stage, checked when it is made.
-#
-# Where the values come from (a run's folder in `params/`, the notebook's cell, the command line) is the
-# matter of `run_params`; all of them end here, because papermill itself would only warn about `-p shrad 0`
-# and run shard 0.
-#
-# A stage declares its own fields after the shared ones; `group` heads the fields from there on:
-#
-# >>> class GreetParams(StageParams):
-# ...     stage: ClassVar[str] = "greet"
-# ...     times: int = param(1, "how often to greet", low=1, high=100, group="greeting")
-# ...     lr: float = param(1e-3, "peak learning rate", low=0.0)
-# ...     tap_ids: list[int] = param([], "layers to tap; empty: the default choice")
-# ...     length: int = param(0, "longest sample; 0: no limit", unit="tokens", low=0)
-# ...     mode: str = param("plain", "tone", choices=("plain", "loud"))
-# ...
-# ...     def check(self) -> None:
-# ...         self.require(self.mode == "plain" or self.times < 10, "times", "a loud one at most 9 times")
-# >>> GreetParams(lr="1e-4", times=3.0).lr
-# 0.0001
-# >>> GreetParams(times=0, tmies=2)
-# Traceback (most recent call last):
-#     ...
-# dflash_lab.params.WrongParameters: greet: times=0: must be between 1 and 100 (how often to greet)
-# greet: unknown parameter 'tmies' (did you mean 'times'?). ...
-
 
 LARGEST = 10**12  # of every number that declares no upper end: beyond it, libraries overflow in their words
 EXPECTED: dict[Any, str] = {
@@ -282,7 +195,23 @@ RUN_NAME = re.compile(r"\w[\w.+-]*")  # a folder's name that no shell, path or f
 
 
 class StageParams(Params):
-    """What every stage takes. A subclass sets `stage`, adds fields, and may override the methods below."""
+    """What every stage takes. A subclass sets `stage`, adds fields, and may override the methods below:
+
+    >>> class GreetParams(StageParams):
+    ...     stage: ClassVar[str] = "greet"
+    ...     times: int = param(1, "how often to greet", low=1, high=100, group="greeting")
+    ...     mode: str = param("plain", "tone", choices=("plain", "loud"))
+    ...
+    ...     def check(self) -> None:
+    ...         self.require(self.mode == "plain" or self.times < 10, "times", "a loud one at most 9 times")
+    >>> GreetParams(times="3").times
+    3
+    >>> GreetParams(times=0, tmies=2)
+    Traceback (most recent call last):
+        ...
+    dflash_lab.params.WrongParameters: greet: times=0: must be between 1 and 100 (how often to greet)
+    greet: unknown parameter 'tmies' (did you mean 'times'?). ...
+    """
 
     origins: ClassVar[Mapping[str, str]] = {}  # of one that `run_params` made: where each value came from
     overridden: ClassVar[Mapping[str, Any]] = {}  # of one that `run_params` made: what was typed over
@@ -402,9 +331,66 @@ class StageParams(Params):
         return ""
 
 
-# ----------------------------------------------------------------------------------------------------
-# Parameters as a person reads them: in a stage's help, in the notebook's cell, and in force with their
-# origin.
+# --- What a value from YAML, the command line or a notebook cell means
+#
+# YAML hands over `1e-4` as a string and papermill's `-p` guesses a type from the text, so a parameter
+# cannot trust the type it is given. What has one meaning is converted; the rest stays, for pydantic to
+# refuse.
+
+
+def coerce(value: Any, kind: Any) -> Any:
+    """Return `value` as `kind` (int, float, bool, str, dict, list, list[scalar]) where it means one thing,
+    else as it is; raises `ValueError` for a mapping that gives a name twice.
+    """
+    origin, items = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin is list:
+        value = _listed(value)
+        return [coerce(item, items[0]) for item in value] if items and isinstance(value, list) else value
+    if isinstance(value, str) and kind is bool:
+        return {"true": True, "false": False}.get(value.lower(), value)
+    if isinstance(value, str) and kind is dict:
+        return _json(value, {})
+    if isinstance(value, str) and kind in (int, float):
+        value = number_or_text(value)
+    return int(value) if kind is int and isinstance(value, float) and value.is_integer() else value
+
+
+def _listed(value: Any) -> Any:
+    """Read ``[1, 2]`` as JSON and ``1,2`` as a comma list; the items' types are settled by the caller."""
+    if isinstance(value, str) and value.strip().startswith("["):
+        return _json(value, [])
+    if isinstance(value, str):
+        return [number_or_text(item.strip()) for item in value.split(",")] if value.strip() else []
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return [value]
+    return list(value) if isinstance(value, tuple | set | frozenset | range) else value
+
+
+def number_or_text(text: str) -> Any:
+    """Return the int or float that `text` is, else the text."""
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _json(text: str, empty: Any) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_unique) if text.strip() else empty
+    except (json.JSONDecodeError, RecursionError):
+        return text
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{twice!r} is given twice")
+    return dict(pairs)
+
+
+# --- Parameters as a person reads them: in help, in the notebook's cell, and in force with their origin
 
 
 UNSET = """\

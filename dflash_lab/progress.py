@@ -1,15 +1,16 @@
 """One way to report progress: a live bar for a person, a log line now and then for a log file.
 
-A stage calls `progress(description, done, total, **fields)` as often as it likes; this is also where a
-requested stop (SIGTERM, a Stop button) takes effect, because between two reports a stage is always at a point
-from which it can go on later.
+A report is also where a requested stop (SIGTERM, a Stop button) takes effect: a stage can go on from there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import signal
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from dflash_lab.errors import LabError
@@ -19,6 +20,20 @@ logger = logging.getLogger("dflash_lab.progress")
 
 class Stopped(LabError):
     """The stage was asked to stop and did, at a point from which the same command goes on."""
+
+
+@contextlib.contextmanager
+def handling(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> Iterator[None]:
+    """Let `handlers` answer signals within the block; only the main thread can, others run without."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class ProgressCallback(Protocol):

@@ -1,8 +1,4 @@
-"""What made a result: versions of the libraries and kernels, the git commit, the device, the time.
-
-A copy of the code on another machine has no history, or an older one beside newer files. Whoever copies it
-says what it is in DFLASH_LAB_COMMIT, and the hash of the files themselves shows whether that is true.
-"""
+"""What made a result: versions of the libraries and kernels, the git commit, the device, the time."""
 
 from __future__ import annotations
 
@@ -43,7 +39,8 @@ def versions() -> dict[str, str]:
 def git_commit() -> str:
     """Return the commit this package runs from, ``+dirty`` if changed, or ``unknown`` outside a checkout.
 
-    What DFLASH_LAB_COMMIT says goes before what a checkout says.
+    A copy of the code on another machine has no history, or an older one beside newer files: whoever copies
+    it says what it is in DFLASH_LAB_COMMIT, and `source_tree` shows whether that is true.
     """
     if given := os.environ.get("DFLASH_LAB_COMMIT", ""):
         return given

@@ -1,4 +1,8 @@
-"""One HTML file a run, and an index of runs: interactive figures, offline, nothing trusted."""
+"""One HTML file a run, from its notebooks, and an index of runs: offline, interactive, nothing trusted.
+
+Text is escaped wherever it came from, HTML outputs pass a short list of harmless tags and styles, and a
+content security policy forbids the page to load anything.
+"""
 
 from __future__ import annotations
 
@@ -8,93 +12,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.files import write_bytes
 from dflash_lab.progress import duration
-from dflash_lab.runs import closing_figures, closing_lines, overview, run_folders, stage_table
+from dflash_lab.runs import closing_figures, closing_lines, closing_number, overview, run_folders, stage_table
 from dflash_lab.secrets import redact
-
-# ----------------------------------------------------------------------------------------------------
-# The shell of a report page: style for light and dark, one copy of plotly.js, figures as data.
-
-
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-
-_TAGS = frozenset(
-    "b br code div em h3 h4 i li ol p pre small span strong table tbody td th thead tr ul".split()  # noqa: SIM905
-)
-_LOOKS = ["background", "background-color", "border", "border-radius", "color", "font-size", "font-style"]
-_LOOKS += ["font-weight", "line-height", "margin", "max-width", "padding", "text-align", "white-space"]
-
-_STYLE = """
-:root { color-scheme: light dark; --line: #8884; }
-body { font: 15px/1.5 system-ui, Helvetica, Arial, sans-serif; max-width: 1060px; margin: 2rem auto; padding:
-0 1rem; } h1 { font-size: 1.7rem; } h2 { font-size: 1.25rem; } section { border-top: 1px solid var(--line);
-margin-top: 2rem; } table { border-collapse: collapse; margin: 1rem 0; font-size: 14px; display: block;
-overflow-x: auto; } td, th { padding: 0.25rem 0.75rem; border-bottom: 1px solid var(--line); text-align: left;
-vertical-align: top; } pre { background: #8881; padding: 0.75rem; overflow-x: auto; font-size: 13px;
-line-height: 1.35; border-radius: 4px; } pre.error { border-left: 4px solid #D55E00; }
-code { font-size: 0.92em; } .figure { margin: 1rem 0; } .html { overflow-x: auto; margin: 1rem 0; }
-"""
-
-_DRAW = """
-for (const data of document.querySelectorAll('script[type="application/json"]')) {
-    const figure = JSON.parse(data.textContent);
-    Plotly.newPlot(data.previousElementSibling, figure.data, figure.layout, {responsive: true, displaylogo:
-    false});
-}
-"""
-
-
-def page(title: str, body: str, with_figures: bool) -> str:
-    """Return a whole HTML page; plotly.js is put in once, and only if there is a figure to draw."""
-    scripts = ""
-    if with_figures:
-        from plotly.offline import get_plotlyjs
-
-        scripts = f"<script>{get_plotlyjs()}</script><script>{_DRAW}</script>"
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>"
-        f"<body>{body}{scripts}</body></html>\n"
-    )
-
-
-def harmless(content: str) -> str:
-    """Return HTML with only plain tags, titles and a few styles; everything else is dropped, its text
-    escaped.
-    """
-    import bleach
-    from bleach.css_sanitizer import CSSSanitizer
-
-    content = re.sub(r"(?is)<(style|script)\b.*?</\1\s*>", "", content)
-    looks = CSSSanitizer(allowed_css_properties=_LOOKS)
-    cleaned = bleach.clean(content, _TAGS, {"*": ["style", "title"]}, css_sanitizer=looks, strip=True)
-    return f'<div class="html">{cleaned}</div>'
-
-
-def figure_block(figure: dict[str, Any], number: int) -> str:
-    """Return the place of a figure and its data; `<` is written so that no text in it can end the script."""
-    data = {"data": figure.get("data", []), "layout": figure.get("layout", {})}
-    content = (
-        json.dumps(data).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    )
-    return (
-        f'<div class="figure" id="figure-{number}"></div><script type="application/json">{content}</script>'
-    )
-
-
-# ----------------------------------------------------------------------------------------------------
-# One HTML file a run, and an index of runs: interactive figures, offline, nothing trusted.
-#
-# The content is that of the executed notebooks: their prose, their figures (the data, drawn by the one
-# embedded copy of plotly.js) and their printed results. Text is escaped wherever it came from, HTML outputs
-# pass a short list of harmless tags and styles, and a content security policy forbids the page to load
-# anything.
-
 
 REPORT = "report.html"
 LONGEST_OUTPUT = 20_000  # characters of one printed output
@@ -109,7 +33,12 @@ def write_report(run: Path) -> Path:
     stages = [row for row in table.iter_rows(named=True) if row["run"] == run.resolve().name]
     if not stages:
         raise InputError(f"{run}: holds no stage. Run one first: dflash-lab run {run.name}")
-    body = [f"<h1>{html.escape(run.resolve().name)}</h1>", _closing(run), _state_table(stages)]
+    closing = html.escape("\n".join(closing_lines(closing_figures(run))))
+    body = [
+        f"<h1>{html.escape(run.resolve().name)}</h1>",
+        f'<pre style="white-space: pre-wrap">{closing}</pre>' if closing else "",
+        _state_table(stages),
+    ]
     figures = 0
     for row in stages:
         blocks = []
@@ -132,7 +61,7 @@ def write_index(root: Path) -> Path:
     for row in overview(root).iter_rows(named=True) if run_folders(root) else []:
         name = html.escape(row["run"], quote=True)
         link = (
-            f'<a href="{_href(row["run"])}/{REPORT}">{name}</a>'
+            f'<a href="{quote(row["run"])}/{REPORT}">{name}</a>'
             if (root / row["run"] / REPORT).exists()
             else name
         )
@@ -158,24 +87,12 @@ _INDEX_HEADS = (
 )
 
 
-def _href(name: str) -> str:
-    from urllib.parse import quote
-
-    return quote(name)
-
-
 def _shown(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
-        return f"{value:,.3f}" if abs(value) < 100 else f"{value:,.0f}"
+        return closing_number(value)
     return f"{value:%Y-%m-%d %H:%M}" if hasattr(value, "strftime") else str(value)
-
-
-def _closing(run: Path) -> str:
-    lines = closing_lines(closing_figures(run))
-    text = html.escape(chr(10).join(lines))
-    return f'<pre style="white-space: pre-wrap">{text}</pre>' if lines else ""
 
 
 def _state_table(stages: list[dict[str, Any]]) -> str:
@@ -254,3 +171,73 @@ def _output_block(output: dict[str, Any], number: int) -> tuple[str, bool]:
     if "text/plain" in data:
         return f"<pre>{html.escape(data['text/plain'][:LONGEST_OUTPUT])}</pre>", False
     return "", False
+
+
+# --- The page: style for light and dark, one copy of plotly.js, figures as data
+
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+
+_TAGS = frozenset(
+    "b br code div em h3 h4 i li ol p pre small span strong table tbody td th thead tr ul".split()  # noqa: SIM905
+)
+_LOOKS = ["background", "background-color", "border", "border-radius", "color", "font-size", "font-style"]
+_LOOKS += ["font-weight", "line-height", "margin", "max-width", "padding", "text-align", "white-space"]
+
+_STYLE = """
+:root { color-scheme: light dark; --line: #8884; }
+body { font: 15px/1.5 system-ui, Helvetica, Arial, sans-serif; max-width: 1060px; margin: 2rem auto; padding:
+0 1rem; } h1 { font-size: 1.7rem; } h2 { font-size: 1.25rem; } section { border-top: 1px solid var(--line);
+margin-top: 2rem; } table { border-collapse: collapse; margin: 1rem 0; font-size: 14px; display: block;
+overflow-x: auto; } td, th { padding: 0.25rem 0.75rem; border-bottom: 1px solid var(--line); text-align: left;
+vertical-align: top; } pre { background: #8881; padding: 0.75rem; overflow-x: auto; font-size: 13px;
+line-height: 1.35; border-radius: 4px; } pre.error { border-left: 4px solid #D55E00; }
+code { font-size: 0.92em; } .figure { margin: 1rem 0; } .html { overflow-x: auto; margin: 1rem 0; }
+"""
+
+_DRAW = """
+for (const data of document.querySelectorAll('script[type="application/json"]')) {
+    const figure = JSON.parse(data.textContent);
+    Plotly.newPlot(data.previousElementSibling, figure.data, figure.layout, {responsive: true, displaylogo:
+    false});
+}
+"""
+
+
+def page(title: str, body: str, with_figures: bool) -> str:
+    """Return a whole HTML page; plotly.js is put in once, and only if there is a figure to draw."""
+    scripts = ""
+    if with_figures:
+        from plotly.offline import get_plotlyjs
+
+        scripts = f"<script>{get_plotlyjs()}</script><script>{_DRAW}</script>"
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>"
+        f"<body>{body}{scripts}</body></html>\n"
+    )
+
+
+def harmless(content: str) -> str:
+    """Return HTML with only plain tags, titles and a few styles; everything else is dropped, its text
+    escaped.
+    """
+    import bleach
+    from bleach.css_sanitizer import CSSSanitizer
+
+    content = re.sub(r"(?is)<(style|script)\b.*?</\1\s*>", "", content)
+    looks = CSSSanitizer(allowed_css_properties=_LOOKS)
+    cleaned = bleach.clean(content, _TAGS, {"*": ["style", "title"]}, css_sanitizer=looks, strip=True)
+    return f'<div class="html">{cleaned}</div>'
+
+
+def figure_block(figure: dict[str, Any], number: int) -> str:
+    """Return the place of a figure and its data; `<` is written so that no text in it can end the script."""
+    data = {"data": figure.get("data", []), "layout": figure.get("layout", {})}
+    content = (
+        json.dumps(data).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    )
+    return (
+        f'<div class="figure" id="figure-{number}"></div><script type="application/json">{content}</script>'
+    )

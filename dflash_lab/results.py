@@ -1,5 +1,5 @@
 """Finished results: whether one still stands, in what it differs from what is wanted now, and what rests on
-it.
+it. Nothing here makes or changes a file.
 """
 
 from __future__ import annotations
@@ -15,77 +15,9 @@ import xxhash
 
 from dflash_lab.errors import FileError, InputError, StoreError, naming, near
 from dflash_lab.files import checksum, read_json, walk
-from dflash_lab.named_runs import check_owner, known_runs
 from dflash_lab.params import StageParams, defaults
 from dflash_lab.secrets import redact_tree
 from dflash_lab.stages import LEAVES
-
-# ----------------------------------------------------------------------------------------------------
-# Tell whether a stage's inputs changed, without reading terabytes.
-#
-# A file counts by its content. A folder (a feature store, a checkpoint, a local target) counts by the names
-# and sizes of all its files and by the content of the small ones: manifests, configs and indexes carry the
-# checksums of the large. Times are left out, so that a copied run folder is still finished.
-
-
-_SMALL = 4 << 20  # bytes; files of a folder up to this size are read
-_LARGE = 256 << 20  # bytes; a single file above this counts by size, its first and its last MiB
-
-
-def fingerprints(paths: Iterable[Path], run: Path) -> dict[str, str]:
-    """Return a fingerprint for each path, keyed relative to the run folder.
-
-    A path that is absent reads ``absent``.
-    """
-    paths = [Path(path) for path in paths]
-    return dict(zip(fingerprint_names(paths, run), map(fingerprint, paths), strict=True))
-
-
-def fingerprint_names(paths: Iterable[Path], run: Path) -> list[str]:
-    """Return each path's name in a result: relative to the run folder, or as it is where it lies outside."""
-    relatives = [(path, os.path.relpath(path, run)) for path in paths]
-    return [str(path) if relative.startswith("..") else relative for path, relative in relatives]
-
-
-def fingerprint(path: Path) -> str:
-    """Return the xxh3-128 of a file's content, or of a folder's names, sizes and small files; `FileError` for
-    what is neither, `InputError` for a folder without end.
-    """
-    with naming(path):  # also asking whether it is there can fail: a name too long, a dead network mount
-        if path.is_dir():
-            return _folder(path)
-        if path.exists() and not path.is_file():  # a device or a pipe, which may never end
-            raise FileError(errno.EINVAL, path)
-        return _file(path) if path.exists() else "absent"
-
-
-def _file(path: Path) -> str:
-    size = path.stat().st_size
-    if size <= _LARGE:
-        return checksum(path)
-    with open(path, "rb") as file:
-        first = file.read(1 << 20)
-        file.seek(-(1 << 20), os.SEEK_END)
-        return xxhash.xxh3_128_hexdigest(str(size).encode() + first + file.read())
-
-
-def _folder(folder: Path) -> str:
-    digest = xxhash.xxh3_128()
-    for path in sorted(walk(folder)):
-        if not path.is_file():
-            continue
-        size = path.stat().st_size
-        digest.update(f"{path.relative_to(folder).as_posix()}\0{size}\0".encode())
-        if size <= _SMALL:
-            digest.update(checksum(path).encode())
-    return digest.hexdigest()
-
-
-# ----------------------------------------------------------------------------------------------------
-# Whether a finished result still stands, in what it differs from what is wanted now, and what rests on it.
-#
-# Nothing here makes or changes a file.
-
 
 SCHEMA_VERSION = 1
 RESULT = "result.json"
@@ -119,7 +51,10 @@ def read_result(path: Path) -> dict[str, Any]:
 
 def input_fingerprints(params: StageParams) -> dict[str, str]:
     """Return the fingerprint of each input by its path, that of a local target among them."""
-    return fingerprints([*_target_folder(params), *params.inputs()], params.run_folder)
+    target = Path(os.path.expanduser(params.target))
+    # A folder without a config is no checkpoint, and may be a whole disk.
+    folders = [target] if os.path.exists(target / "config.json") else []
+    return fingerprints([*folders, *params.inputs()], params.run_folder)
 
 
 class WouldReplace(InputError):
@@ -127,11 +62,9 @@ class WouldReplace(InputError):
 
 
 def check_ready(params: StageParams, inputs: dict[str, str] | None = None) -> None:
-    """Raise an `InputError` when the stage cannot begin: the folder is another run's, something it needs is
-    not there (the message names the stage that makes it), or it would replace a finished result unasked
-    (`WouldReplace`). Nothing is made, and nothing loaded.
+    """Raise an `InputError` when the stage cannot begin: something it needs is not there (the message names
+    the stage that makes it), or it would replace a finished result unasked (`WouldReplace`).
     """
-    check_owner(params)
     for path, maker in params.needs():
         if path.exists():
             continue
@@ -208,11 +141,10 @@ def _named(params: StageParams) -> str:
 def _other_folder(params: StageParams) -> str:
     """A hint at the folder that was meant, where the run's folder was mistyped."""
     folder = params.run_folder
-    return (
-        ""
-        if folder.is_dir() or not params.run_dir
-        else f" ({folder} is not there{near(folder.name, known_runs())})"
-    )
+    if folder.is_dir() or not params.run_dir:
+        return ""
+    beside = [path.name for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
+    return f" ({folder} is not there{near(folder.name, beside)})"
 
 
 def differences(params: StageParams, inputs: dict[str, str] | None = None) -> list[str]:
@@ -289,7 +221,60 @@ def of_today(cls: type[StageParams], parameters: dict[str, Any]) -> dict[str, An
     return {**defaults(cls), **named}
 
 
-def _target_folder(params: StageParams) -> list[Path]:
-    """The target's folder; one without a config is no checkpoint, and may be a whole disk."""
-    folder = Path(os.path.expanduser(params.target))
-    return [folder] if os.path.exists(folder / "config.json") else []
+# --- Fingerprints: whether inputs changed, without reading terabytes
+#
+# A file counts by its content. A folder (a feature store, a checkpoint, a local target) counts by the names
+# and sizes of all its files and by the content of the small ones: manifests, configs and indexes carry the
+# checksums of the large. Times are left out, so that a copied run folder is still finished.
+
+_SMALL = 4 << 20  # bytes; files of a folder up to this size are read
+_LARGE = 256 << 20  # bytes; a single file above this counts by size, its first and its last MiB
+
+
+def fingerprints(paths: Iterable[Path], run: Path) -> dict[str, str]:
+    """Return a fingerprint for each path, keyed relative to the run folder.
+
+    A path that is absent reads ``absent``.
+    """
+    paths = [Path(path) for path in paths]
+    return dict(zip(fingerprint_names(paths, run), map(fingerprint, paths), strict=True))
+
+
+def fingerprint_names(paths: Iterable[Path], run: Path) -> list[str]:
+    """Return each path's name in a result: relative to the run folder, or as it is where it lies outside."""
+    relatives = [(path, os.path.relpath(path, run)) for path in paths]
+    return [str(path) if relative.startswith("..") else relative for path, relative in relatives]
+
+
+def fingerprint(path: Path) -> str:
+    """Return the xxh3-128 of a file's content, or of a folder's names, sizes and small files; `FileError` for
+    what is neither, `InputError` for a folder without end.
+    """
+    with naming(path):  # also asking whether it is there can fail: a name too long, a dead network mount
+        if path.is_dir():
+            return _folder(path)
+        if path.exists() and not path.is_file():  # a device or a pipe, which may never end
+            raise FileError(errno.EINVAL, path)
+        return _file(path) if path.exists() else "absent"
+
+
+def _file(path: Path) -> str:
+    size = path.stat().st_size
+    if size <= _LARGE:
+        return checksum(path)
+    with open(path, "rb") as file:
+        first = file.read(1 << 20)
+        file.seek(-(1 << 20), os.SEEK_END)
+        return xxhash.xxh3_128_hexdigest(str(size).encode() + first + file.read())
+
+
+def _folder(folder: Path) -> str:
+    digest = xxhash.xxh3_128()
+    for path in sorted(walk(folder)):
+        if not path.is_file():
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(folder).as_posix()}\0{size}\0".encode())
+        if size <= _SMALL:
+            digest.update(checksum(path).encode())
+    return digest.hexdigest()

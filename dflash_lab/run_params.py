@@ -1,5 +1,7 @@
-"""The parameters of a named run: from its files, a notebook's cell or the command line, each with where it
-was said.
+"""A run has a name, and the name owns its parameters: `params/<run>/` has them, `runs/<run>/` is its folder.
+
+Two runs never share a folder. What a person types is preferred to the run's files, and behind both stand the
+defaults: `resolve` keeps this order for notebooks, papermill and the command line alike.
 """
 
 from __future__ import annotations
@@ -7,6 +9,7 @@ from __future__ import annotations
 import ast
 import base64
 import contextlib
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -14,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dflash_lab.errors import InputError, StoreError
-from dflash_lab.named_runs import COMMON, PARAMS, find_run, named_folder
+from dflash_lab.errors import InputError, StoreError, naming, near
+from dflash_lab.files import as_json, read_json, write_bytes, write_json
 from dflash_lab.params import (
+    RUN_NAME,
     Params,
     StageParams,
     WrongParameters,
@@ -28,24 +32,83 @@ from dflash_lab.params import (
 )
 from dflash_lab.results import RESULT, of_today, read_result
 from dflash_lab.stages import STAGES, params_class
-from dflash_lab.strict_yaml import parse_parameters, read_parameter_file
-from dflash_lab.workspace import enter_workspace, started_by_papermill
+from dflash_lab.strict_yaml import parameter_text, parse_parameters, read_parameter_file
+from dflash_lab.workspace import enter_workspace, show_logging_in_kernel, started_by_papermill
 
-# ----------------------------------------------------------------------------------------------------
-# A run has a name, and the name owns its parameters.
-#
-# `params/<run>/common.yaml` and `<stage>.yaml` hold the values, `runs/<run>/` is the folder. What a person
-# types (in the notebook's cell, with papermill's options, on our command line) is preferred to them, and
-# the defaults of the stage's class stand behind both. `resolve` is the one place where this order is kept:
-# a notebook opened by hand, plain papermill and the launcher all come here, so they cannot disagree. A run
-# whose parameter folder is gone has those that its finished results were made with.
-
-
+COMMON = "common.yaml"
+PARAMS, RUNS = Path("params"), Path("runs")
+RUN_FILE = "run.json"  # in a run's folder: whose it is
 TYPED = "typed in the notebook"
 
 P = TypeVar("P", bound=Params)
 S = TypeVar("S", bound=StageParams)
 Typed = Mapping[str, tuple[Any, str]]  # name -> value, and where it was given
+
+
+@dataclass(frozen=True)
+class NamedRun:
+    """A run as its name finds it: the parameter folder, None where it has none."""
+
+    name: str
+    parameters: Path | None
+
+
+def find_run(given: str, run_dir: str = "") -> NamedRun:
+    """Find a run by its name, or by the path of its parameter folder or of its run folder.
+
+    Raises an `InputError` with the near match for a name that has neither.
+    """
+    path = Path(given)
+    if len(path.parts) > 1:  # a path: of parameters, or of the run itself
+        if _has_parameters(path):
+            ours = path.resolve() == (PARAMS / path.name).resolve()
+            return NamedRun(path.name, PARAMS / path.name if ours else path)
+        path = Path(os.path.abspath(path))
+        if path.parent.resolve() != RUNS.resolve():  # the run itself may be a link to another disk
+            raise InputError(
+                f"{given}: no such folder of parameters (it would hold {COMMON}).{_known(path.name)}"
+            )
+    name = path.name
+    if not RUN_NAME.fullmatch(name):
+        raise InputError(f"run={given!r}: a run's name is letters, digits, - . + and _, such as mine.")
+    if _has_parameters(PARAMS / name):
+        return NamedRun(name, PARAMS / name)
+    folder = named_folder(name, run_dir)
+    if not folder.is_dir():
+        raise InputError(
+            f"no run {name!r}: neither {PARAMS / name} nor {folder} is there.{_known(name)} "
+            f"A new one: dflash-lab new {name}"
+        )
+    owner = _owner(folder)  # of a parameter folder elsewhere, which the run itself remembers
+    return NamedRun(name, _shown(owner) if owner is not None and _has_parameters(owner) else None)
+
+
+def named_folder(name: str, run_dir: str) -> Path:
+    """Return the folder of the run of that name."""
+    return Path(os.path.expanduser(run_dir)) if run_dir else RUNS / name
+
+
+def known_runs() -> list[str]:
+    """Return the names of runs that have parameters or a folder."""
+    with_parameters = {path.name for path in PARAMS.glob("*") if _has_parameters(path)}
+    marks = (RUN_FILE, "*/result.json", "*/failure.json")
+    begun = {path.name for path in RUNS.glob("[!.]*") if any(any(path.glob(mark)) for mark in marks)}
+    return sorted(with_parameters | begun)
+
+
+def _known(name: str) -> str:
+    known = known_runs()
+    if not known:
+        return f" {Path.cwd()} has no {PARAMS}/ with runs: start in the repository."
+    return f"{near(name, known)} Runs: {', '.join(known)}."
+
+
+def _has_parameters(folder: Path) -> bool:
+    with naming(folder):
+        return any((folder / name).is_file() for name in (COMMON, *(f"{stage}.yaml" for stage in STAGES)))
+
+
+# --- The order: typed, then the run's files, then the defaults
 
 
 def resolve(cls: type[S], typed: Typed) -> S:
@@ -170,7 +233,7 @@ def _place(where: str, name: str) -> str:
     return f"{where}:{number}"
 
 
-# The notebook ----------------------------------------------------------------------------------------------
+# --- The notebook
 
 
 def from_notebook(cls: type[P], namespace: Mapping[str, Any]) -> P:
@@ -193,6 +256,7 @@ def from_notebook(cls: type[P], namespace: Mapping[str, Any]) -> P:
             f"{cls.stage}: the parameters cell does not set {lost}. Run it, or add the line back."
         )
     enter_workspace()
+    show_logging_in_kernel()
     values = {name: namespace[name] for name in known if namespace[name] is not None}
     typed = {
         name: (value, "given to papermill" if name in injected else TYPED) for name, value in values.items()
@@ -219,12 +283,7 @@ def _injected(namespace: Mapping[str, Any]) -> list[str]:
     return []
 
 
-# ----------------------------------------------------------------------------------------------------
-# Parameters as a person gives them on a command line: `-p name value` and papermill's other options, in its
-# order of precedence.
-#
-# The same options go to papermill afterwards; reading them here first means that a mistyped name or an
-# impossible value stops before a kernel starts, with the file and line.
+# --- The command line: `-p name value` and papermill's other options, read before a kernel starts
 
 
 @dataclass(frozen=True)
@@ -242,13 +301,18 @@ class Given:
         """Yield (where, values), the weakest first."""
         flags = {name for name, kind in field_types(params_class(stage)).items() if kind is bool}
         for text in self.base64:
-            yield "-b", parse_parameters(_decode(text), "-b", flags)
+            try:
+                decoded = base64.b64decode(text, validate=True).decode("utf-8")
+            except ValueError:
+                raise InputError("-b: not base64 of UTF-8 text.") from None
+            yield "-b", parse_parameters(decoded, "-b", flags)
         for path in self.files:
             yield path, read_parameter_file(path, flags)
         for text in self.yaml:
             yield "-y", parse_parameters(text, "-y", flags)
         for name, text in self.typed:
-            yield "-p", {name: _typed(text)}
+            words = {"True": True, "False": False, "None": None}  # as papermill reads them
+            yield "-p", {name: words[text] if text in words else number_or_text(text)}
         for name, text in self.raw:
             yield "-r", {name: text}
 
@@ -304,15 +368,103 @@ def read_given(cls: type[S], given: Given) -> S:
     return resolve(cls, typed)
 
 
-def _decode(text: str) -> str:
-    try:
-        return base64.b64decode(text, validate=True).decode("utf-8")
-    except ValueError:
-        raise InputError("-b: not base64 of UTF-8 text.") from None
+# --- Whose a run's folder is, and new runs
 
 
-def _typed(text: str) -> Any:
-    """Read a `-p` value as papermill does: True, False, None, a number, else the text."""
-    if text in ("True", "False", "None"):
-        return {"True": True, "False": False, "None": None}[text]
-    return number_or_text(text)
+def check_owner(params: StageParams) -> None:
+    """Raise an `InputError` when the run's folder belongs to another folder of parameters, which is still
+    there.
+    """
+    owner = _owner(params.run_folder)
+    mine = _parameters_of(params)
+    if owner is None or mine is None or owner.resolve() == mine.resolve() or not owner.is_dir():
+        return
+    apart = f"rename one of the two folders, or give run_dir. To take it over, remove {RUN_FILE} there."
+    if params.run_dir:
+        where = params.origins.get("run_dir", "")
+        apart = f"give another run_dir ({where}), or leave it out for runs/{params.run_name}."
+    raise InputError(
+        f"{params.run_folder} holds the run of {_shown(owner)}, and these parameters are those of {mine}. "
+        f"Two runs never share a folder: {apart}"
+    )
+
+
+def claim(params: StageParams) -> None:
+    """Write down in the run's folder which parameters it belongs to, unless it is another's (`check_owner`).
+    The folder is made.
+    """
+    check_owner(params)
+    mine = _parameters_of(params)
+    if mine is None:
+        return
+    record = {
+        "run": params.run_name,
+        "parameters": os.path.relpath(mine.resolve(), params.run_folder.resolve()),
+    }
+    path = params.run_folder / RUN_FILE
+    if not path.is_file() or path.read_bytes() != as_json(record):
+        write_json(path, record)
+
+
+def _parameters_of(params: StageParams) -> Path | None:
+    """Return the parameter folder of parameters that `resolve` made, None without one."""
+    if not params.origins:
+        return None
+    return find_run(params.run, params.run_dir).parameters
+
+
+def _owner(folder: Path) -> Path | None:
+    path = folder / RUN_FILE
+    if not path.is_file():
+        return None
+    record = read_json(path)
+    told = record.get("parameters") if isinstance(record, dict) else None
+    if not isinstance(told, str):
+        raise InputError(f"{path}: does not say whose run this is. Remove the file to take the folder over.")
+    return Path(os.path.normpath(folder.resolve() / told))
+
+
+def _shown(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def new_run(name: str, *, source: str = "own", target: str = "", input: str = "") -> Path:
+    """Make `params/<name>` from the parameters of another run, with its target and input set; return the
+    folder.
+
+    Comments and order of the files stay. Raises an `InputError` when the name is taken or the source has
+    none.
+    """
+    if not RUN_NAME.fullmatch(name):
+        raise InputError(f"{name!r}: a run's name is letters, digits, - . + and _, such as mine.")
+    goal = PARAMS / name
+    taken = next((path for path in (goal, RUNS / name) if path.exists()), None)
+    if taken is not None:
+        raise InputError(f"{taken} is there already. Give another name, or remove it.")
+    found = find_run(source)
+    if found.parameters is None:
+        raise InputError(f"{source}: this run has no parameter folder to start from.")
+    texts = {  # without their run_dir: the folder of a run is that of its name
+        path.name: re.sub(r"(?m)^run_dir:.*\n?", "", parameter_text(path))
+        for path in sorted(found.parameters.glob("*.yaml"))
+    }
+    for value, key, file in ((target, "target", COMMON), (input, "input", "prepare.yaml")):
+        if value:
+            texts[file] = _with_line(texts.get(file, ""), key, value)
+    for file, text in texts.items():
+        write_bytes(goal / file, text.encode())
+    return goal
+
+
+def _with_line(text: str, key: str, value: str) -> str:
+    """Return YAML text whose line `key:` has a value; its comment stays, without the mark of a line to be
+    set.
+    """
+    line = f"{key}: {json.dumps(value, ensure_ascii=False)}"  # in quotes, which YAML reads as JSON does
+    changed, count = re.subn(
+        rf"(?m)^{key}:[^#\n]*?([ \t]*#.*)?$",
+        lambda m: line + (m[1] or "").replace("# <-- ", "# "),
+        text,
+        count=1,
+    )
+    return changed if count else f"{text.rstrip()}\n{line}\n".lstrip()

@@ -1,53 +1,30 @@
-"""What is under `runs/`: the state of every stage, tables over the results, and what differs between runs."""
+"""What is under `runs/`: the state of every stage, tables over the results, and what differs between runs.
+
+Everything is read from `result.json`, `failure.json` and the lock of each stage folder; there is no database
+to fall out of step with them.
+"""
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Any
 
 import polars as pl
 
 from dflash_lab.errors import InputError, LabError, StoreError
 from dflash_lab.files import as_json, read_json, settle, write_json
-from dflash_lab.named_runs import NamedRun, find_run
-from dflash_lab.params import Params, StageParams, param
+from dflash_lab.params import StageParams
 from dflash_lab.results import FAILURE, RESULT, differences, older_rules, read_result, stale_after
-from dflash_lab.run_params import Typed, resolve
+from dflash_lab.run_params import find_run, resolve
 from dflash_lab.stage_run import LOCK, is_held
 from dflash_lab.stages import STAGES, params_class
 
-# ----------------------------------------------------------------------------------------------------
-# Parameters of the run browser's notebook, which is no stage: it reads runs and writes nothing but its
-# figures.
-
-
-class RunsParams(Params):
-    """Parameters of `notebooks/runs.ipynb`."""
-
-    stage: ClassVar[str] = "runs"
-
-    root: str = param("runs", "folder that holds the runs")
-    curve: str = param(
-        "loss",
-        "curve to lay over each other in the figure",
-        choices=("loss", "accuracy", "streak", "chained_tau"),
-    )
-    interactive: bool = param(True, "widgets; false for headless runs")
-
-    @property
-    def folder(self) -> Path:
-        """Where the notebook's figures go: beside the runs, in a folder that is none."""
-        return Path(self.root) / "overview"
-
-
-# ----------------------------------------------------------------------------------------------------
-# The closing table of a run: the few numbers of each stage that answer "did it work", taken from the
-# results on disk.
+# --- The closing table of a run: the few numbers of each stage that answer "did it work"
 
 
 Figures = dict[str, Any]
@@ -108,7 +85,7 @@ def closing_figures(run: Path) -> Figures:
 def closing_rows(figures: Figures) -> list[tuple[str, str, str]]:
     """Return the table as text: name, value, unit."""
     return [
-        (name, _number(value), ROWS[name][0])
+        (name, closing_number(value), ROWS[name][0])
         if name in ROWS
         else (name.removesuffix("_seconds") + " time", f"{value:,.1f}", "s")
         for name, value in figures.items()
@@ -125,17 +102,14 @@ def closing_lines(figures: Figures) -> list[str]:
     return [*lines, *([figures[JUDGEMENT]] if JUDGEMENT in figures else [])]
 
 
-def _number(value: float) -> str:
+def closing_number(value: float) -> str:
+    """Return a number as the tables show it: an int whole, a float with three decimals below 100."""
     return (
         f"{value:,}" if isinstance(value, int) else f"{value:,.3f}" if abs(value) < 100 else f"{value:,.0f}"
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# What is under `runs/`: a table over the results on disk, and what differs between runs.
-#
-# Everything is read from `result.json`, `failure.json` and the lock of each stage folder; there is no
-# database to fall out of step with them.
+# --- Tables over the results on disk, and what differs between runs
 
 
 PLAN = "plan.json"
@@ -229,7 +203,14 @@ def folder_state(folder: Path) -> tuple[str, dict[str, Any]]:
     try:
         if (folder / RESULT).exists():
             record = _sound(read_result(folder / RESULT), folder / RESULT)
-            return "finished", {**record, "message": _later_attempt(folder)}
+            record["message"] = ""
+            if (
+                folder / FAILURE
+            ).exists():  # of an attempt to replace the result, which is valid all the same
+                later = _sound(read_json(folder / FAILURE), folder / FAILURE)
+                state = later.get("state", "failed")
+                record["message"] = f"a later attempt {state}: {later.get('message', '')}"
+            return "finished", record
         if (folder / FAILURE).exists():
             record = _sound(read_json(folder / FAILURE), folder / FAILURE)
             return record.get("state", "failed"), record
@@ -238,14 +219,6 @@ def folder_state(folder: Path) -> tuple[str, dict[str, Any]]:
     if not (folder / LOCK).exists():
         return "never run", {}
     return "killed", {"message": "started and gone without a result; run it again to go on"}
-
-
-def _later_attempt(folder: Path) -> str:
-    """Say how an attempt to replace a finished result ended, which is valid all the same."""
-    if not (folder / FAILURE).exists():
-        return ""
-    record = _sound(read_json(folder / FAILURE), folder / FAILURE)
-    return f"a later attempt {record.get('state', 'failed')}: {record.get('message', '')}"
 
 
 def _sound(record: Any, path: Path) -> dict[str, Any]:
@@ -368,17 +341,11 @@ def _checked_names(runs: Sequence[Path]) -> list[str]:
     for run in runs:
         if not run.is_dir():
             raise InputError(f"{run}: no such run folder.")
-    return _column_names(runs)
-
-
-def _column_names(runs: Sequence[Path]) -> list[str]:
     names = [run.resolve().name for run in runs]
     return names if len(set(names)) == len(names) else [str(run) for run in runs]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Each stage of a run: finished, out of date and why, failed, never run. A dry run of what would be done
-# again.
+# --- Each stage of a run: a dry run of what would be done again
 
 
 @dataclass(frozen=True)
@@ -400,16 +367,20 @@ def run_status(run: str | Path, run_dir: str | Path = "") -> list[StageStatus]:
     Raises an `InputError` for a run that is not there.
     """
     named = find_run(str(run), str(run_dir))
+    # With `common.yaml` alone a run has parameters for all stages.
+    files = set() if named.parameters is None else {path.stem for path in named.parameters.glob("*.yaml")}
     typed: dict[str, tuple[Any, str]] = {"run": (str(run), "given by name")}
     if run_dir:
         typed["run_dir"] = (str(run_dir), "given by name")
     found: list[StageStatus] = []
     again: dict[str, str] = {}  # folder of a stage -> the earlier one that comes first
     for stage in STAGES:
-        if not _has(named, stage):
+        if stage not in files and files & {*STAGES}:
             continue
         try:
-            shards = list(_shards(stage, typed))
+            first = resolve(params_class(stage), typed)
+            count = getattr(first, "num_shards", 0)
+            shards = [first.changed(shard=shard) for shard in range(count)] or [first]
         except LabError as error:
             found.append(StageStatus(stage, stage, "unreadable", str(error)))
             continue
@@ -422,18 +393,6 @@ def run_status(run: str | Path, run_dir: str | Path = "") -> list[StageStatus]:
                 again |= dict.fromkeys(stale_after(params), params.folder.name)
             found.append(StageStatus(stage, params.folder.name, state, why))
     return found
-
-
-def _has(named: NamedRun, stage: str) -> bool:
-    """Say whether a run has parameters for a stage; with `common.yaml` alone it has them for all."""
-    files = [] if named.parameters is None else [path.stem for path in named.parameters.glob("*.yaml")]
-    return stage in files or not {*files} & {*STAGES}
-
-
-def _shards(stage: str, typed: Typed) -> Iterator[StageParams]:
-    first = resolve(params_class(stage), typed)
-    for shard in range(getattr(first, "num_shards", 1)):
-        yield first.changed(shard=shard) if hasattr(first, "shard") else first
 
 
 def _state(params: StageParams) -> tuple[str, str]:

@@ -1,8 +1,6 @@
-"""Keep access tokens out of everything that is saved or logged.
+"""Access tokens stay out of everything that is saved or logged: results, failures, logs and notebooks.
 
-A value is secret when an environment variable whose name says so holds it, or when it has the shape of a
-well-known token. It is replaced by ``[hidden]`` in results, failures, logs and notebooks, and refused as
-a parameter, because a parameter is written into the saved notebook before any code of ours runs.
+A value is secret when a variable of the environment whose name says so holds it, or if it looks like a token.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Run a stage once: skip it when its finished result matches; leave a result or a failure, never half of
-one.
+"""Run a stage once: skip it when its finished result matches, leave a result or a failure, never half of one.
+
+Every caller (notebook, command line, cluster, test) goes through `execute`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -24,9 +24,8 @@ from dflash_lab import machine
 from dflash_lab.errors import FileError, StoreError, carried, chain, file_error
 from dflash_lab.files import lock_holder, make_folder, plain, replace, settle, sole_lock, sweep, write_json
 from dflash_lab.machine import collect, forget_locals, release
-from dflash_lab.named_runs import check_owner, claim
 from dflash_lab.params import StageParams
-from dflash_lab.progress import Progress, ProgressCallback, StopFlag, Stopped, duration
+from dflash_lab.progress import Progress, ProgressCallback, StopFlag, Stopped, duration, handling
 from dflash_lab.provenance import provenance
 from dflash_lab.results import (
     FAILURE,
@@ -39,81 +38,12 @@ from dflash_lab.results import (
     made_again,
     older_rules,
 )
-from dflash_lab.secrets import RedactingFormatter, redact_tree
+from dflash_lab.run_params import check_owner, claim
+from dflash_lab.secrets import redact_tree
 from dflash_lab.stages import result_class, run_function
-from dflash_lab.workspace import in_kernel
+from dflash_lab.workspace import logging_shown
 
-# ----------------------------------------------------------------------------------------------------
-# One process at a time in a stage's folder.
-#
-# The file's text only says who held it last; the lock, which a killed process loses, lets the run browser
-# tell "running" from "killed".
-
-
-LOCK = ".lock"
-
-
-def stage_lock(folder: Path) -> AbstractContextManager[None]:
-    """Hold the folder's lock, making the folder.
-
-    `InputError` when another process holds it, `FileError` when the folder cannot be written to.
-    """
-    return sole_lock(
-        folder / LOCK,
-        json.dumps({"pid": os.getpid(), "host": socket.gethostname()}),
-        lambda who: f"{folder}: in use by another process {who}. Wait for it, or stop it.",
-    )
-
-
-def is_held(folder: Path) -> bool:
-    """Say whether a process on this machine works in the stage's folder now."""
-    return lock_holder(folder / LOCK) is not None
-
-
-# ----------------------------------------------------------------------------------------------------
-# What `failure.json` says beside the error: what the exception itself knows, or what its kind tells.
-
-
-_SIZES = ("batch", "block", "tokens", "anchors", "length", "layers", "taps", "budget", "size", "samples")
-
-
-def details_of(error: BaseException) -> dict[str, Any]:
-    """Return the plain facts (batch, lengths, memory) that the error or its cause carries as `details`."""
-    return {str(name): value for name, value in (carried(error, "details", dict) or {}).items()}
-
-
-def advice_for(error: BaseException, params: StageParams) -> str:
-    """Return what to do: the error's own `advice`, else what helps against a lack of memory, else nothing."""
-    if own := carried(error, "advice"):
-        return str(own)
-    from dflash_lab.extraction.oom import classify
-
-    return _memory(error, params) if classify(error).kind == "memory" else ""
-
-
-def _memory(error: BaseException, params: StageParams) -> str:
-    from dflash_lab.memory.crash import explain_crash, requested_bytes
-
-    general = "Run memory_sweep with these parameters for the largest sizes that fit."
-    asking = next((str(link) for link in chain(error) if requested_bytes(str(link))), "")
-    if not asking:
-        return general
-    values = {name: value for name, value in params.as_dict().items() if any(word in name for word in _SIZES)}
-    sizes = {name: value for name, value in values.items() if isinstance(value, int) and value > 1}
-    return f"{explain_crash(asking, dimensions=sizes).explain()} {general}"
-
-
-# ----------------------------------------------------------------------------------------------------
-# Run a stage once: skip it when its finished result matches, leave a result or a failure, never half of
-# one.
-#
-# `result.json` alone says that a stage is done. It matches when the parameters and the content of the
-# inputs are the same, so a second run does no work. Where it does not match, nothing is done unasked: the
-# stage says what differs and what to type. When it is asked (`force`), everything new is made beside the
-# old and takes its place at the end (`replace`), so a failed or killed attempt leaves the earlier result as
-# it was. Every caller (notebook, command line, test) goes through `execute`.
-
-
+LOCK = ".lock"  # in a stage's folder: its text says who held it last, the kernel's lock who holds it now
 UNSTOPPED_S = 20.0  # a stage that has not reached a report this long after SIGTERM is ended by force
 
 logger = logging.getLogger(__name__)
@@ -122,10 +52,14 @@ logger = logging.getLogger(__name__)
 def execute(params: StageParams, progress: ProgressCallback | None = None) -> Any:
     """Run the stage of `params`, or load its finished result. Returns the stage's result object.
 
-    Raises what the stage raises, after writing `failure.json` beside where the result would be.
+    `result.json` alone says that a stage is done. It matches when the parameters and the content of the
+    inputs are the same. Where it does not match, nothing is done unasked: the stage says what differs and
+    what to type. When it is asked (`force`), everything new is made beside the old and takes its place at the
+    end, so a failed or killed attempt leaves the earlier result as it was. Raises what the stage raises,
+    after writing `failure.json` beside where the result would be.
     """
     release()  # an earlier cell's error may still hold GPU memory
-    with _logging():
+    with logging_shown():
         check_owner(params)
         settle(params.run_folder)
         inputs = input_fingerprints(params)
@@ -162,7 +96,13 @@ def _run(params: StageParams, inputs: dict[str, str], progress: ProgressCallback
     make_folder(params.fresh)
     stop = StopFlag()
     own = Progress(interactive=params.interactive, stop=stop) if progress is None else None
-    report = _stoppable(progress, stop) if progress is not None else own
+
+    def stoppable(description: str, done: int, total: int, **fields: Any) -> None:
+        stop.check()
+        assert progress is not None
+        progress(description, done, total, **fields)
+
+    report = own or stoppable
     machine.reset_peak()
     start = time.monotonic()
     try:
@@ -172,14 +112,21 @@ def _run(params: StageParams, inputs: dict[str, str], progress: ProgressCallback
             seconds = time.monotonic() - start
             record = _result_record(params, inputs, result.figures, seconds)
             write_json(params.fresh / RESULT, redact_tree(record))
-            _take_place(params)
+            moves, removed = params.replacement()
+            if moves:
+                replace(params.run_folder, moves, removed)
+                shutil.rmtree(params.fresh, ignore_errors=True)
+            else:
+                logger.info("%s: done, and takes its place when the other shards are", folder.name)
     except BaseException as error:
         forget_locals(error)
         collect()
-        told = _told(error, folder)
-        _write_failure(folder / FAILURE, failure_record(params, told, time.monotonic() - start))
-        if told is not error:
-            raise told from error
+        named = file_error(error, folder)  # a library's words about a full disk name no file
+        if named is not None:
+            named.__cause__ = error
+        _write_failure(params, named or error, start)
+        if named is not None:
+            raise named from error
         raise
     finally:
         if own is not None:
@@ -188,29 +135,11 @@ def _run(params: StageParams, inputs: dict[str, str], progress: ProgressCallback
     return result
 
 
-def _take_place(params: StageParams) -> None:
-    """Put what a stage made into its place; what waits for other shards stays beside the old."""
-    moves, removed = params.replacement()
-    if moves:
-        replace(params.run_folder, moves, removed)
-        shutil.rmtree(params.fresh, ignore_errors=True)
-    else:
-        logger.info("%s: done, and takes its place when the other shards are", params.folder.name)
-
-
-def _told(error: BaseException, folder: Path) -> BaseException:
-    """Return the error as a person is told it: a library's words about a full disk name no file."""
-    named = file_error(error, folder)
-    if named is None:
-        return error
-    named.__cause__ = error
-    return named
-
-
-def _write_failure(path: Path, record: dict[str, Any]) -> None:
+def _write_failure(params: StageParams, failure: BaseException, start: float) -> None:
     """Write the failure; a disk too full even for that must not hide the error itself."""
+    record = failure_record(params, failure, time.monotonic() - start)
     try:
-        write_json(path, record)
+        write_json(params.folder / FAILURE, record)
     except FileError as error:
         logger.error("the record of this failure could not be written: %s", error)
 
@@ -254,7 +183,7 @@ def failure_record(params: StageParams, error: BaseException, seconds: float) ->
         "error": type(error).__name__,
         "message": str(error)[:4000],
         "where": frames[-12:],
-        "details": plain(details_of(error)),
+        "details": plain(carried(error, "details", dict) or {}),
         "advice": advice_for(error, params),
         "parameters": params.as_dict(),
         "seconds": round(seconds, 3),
@@ -264,20 +193,9 @@ def failure_record(params: StageParams, error: BaseException, seconds: float) ->
     return redact_tree(record)
 
 
-def _stoppable(progress: ProgressCallback, stop: StopFlag) -> ProgressCallback:
-    def report(description: str, done: int, total: int, **fields: Any) -> None:
-        stop.check()
-        progress(description, done, total, **fields)
-
-    return report
-
-
 @contextlib.contextmanager
 def _on_sigterm(stop: StopFlag, end_by_force: Callable[[], None]) -> Iterator[None]:
-    """Turn SIGTERM into a stop at the next report; only the main thread can, others run without."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Turn SIGTERM into a stop at the next report, and end by force a stage that does not reach one."""
 
     def handle(number: int, frame: Any) -> None:
         stop.set("SIGTERM")
@@ -286,12 +204,11 @@ def _on_sigterm(stop: StopFlag, end_by_force: Callable[[], None]) -> Iterator[No
 
     killer = threading.Timer(UNSTOPPED_S, end_by_force)
     killer.daemon = True
-    before = signal.signal(signal.SIGTERM, handle)
     try:
-        yield
+        with handling({signal.SIGTERM: handle}):
+            yield
     finally:
         killer.cancel()
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
@@ -314,23 +231,52 @@ def _forced(params: StageParams, start: float) -> None:
         f"no safe point reached {UNSTOPPED_S:.0f} s after SIGTERM; ended by force, finished files are kept"
     )
     logger.error(words)
-    _write_failure(params.folder / FAILURE, failure_record(params, Stopped(words), time.monotonic() - start))
+    _write_failure(params, Stopped(words), start)
     os._exit(128 + signal.SIGTERM)
 
 
-@contextlib.contextmanager
-def _logging() -> Iterator[None]:
-    """Let the package's log lines reach the job's log or the notebook's output, without secrets."""
-    root = logging.getLogger("dflash_lab")
-    # A notebook shows stderr as a red box, which is for errors.
-    handler = logging.StreamHandler(sys.stdout if in_kernel() else sys.stderr)
-    handler.setFormatter(RedactingFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
-    level = root.level
-    root.addHandler(handler)
-    if level == logging.NOTSET:
-        root.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        root.removeHandler(handler)
-        root.setLevel(level)
+# --- One process at a time in a stage's folder
+
+
+def stage_lock(folder: Path) -> AbstractContextManager[None]:
+    """Hold the folder's lock, making the folder.
+
+    `InputError` when another process holds it, `FileError` when the folder cannot be written to.
+    """
+    return sole_lock(
+        folder / LOCK,
+        json.dumps({"pid": os.getpid(), "host": socket.gethostname()}),
+        lambda who: f"{folder}: in use by another process {who}. Wait for it, or stop it.",
+    )
+
+
+def is_held(folder: Path) -> bool:
+    """Say whether a process on this machine works in the stage's folder now."""
+    return lock_holder(folder / LOCK) is not None
+
+
+# --- What failure.json advises: what the exception itself knows, or what its kind tells
+
+
+_SIZES = ("batch", "block", "tokens", "anchors", "length", "layers", "taps", "budget", "size", "samples")
+
+
+def advice_for(error: BaseException, params: StageParams) -> str:
+    """Return what to do: the error's own `advice`, else what helps against a lack of memory, else nothing."""
+    if own := carried(error, "advice"):
+        return str(own)
+    from dflash_lab.extraction.oom import classify
+
+    return _memory(error, params) if classify(error).kind == "memory" else ""
+
+
+def _memory(error: BaseException, params: StageParams) -> str:
+    from dflash_lab.memory.crash import explain_crash, requested_bytes
+
+    general = "Run memory_sweep with these parameters for the largest sizes that fit."
+    asking = next((str(link) for link in chain(error) if requested_bytes(str(link))), "")
+    if not asking:
+        return general
+    values = {name: value for name, value in params.as_dict().items() if any(word in name for word in _SIZES)}
+    sizes = {name: value for name, value in values.items() if isinstance(value, int) and value > 1}
+    return f"{explain_crash(asking, dimensions=sizes).explain()} {general}"

@@ -1,4 +1,7 @@
-"""YAML in which every value means what it looks like."""
+"""YAML in which every value means what it looks like: `010` (8 in YAML 1.1) or `1:30` (90) are refused.
+
+Papermill reads the same files after us by the old rules, so reading them otherwise here would only hide it.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,6 @@ from typing import Any
 import yaml
 
 from dflash_lab.errors import InputError
-
-# ----------------------------------------------------------------------------------------------------
-# YAML in which every value means what it looks like.
-#
-# YAML 1.1, which Python's reader and papermill speak, reads `010` as 8, `1:30` as 90 and `no` as false.
-# Papermill reads the same files after us, so reading them otherwise here would only hide it: what looks
-# like another value is refused, with what to type.
-
 
 LARGEST_BYTES = 1 << 20  # of a parameter file
 MOST_VALUES = 100_000  # of a document, each alias counted as what it stands for

@@ -1,19 +1,21 @@
-"""Where runs lie, who started this kernel, and which notebook it runs."""
+"""Where runs lie, who started this kernel, which notebook it runs, and where its log lines go."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from dflash_lab.errors import InputError
+from dflash_lab.secrets import RedactingFormatter
 from dflash_lab.stages import STAGES
 
-# ----------------------------------------------------------------------------------------------------
-# Where a notebook's kernel runs, and who started it.
-
-
-_RUNNERS = ("papermill", "dflash-lab", "dflash_lab.cli", "dflash_lab.papermill_command")
+_LOGGER = logging.getLogger("dflash_lab")
+_RUNNERS = ("papermill", "dflash-lab", "dflash_lab.cli", "dflash_lab.launch")
 
 
 def workspace(start: Path | None = None) -> Path:
@@ -37,6 +39,41 @@ def in_kernel() -> bool:
     """Say whether this code runs in a notebook's kernel."""
     loaded = sys.modules.get("IPython")  # a kernel has it; nobody else need import it to ask
     return loaded is not None and hasattr(loaded.get_ipython(), "kernel")
+
+
+def show_logging(stream: TextIO) -> logging.Handler:
+    """Let the package's log lines reach `stream`, without secrets, and return what does it."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(RedactingFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    _LOGGER.addHandler(handler)
+    if _LOGGER.level == logging.NOTSET:
+        _LOGGER.setLevel(logging.INFO)
+    return handler
+
+
+def show_logging_in_kernel() -> None:
+    """In a notebook, let log lines be plain text from here on: a warning without a handler goes to stderr,
+    which is shown as a red box.
+    """
+    if in_kernel() and not _LOGGER.handlers:
+        show_logging(sys.stdout)
+
+
+@contextlib.contextmanager
+def logging_shown() -> Iterator[None]:
+    """Let log lines reach a job's log, or a notebook's output, within the block; where they do so already,
+    that stays.
+    """
+    show_logging_in_kernel()
+    if _LOGGER.handlers:
+        yield
+        return
+    level, handler = _LOGGER.level, show_logging(sys.stderr)
+    try:
+        yield
+    finally:
+        _LOGGER.removeHandler(handler)
+        _LOGGER.setLevel(level)
 
 
 def started_by_papermill() -> bool:

@@ -18,14 +18,16 @@ from dflash_lab.acceptance.decode import (
     Study,
     TargetRun,
     Verdict,
+    accept_greedy,
+    accept_sampled,
     append,
     check_block_size,
     check_pair,
     finish,
     prefill,
+    rejected_draft,
     stop_tokens,
     unmaskable,
-    verify_sampled,
 )
 from dflash_lab.acceptance.prompts import Prompt
 from dflash_lab.drafter.model import Drafter
@@ -92,7 +94,7 @@ def decode_batch(
     answers, rows = [], []
     for number, prompt in enumerate(prompts):
         with TargetRun(target, drafter.config.tap_ids) as run:
-            answer, taps = prefill(run, target.head, prompt, sampling, stops)
+            answer, taps = prefill(run, prompt, sampling, stops)
         answers.append(answer)
         if not answer.stopped and limits[number] > 1:
             proposer = Proposer(drafter, target.head)
@@ -104,11 +106,10 @@ def decode_batch(
         with batch.taps:
             while batch.numbers:
                 drafts, q = batch.draft([answers[n].tokens[-1] for n in batch.numbers], size, sampling)
-                outcomes = batch.verify(drafts, q, sampling)
                 done = []
-                for number, outcome in zip(batch.numbers, outcomes):
+                for number, verdict in zip(batch.numbers, batch.verify(drafts, q, sampling)):
                     answer = answers[number]
-                    append(answer, outcome, limits[number] - len(answer.tokens), stops)
+                    append(answer, verdict, limits[number] - len(answer.tokens), stops)
                     over = answer.stopped or len(answer.tokens) >= limits[number]
                     if over:
                         finish(answer, start, target.device)
@@ -122,12 +123,11 @@ def decode_batch(
 class _Batch:
     """The rows still decoding: one cache for all, a length and a draft cache for each.
 
-    Rows accept different numbers of drafts, so their caches grow apart. Keys and values are stored
-    left-aligned in one tensor per layer and a mask hides the unused cells; after each round the accepted
-    ones move next to the row's own, which is exact because keys carry their true rotary position wherever
-    they lie. There is no padding in any forward: prompts are prefilled one by one and every row of a round
-    has the same number of tokens. That is what makes hybrid targets work, whose recurrent states would be
-    spoilt by padding. Their partially accepted rows are run again in groups of equal count.
+    Rows accept different numbers of drafts, so their caches grow apart. Keys and values lie left-aligned in
+    one tensor a layer and a mask hides the unused cells; after a round the accepted ones move next to the
+    row's own, which is exact because keys carry their true rotary position wherever they lie. No forward has
+    padding, which would spoil a recurrent state: prompts are prefilled one by one, and every row of a round
+    has the same number of tokens.
     """
 
     def __init__(self, target: Target, drafter: Drafter, rows: list[tuple[int, TargetRun, Proposer]]) -> None:
@@ -135,23 +135,20 @@ class _Batch:
         self.numbers = [number for number, _, _ in rows]
         self.proposers = [proposer for _, _, proposer in rows]
         self.lengths = torch.tensor([run.length for _, run, _ in rows], device=target.device)
-        self.taps = Taps(target.layers, drafter.config.tap_ids)
+        self.taps = Taps(target, drafter.config.tap_ids)
         self.cache = stack_rows([run.cache for _, run, _ in rows])
         self.anchors = self.lengths  # replaced by `draft`
 
     def draft(
         self, anchors: list[int], size: int, sampling: Sampling
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draft a block for every row: tokens [R, L], and the probabilities [R, L, V] they were drawn from
-        (T > 0).
-        """
+        """Draft a block for every row: tokens [R, L], and q [R, L, V] that they were drawn from (T > 0)."""
         self.anchors = torch.tensor(anchors, device=self.target.device)
         drafts: list[Draft] = [p.draft(a[None], size) for p, a in zip(self.proposers, self.anchors)]
         if sampling.temperature <= 0:
             return torch.stack([draft.greedy() for draft in drafts]), None
-        settings = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.generator)
-        tokens, chances = zip(*(draft.sampled(*settings) for draft in drafts))
-        return torch.stack(tokens), torch.stack(chances)
+        tokens, q = zip(*(draft.sampled(sampling) for draft in drafts))
+        return torch.stack(tokens), torch.stack(q)
 
     def verify(self, drafts: torch.Tensor, q: torch.Tensor | None, sampling: Sampling) -> list[Verdict]:
         """Run all rows once, accept, commit, and feed the accepted tap states to the draft caches."""
@@ -161,23 +158,19 @@ class _Batch:
         normed, taps = self._forward(self.cache, tokens, self.lengths)
         logits = self.target.head.logits(normed)
         if q is None:
-            choices = logits.argmax(-1)
-            accepted = (choices[:, :-1] == drafts).int().cumprod(-1).sum(-1)
-            bonus = choices.gather(1, accepted[:, None])[:, 0]
+            accepted, bonus = accept_greedy(drafts, logits.argmax(-1))
         else:
-            accepted, bonus = verify_sampled(drafts, q, sampling.chances(logits), sampling.generator)
+            accepted, bonus = accept_sampled(drafts, q, sampling.probabilities(logits), sampling.generator)
         counts = accepted + 1
         if saved:
             self._replay(before, saved, tokens, counts)
         self._compact(counts, tokens.shape[1])
-        outcomes = []
-        table = torch.cat([counts[:, None], bonus[:, None], drafts], dim=1).tolist()
+        verdicts = []
+        table = torch.cat([accepted[:, None], bonus[:, None], drafts], dim=1).tolist()
         for row, (count, last, *guess) in enumerate(table):
-            self.proposers[row].extend(taps[row, :count])
-            kept = guess[: count - 1]
-            rejected = guess[count - 1] if count <= len(guess) else -1
-            outcomes.append(Verdict(list(range(count)), [*kept, last], len(guess), rejected))
-        return outcomes
+            self.proposers[row].extend(taps[row, : 1 + count])
+            verdicts.append(Verdict([*guess[:count], last], len(guess), rejected_draft(guess, count)))
+        return verdicts
 
     def drop(self, done: list[bool]) -> None:
         """Take finished rows out of the batch."""
@@ -253,8 +246,8 @@ def run_together(
 ) -> tuple[Study, float]:
     """Decode `prompts`, `batch` at a time, with chains; returns the study and tokens a second of all of it.
 
-    `options` are those of `decode_batch`. An answer is never longer than a stored one. Raises `InputError`
-    for prompts of several turns, whose next turn depends on the answer before.
+    `options` are those of `decode_batch`. Raises `InputError` for prompts of several turns, whose next turn
+    depends on the answer before.
     """
     several = next((prompt.id for prompt in prompts if prompt.several), None)
     if several is not None:
@@ -265,7 +258,6 @@ def run_together(
     start = time.perf_counter()
     for first in range(0, len(prompts), batch):
         part = prompts[first : first + batch]
-        limits = [min(max_new_tokens, len(p.answer)) if p.answer else max_new_tokens for p in part]
 
         def tick(tokens: int, first: int = first) -> None:
             if progress is not None:
@@ -275,7 +267,7 @@ def run_together(
             target,
             drafter,
             [prompt.input_ids for prompt in part],
-            max_new_tokens=limits,
+            max_new_tokens=[prompt.longest(max_new_tokens) for prompt in part],
             on_round=tick,
             **options,
         )

@@ -1,6 +1,5 @@
-"""Speculative decoding of one prompt: draft a block, let the target look at it in one forward, keep what it
-agrees with. `decode` is the loop; below it, what proposes, what accepts, and the target's cache ahead of
-what is certain.
+"""Speculative decoding of one prompt: draft a block, verify it in one forward of the target, accept what both
+agree on. `decode` is the loop; below it, what drafts, what accepts, and the target's cache.
 """
 
 from __future__ import annotations
@@ -50,31 +49,25 @@ PATHS_A_FORWARD = 64  # rows of a batch that verifies a tree path by path, a cac
 
 
 class Round(NamedTuple):
-    """One round: `accepted` drafts, tokens `produced` that the answer kept, slots or nodes `drafted`, and the
-    first `rejected` draft token where the chain broke (-1: none, or a tree)."""
+    """One round of an answer."""
 
-    accepted: int
-    produced: int
-    drafted: int
-    rejected: int = -1
+    accepted: int  # drafts
+    produced: int  # tokens that the answer kept
+    drafted: int  # slots of the chain, or nodes of the tree
+    rejected: int = -1  # the draft token at which the chain broke; -1: none, or a tree
 
 
 @dataclass
 class Decoded:
-    """An answer: `tokens` (a stop token included), its rounds, and where the time went.
+    """An answer, its rounds, and where the time went."""
 
-    `seconds` is the wall-clock from the end of the prefill to the end; `phase_seconds` splits it (on CUDA
-    as the device saw it, see `Clock`). `waits` counts how often the host waited for a record of the device
-    (fixed shapes only, see `fixed_shapes`).
-    """
-
-    tokens: list[int]
+    tokens: list[int]  # a stop token included
     rounds: list[Round] = field(default_factory=list)
-    seconds: float = 0.0
+    seconds: float = 0.0  # wall-clock from the end of the prefill on
     prefill_seconds: float = 0.0
-    phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    stopped: bool = False
-    waits: int = 0
+    phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # see Clock
+    stopped: bool = False  # by a stop token
+    waits: int = 0  # of the host for a record of the device (fixed shapes only)
 
     @property
     def produced(self) -> list[int]:
@@ -124,7 +117,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen: temperature 0 is greedy."""
+    """How tokens are chosen: temperature 0 is greedy; top_p 1 and top_k 0 keep all tokens."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -142,20 +135,32 @@ class Sampling:
         """Choose one token for each row of logits [n, V]."""
         if self.temperature == 0 or (self.top_p == 1 and self.top_k == 0):
             return choose(logits, self.temperature, self.generator)
-        return draw(self.chances(logits), self.generator)
+        return draw(self.probabilities(logits), self.generator)
 
-    def chances(self, logits: torch.Tensor) -> torch.Tensor:
-        return probabilities(logits, self.temperature, self.top_p, self.top_k)
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return fp32 probabilities [.., V] of logits [.., V], at a temperature above 0.
+
+        Top-k comes before top-p, which keeps the smallest set whose mass reaches it (its first token always).
+        """
+        scores = logits if self.temperature == 1 else logits.float() / self.temperature
+        if 0 < self.top_k < scores.shape[-1]:
+            values, tokens = scores.topk(self.top_k, dim=-1)
+            scores = torch.full_like(scores, -torch.inf).scatter(-1, tokens, values)
+        found = torch.softmax(scores, dim=-1, dtype=torch.float32)
+        if self.top_p < 1:
+            ordered, tokens = found.sort(dim=-1, descending=True)
+            ordered = torch.where(ordered.cumsum(-1) - ordered < self.top_p, ordered, 0.0)
+            found = torch.zeros_like(found).scatter(-1, tokens, ordered)
+            found = found / found.sum(-1, keepdim=True)
+        return found
 
 
 class Verdict(NamedTuple):
-    """What a verification decided: accepted rows of the step (the anchor's is the first), tokens, and the
-    round."""
+    """What a verification decided."""
 
-    path: list[int]
-    tokens: list[int]  # accepted drafts, then the bonus
+    tokens: list[int]  # accepted drafts, then the bonus: the target's own next token
     drafted: int
-    rejected: int
+    rejected: int = -1  # as in `Round`
 
 
 @torch.no_grad()
@@ -176,22 +181,19 @@ def decode(
     last_block: str = "full",
     on_round: Callable[[int], None] | None = None,
 ) -> Decoded:
-    """Decode `prompt_ids` with `drafter` guessing `block_size` - 1 tokens a round (default: as it was
-    trained).
+    """Decode `prompt_ids` with blocks of `drafter`; greedily, the tokens are those of plain decoding.
 
-    tree_budget: verify a tree of that many nodes a round instead of a chain; tree_mode: in one masked
-    forward, or with its leaf ``paths`` as a batch, which any target can. stop_ids None: the target's own.
-    last_block: ``full`` drafts whole blocks to the end; ``shrink`` cuts the last block to the tokens still
-    allowed, as the dflash 0.1.0 package does. `max_new_tokens` counts the first token, which the prefill
-    gives. on_round(tokens so far) is called after each round.
+    max_new_tokens: of the answer, its first token (which the prefill gives) included.
+    block_size: the anchor and block_size - 1 drafts; None: as the drafter was trained.
+    temperature, top_p, top_k, generator: 0 is greedy; else the target's distribution is kept exactly.
+    tree_budget: verify a tree of that many nodes a round, not a chain (0). tree_mode: in one masked forward
+    (``mask``), or with its ``paths`` as a batch, which any target can.
+    stop_ids: tokens that end the answer; None: the target's own.
+    last_block: ``full`` drafts whole blocks to the end; ``shrink`` cuts the last one to the tokens still
+    allowed, as the dflash 0.1.0 package does.
+    on_round: called after each round with the count of tokens so far; it may raise to stop.
+    Raises `InputError` for a drafter of another target, `UnsupportedTarget` where a tree cannot be verified.
     """
-    # A round starts from an anchor, the last token known, on which the target has not run. The drafter fills
-    # block_size - 1 slots after it (or a tree of nodes), the target runs on the anchor and the drafts, the
-    # accepted drafts are committed and the target's own next token becomes the new anchor. So a round yields
-    # accepted + 1 tokens, and with greedy choice the output is what plain decoding gives, token for token.
-    # Sampled chains use rejection sampling; sampled trees draw one token at each node and follow it while it
-    # is drafted. Both leave the target's distribution as it is. Between device and host there is one copy a
-    # round for a chain (the target's choices beside the drafts), two for a tree.
     check_pair(target, drafter)
     size = drafter.config.block_size if block_size is None else block_size
     check_block_size(size)
@@ -204,10 +206,10 @@ def decode(
         check_tree_target(target)
     sampling = Sampling(temperature, top_p, top_k, generator)
     stops = stop_tokens(target, stop_ids)
-    head = target.head
-    proposer = Proposer(drafter, head)
+    proposer = Proposer(drafter, target.head)
     with TargetRun(target, drafter.config.tap_ids) as run:
-        answer, taps = prefill(run, head, prompt_ids, sampling, stops)
+        answer, taps = prefill(run, prompt_ids, sampling, stops)
+        # The anchor is the last token known, on which the target has not run: it heads the next block.
         anchor = torch.tensor(answer.tokens, device=target.device)
         clock = Clock(target.device)
         start = time.perf_counter()
@@ -218,13 +220,11 @@ def decode(
             draft = proposer.draft(anchor, size if last_block == "full" else min(size, left + 1))
             clock.lap("draft")
             if tree_budget:
-                outcome, anchor, taps = _verify_tree(
-                    run, head, draft, tree_budget, tree_mode, sampling, clock
-                )
+                verdict, anchor, taps = _verify_tree(run, draft, tree_budget, tree_mode, sampling, clock)
             else:
-                outcome, anchor, taps = _verify_chain(run, head, draft, sampling, clock)
+                verdict, anchor, taps = _verify_chain(run, draft, sampling, clock)
             clock.lap("commit")
-            append(answer, outcome, left, stops)
+            append(answer, verdict, left, stops)
             if on_round is not None:
                 on_round(len(answer.tokens))
         finish(answer, start, target.device)
@@ -245,17 +245,19 @@ def plain_decode(
     generator: torch.Generator | None = None,
     on_round: Callable[[int], None] | None = None,
 ) -> Decoded:
-    """Decode one token a forward with the same target code: the baseline of every speed-up."""
+    """Decode one token a forward with the same target code: the baseline of every speed-up.
+
+    The arguments are those of `decode`; `on_round` is called after each token.
+    """
     sampling = Sampling(temperature, top_p, top_k, generator)
     stops = stop_tokens(target, stop_ids)
-    head = target.head
     with TargetRun(target) as run:
-        answer, _ = prefill(run, head, prompt_ids, sampling, stops)
+        answer, _ = prefill(run, prompt_ids, sampling, stops)
         start = time.perf_counter()
         while not answer.stopped and len(answer.tokens) < max_new_tokens:
             step = run.step(torch.tensor(answer.tokens[-1:], device=target.device), certain=True)
             run.commit(1)
-            token = int(sampling.choose(head.logits(step.normed))[0])
+            token = int(sampling.choose(target.head.logits(step.normed))[0])
             answer.tokens.append(token)
             answer.stopped = token in stops
             if on_round is not None:
@@ -285,94 +287,83 @@ def finish(answer: Decoded, start: float, device: torch.device) -> None:
 
 
 def prefill(
-    run: TargetRun, head: TargetHead, prompt_ids: Sequence[int], sampling: Sampling, stops: frozenset[int]
+    run: TargetRun, prompt_ids: Sequence[int], sampling: Sampling, stops: frozenset[int]
 ) -> tuple[Decoded, torch.Tensor]:
     """Run the prompt and choose the first token. Returns the answer so far and the prompt's tap states [P,
-    K*H]."""
+    K*H].
+    """
     if not len(prompt_ids):
         raise InputError("the prompt is empty: give at least one token.")
     start = time.perf_counter()
     step = run.step(torch.tensor(list(prompt_ids), device=run.target.device), certain=True)
     run.commit(len(prompt_ids))
-    token = int(sampling.choose(head.logits(step.normed[-1:]))[0])
+    token = int(sampling.choose(run.target.head.logits(step.normed[-1:]))[0])
     answer = Decoded([token], prefill_seconds=time.perf_counter() - start, stopped=token in stops)
     return answer, step.taps if step.taps is not None else step.normed[:0]
 
 
 def _verify_chain(
-    run: TargetRun, head: TargetHead, draft: Draft, sampling: Sampling, clock: Clock
+    run: TargetRun, draft: Draft, sampling: Sampling, clock: Clock
 ) -> tuple[Verdict, torch.Tensor, torch.Tensor]:
-    """Verify a chain; returns the outcome, the next anchor [1] and the committed rows' tap states, both on
-    the device.
+    """Verify a chain and commit what is accepted; returns the verdict, the next anchor [1], and the committed
+    rows' tap states.
     """
-    if sampling.temperature > 0:
-        drafts, q = draft.sampled(sampling.temperature, sampling.top_p, sampling.top_k, sampling.generator)
-    else:
-        drafts, q = draft.greedy(), draft.logits
+    drafts, q = draft.sampled(sampling) if sampling.temperature > 0 else (draft.greedy(), None)
     clock.lap("draft")
     step = run.step(torch.cat([draft.anchor, drafts]))
-    logits = head.logits(step.normed)
-    if sampling.temperature > 0:
-        accepted, bonus = verify_sampled(
-            drafts[None], q[None], sampling.chances(logits)[None], sampling.generator
-        )
-        values = torch.cat([drafts, accepted, bonus]).tolist()
-        drafted, count, last = values[:-2], values[-2], values[-1]
+    logits = run.target.head.logits(step.normed)  # row i: what the target says after the anchor and i drafts
+    if q is None:
+        accepted, bonus = accept_greedy(drafts[None], logits.argmax(-1)[None])
     else:
-        choices = logits.argmax(-1)
-        values = torch.cat([drafts, choices]).tolist()
-        drafted, chosen = values[: len(drafts)], values[len(drafts) :]
-        count = next((i for i, (d, c) in enumerate(zip(drafted, chosen)) if d != c), len(drafted))
-        last, bonus = chosen[count], choices[count : count + 1]
+        p = sampling.probabilities(logits)
+        accepted, bonus = accept_sampled(drafts[None], q[None], p[None], sampling.generator)
+    *guessed, count, last = torch.cat([drafts, accepted, bonus]).tolist()  # the round's one copy to the host
     clock.lap("verify")
-    run.commit(count + 1)
+    run.commit(1 + count)
     assert step.taps is not None
-    rejected = drafted[count] if count < len(drafted) else -1
-    outcome = Verdict(list(range(count + 1)), [*drafted[:count], last], len(drafted), rejected)
-    return outcome, bonus, step.taps[: count + 1]
+    verdict = Verdict([*guessed[:count], last], len(guessed), rejected_draft(guessed, count))
+    return verdict, bonus, step.taps[: 1 + count]
 
 
 def _verify_tree(
-    run: TargetRun,
-    head: TargetHead,
-    draft: Draft,
-    budget: int,
-    mode: str,
-    sampling: Sampling,
-    clock: Clock,
+    run: TargetRun, draft: Draft, budget: int, mode: str, sampling: Sampling, clock: Clock
 ) -> tuple[Verdict, torch.Tensor, torch.Tensor]:
-    """Verify a tree of `budget` nodes and commit the accepted path; returns what `_verify_chain` does."""
+    """Verify a tree of `budget` nodes and commit the accepted path; returns what `_verify_chain` does.
+
+    The target's token is drawn at every node and followed while it is drafted, which keeps its distribution.
+    """
     tree = draft.tree(budget, sampling.temperature)
     clock.lap("build")
     step = (run.step_tree if mode == "mask" else run.step_paths)(draft.anchor, tree)
-    choices = sampling.choose(head.logits(step.normed))
+    choices = sampling.choose(run.target.head.logits(step.normed))
     path, bonus = tree.walk(choices.tolist())
     clock.lap("verify")
     run.commit_path(path)
     assert step.taps is not None
-    tokens = [int(tree.tokens[node - 1]) for node in path[1:]]
     rows = torch.tensor(path).to(draft.anchor.device, non_blocking=True)
-    outcome = Verdict(path, [*tokens, bonus], len(tree), -1)
-    return outcome, choices[path[-1] : path[-1] + 1], step.taps[rows]
+    verdict = Verdict([*(int(tree.tokens[node - 1]) for node in path[1:]), bonus], len(tree))
+    return verdict, choices[path[-1] : path[-1] + 1], step.taps[rows]
 
 
-def append(answer: Decoded, outcome: Verdict, left: int, stops: frozenset[int]) -> None:
+def rejected_draft(drafts: Sequence[int], accepted: int) -> int:
+    """Return the draft at which a chain broke, -1 if all were accepted."""
+    return drafts[accepted] if accepted < len(drafts) else -1
+
+
+def append(answer: Decoded, verdict: Verdict, left: int, stops: frozenset[int]) -> None:
     """Add a round's tokens to the answer, cut at the token limit and at the first stop token."""
-    kept = outcome.tokens[:left]
+    kept = verdict.tokens[:left]
     end = next((i for i, token in enumerate(kept) if token in stops), None)
     if end is not None:
         kept = kept[: end + 1]
         answer.stopped = True
     answer.tokens += kept
-    answer.rounds.append(Round(len(outcome.path) - 1, len(kept), outcome.drafted, outcome.rejected))
+    answer.rounds.append(Round(len(verdict.tokens) - 1, len(kept), verdict.drafted, verdict.rejected))
 
 
-# ---- What a drafter proposes for one block ---------------------------------------------------------------
-# Tokens to verify in a row, or edges to grow a tree from.
-# Plain DFlash gives independent marginals per slot. DFlash 2's selector rescores the best candidates of a
-# slot given the token chosen before it, so its tokens are found by walking left to right and its tree edges
-# depend on the previous token.
-
+# What a drafter proposes for one block: tokens to verify in a row, or edges to grow a tree from. Plain DFlash
+# gives independent marginals per slot. DFlash 2's selector rescores the best candidates of a slot given the
+# token chosen before it, so its tokens are found from left to right and its edges depend on the token before.
 
 _ROOT = -1  # stands for the anchor in `Edges`: its id need not come to the host
 
@@ -408,9 +399,7 @@ class Draft:
             return self.logits.argmax(-1)
         return selector.select(self.hidden[None], self.logits[None], self.anchor)[0][0]
 
-    def sampled(
-        self, temperature: float, top_p: float, top_k: int, generator: torch.Generator | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def sampled(self, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw tokens [L] and return them with the probabilities q [L, V] that they were drawn from.
 
         DFlash 2 draws among its candidates by softmax(score / T); top-p and top-k are the target's affair
@@ -418,18 +407,19 @@ class Draft:
         """
         selector = self.drafter.candidate_selector
         if selector is None:
-            chances = probabilities(self.logits, temperature, top_p, top_k)
-            return draw(chances, generator), chances
+            q = sampling.probabilities(self.logits)
+            return draw(q, sampling.generator), q
+        unfiltered = Sampling(sampling.temperature)
         unary, candidates = self.logits.topk(min(selector.top_k, self.logits.shape[-1]), dim=-1)
-        chances = torch.zeros_like(self.logits, dtype=torch.float32)
+        q = torch.zeros_like(self.logits, dtype=torch.float32)
         previous, tokens = self.anchor[0], []
         for slot, options in enumerate(candidates):
             score = selector.scores(unary[slot], options, self.hidden[slot], previous)
-            q = probabilities(score, temperature)
-            chances[slot].scatter_(0, options, q)
-            previous = options[draw(q, generator)]
+            among = unfiltered.probabilities(score)
+            q[slot].scatter_(0, options, among)
+            previous = options[draw(among, sampling.generator)]
             tokens.append(previous)
-        return torch.stack(tokens), chances
+        return torch.stack(tokens), q
 
     def edges(self, width: int, temperature: float = 0.0) -> Edges:
         """Return the tree edges of this block, at T > 0 of its distribution at that temperature."""
@@ -497,87 +487,52 @@ class Proposer:
         return Draft(self.drafter, anchor, hidden, self.drafter.logits(hidden, self.head.weight))
 
 
-# ---- Sampled verification --------------------------------------------------------------------------------
-# Lossless: accept a draft token with probability min(1, p/q), else draw from the
-# normalised (p - q)+.
-# The tokens that come out are distributed exactly as if the target had been sampled alone, whatever the
-# drafter proposes (Leviathan et al. 2023; Chen et al. 2023). Greedy decoding is the limit p = one-hot and is
-# done by comparison, not here.
+# What is accepted of a chain. Both functions return, for N chains of L drafts, the count of accepted drafts
+# [N] and the bonus [N], the target's own next token.
 
 
-def probabilities(
-    logits: torch.Tensor, temperature: float, top_p: float = 1.0, top_k: int = 0
-) -> torch.Tensor:
-    """Return fp32 sampling probabilities [..., V] of `logits` [..., V]; `top_k` 0 and `top_p` 1 switch the
-    filters off.
-
-    Top-k comes before top-p; the smallest set whose mass reaches `top_p` is kept (its first token always is).
-    """
-    check_temperature(temperature)
-    if temperature == 0 or not 0 < top_p <= 1 or top_k < 0:
-        raise InputError(
-            f"temperature {temperature}, top_p {top_p}, top_k {top_k}: sampling needs temperature > 0, "
-            "0 < top_p <= 1 and top_k >= 0 (0 switches top-k off)."
-        )
-    scores = logits if temperature == 1 else logits.float() / temperature
-    if 0 < top_k < scores.shape[-1]:
-        values, tokens = scores.topk(top_k, dim=-1)
-        scores = torch.full_like(scores, -torch.inf).scatter(-1, tokens, values)
-    chances = torch.softmax(scores, dim=-1, dtype=torch.float32)
-    if top_p < 1:
-        ordered, tokens = chances.sort(dim=-1, descending=True)
-        ordered = torch.where(ordered.cumsum(-1) - ordered < top_p, ordered, 0.0)
-        chances = torch.zeros_like(chances).scatter(-1, tokens, ordered)
-        chances = chances / chances.sum(-1, keepdim=True)
-    return chances
+def accept_greedy(drafts: torch.Tensor, choices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accept the longest prefix of `drafts` [N, L] that is what the target chose, `choices` [N, L+1]."""
+    accepted = (drafts == choices[:, :-1]).int().cumprod(-1).sum(-1)
+    return accepted, choices.gather(-1, accepted[:, None])[:, 0]
 
 
-def verify_sampled(
-    drafts: torch.Tensor,
-    draft_chances: torch.Tensor,
-    target_chances: torch.Tensor,
-    generator: torch.Generator | None,
+def accept_sampled(
+    drafts: torch.Tensor, q: torch.Tensor, p: torch.Tensor, generator: torch.Generator | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accept a prefix of `drafts` [N, L], drawn from `draft_chances` [N, L, V], against `target_chances` [N,
-    L+1, V].
+    """Accept a prefix of `drafts` [N, L], drawn from `q` [N, L, V], against the target's `p` [N, L+1, V].
 
-    Returns the count of accepted drafts [N] and the next token [N]: drawn from the residual (p - q)+ at the
-    first rejection, or from the target's last row when all were accepted.
+    Speculative sampling (Leviathan et al. 2023; Chen et al. 2023): a draft x is accepted with probability
+    min(1, p(x) / q(x)); at the first rejection the bonus is drawn from the normalised (p - q)+, after full
+    acceptance from the last row of p. The tokens are distributed as if the target had been sampled alone.
     """
     rows, length = drafts.shape
-    p = target_chances[:, :length].gather(-1, drafts[..., None])[..., 0]
-    q = draft_chances.gather(-1, drafts[..., None])[..., 0]
+    p_drafts = p[:, :length].gather(-1, drafts[..., None])[..., 0]
+    q_drafts = q.gather(-1, drafts[..., None])[..., 0]
     uniform = torch.rand(rows, length, generator=generator, device=drafts.device, dtype=q.dtype)
-    accepted = (uniform * q < p).int().cumprod(-1).sum(-1).long()
+    accepted = (uniform * q_drafts < p_drafts).int().cumprod(-1).sum(-1).long()
     every = torch.arange(rows, device=drafts.device)
-    wanted = target_chances[every, accepted]
+    wanted = p[every, accepted]
     broken = (accepted < length)[:, None]  # after full acceptance q = 0
-    refused = draft_chances[every, accepted.clamp_max(length - 1)] * broken
-    residual = (wanted - refused).clamp_min(0)
+    residual = (wanted - q[every, accepted.clamp_max(length - 1)] * broken).clamp_min(0)
     # No mass means p == q up to rounding, where a rejection has probability ~0; p itself is then the right
     # draw.
     some = residual.amax(-1, keepdim=True) > 0
     return accepted, draw(torch.where(some, residual, wanted), generator)
 
 
-# ---- The target, ahead of what is certain ----------------------------------------------------------------
-# Append tokens, look, then keep only what was accepted.
-# Attention layers are rolled back by dropping the last keys and values. Layers with a recurrent state (gated
-# delta net) cannot be: transformers' `crop` restores their convolution window but silently leaves the
-# recurrent state advanced, which changes the next logits without any error. Their states are therefore
-# copied before a verification; after a partial acceptance the copies are put back and the accepted tokens
-# are run again. Tap states and logits of that second run equal the first's.
-# A tree of drafts is verified in one forward with a mask in which a node sees the committed tokens and its
-# own ancestors. No mask can separate siblings inside a recurrence, and a window forgets cells that a
-# rejection would need, so both refuse it.
+# The target, ahead of what is certain: append tokens, look, then keep only what was accepted. Attention
+# layers are rolled back by dropping the last keys and values. Layers with a recurrent state (gated delta net)
+# cannot be: transformers' `crop` leaves that state advanced, which changes the next logits without any error.
+# Their states are copied before a verification; after a partial acceptance the copies are put back and the
+# accepted tokens are run again, whose tap states and logits equal the first run's.
 
 
 class Step(NamedTuple):
-    """What a forward of Q tokens gave: `normed` [Q, H] after the final norm, `taps` [Q, K*H] (None when not
-    tapped)."""
+    """What a forward of Q tokens gave."""
 
-    normed: torch.Tensor
-    taps: torch.Tensor | None
+    normed: torch.Tensor  # [Q, H], after the final norm
+    taps: torch.Tensor | None  # [Q, K*H]; None where none were asked for
 
 
 def unmaskable(target: Target, *kinds: str) -> str:
@@ -608,23 +563,20 @@ def check_tree_target(target: Target) -> None:
 
 
 class TargetRun:
-    """A target's cache for one sequence (or a batch of equal length). Use as a context manager: it holds tap
-    hooks.
+    """A target's cache for one sequence. A context manager, for it holds tap hooks.
 
-    `length` counts committed tokens; `step` and `step_tree` append uncommitted ones, `commit` or
-    `commit_path` settle them.
+    `length` counts committed tokens; `step`, `step_tree` and `step_paths` append uncommitted ones, `commit`
+    or `commit_path` settle them.
     """
 
     def __init__(self, target: Target, tap_ids: tuple[int, ...] = ()) -> None:
         self.target = target
         self.length = 0
-        self._taps = Taps(target.layers, tap_ids) if tap_ids else None
+        self._taps = Taps(target, tap_ids) if tap_ids else None
         self.cache = rollback_cache(target)
         self._pending = torch.empty(0, dtype=torch.long)
         self._saved: list[list[torch.Tensor]] | None = None
-        self._untouched = (
-            False  # the last step ran on copies: the sequence's own cache has nothing to roll back
-        )
+        self._untouched = False  # the last step ran on copies: nothing to roll back
 
     def __enter__(self) -> Self:
         if self._taps is not None:
@@ -646,8 +598,11 @@ class TargetRun:
         return self._forward(tokens, positions, None)
 
     def step_tree(self, root: torch.Tensor, tree: DraftTree) -> Step:
-        """Run the anchor `root` [1] and all nodes of `tree` in one forward of 1+n tokens; rows are in node
-        order."""
+        """Run the anchor `root` [1] and all nodes of `tree` in one forward of 1+n tokens, in node order.
+
+        A node sees the committed tokens and its own ancestors. No mask can separate siblings inside a
+        recurrence, and a window forgets cells that a rejection would need: see `check_tree_target`.
+        """
         device = root.device
         tokens = torch.cat([root, torch.from_numpy(tree.tokens).to(device, non_blocking=True)])
         depths = torch.from_numpy(tree.depths).to(device, non_blocking=True)
@@ -736,14 +691,12 @@ class TargetRun:
         return Step(normed, taps)
 
 
-# ---- Where the time of a round goes ----------------------------------------------------------------------
-# Marks are read only at the end. On CUDA they are events in the stream: they time what the device did, gaps
-# in which it waited for the host included, and neither drain it nor hold anybody up, so the split is that of
-# the very run whose speed is reported.
-
-
 class Clock:
-    """Times named phases: what lies between a mark and the one before belongs to the phase it is given."""
+    """Times named phases: what lies between a mark and the one before belongs to the phase it is given.
+
+    On CUDA marks are events in the stream, read only at the end: they time what the device did, gaps in which
+    it waited for the host included, and hold nobody up, so the split is that of the very run reported.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"

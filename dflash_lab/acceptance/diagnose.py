@@ -4,9 +4,12 @@ People have trained to 70 % accuracy and served a tau of 1.02 with each of these
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import torch
@@ -27,16 +30,16 @@ CHECKS_SCHEMA = {"name": pl.String, "verdict": pl.String, "value": pl.Float64, "
 def diagnose(
     target: Target,
     drafter: Drafter,
-    items: Sequence[FeatureItem],
+    items: Iterable[FeatureItem],
     *,
     samples: Path | None = None,
     thinking: bool | None = None,
     progress: Callable[..., None] | None = None,
 ) -> list[Check]:
-    """Run every check on the first four items; `samples` is the file whose provenance names a
-    template, `thinking` how prompts were rendered that are not from it.
+    """Run every check on the first four items. `samples`: the file whose provenance names a template;
+    `thinking`: how prompts were rendered that are not from it.
     """
-    case = Case(target, drafter, list(items[:4]))
+    case = Case(target, drafter, list(islice(items, 4)))
     checks = [
         greedy_answers,
         lambda case: rendered_alike(case.target, samples, thinking),
@@ -73,10 +76,8 @@ def checks_frame(checks: Sequence[Check]) -> pl.DataFrame:
     return pl.DataFrame([vars(check) for check in checks], schema=CHECKS_SCHEMA)
 
 
-# ---- The known causes, one check each --------------------------------------------------------------------
-# Each check computes something on the target, drafter and items at hand and compares it with what would hold
-# if its cause were absent; none reads a setting and guesses.
-
+# The known causes, one check each: it computes something on the target, drafter and items at hand and
+# compares it with what would hold if its cause were absent; none reads a setting and guesses.
 
 _ON = {True: "on", False: "off", None: "not recorded"}
 FINE, SUSPECT, SKIPPED = "fine", "suspect", "not checked"
@@ -86,14 +87,12 @@ MARGIN = 0.05  # by how much a wrong variant must be more accurate at slot 1 to 
 
 @dataclass(frozen=True)
 class Check:
-    """One cause: `verdict` fine, suspect or not checked; `value` is the number looked at, `detail` what it
-    means.
-    """
+    """One cause looked for."""
 
     name: str
-    verdict: str
-    value: float
-    detail: str
+    verdict: str  # fine, suspect or not checked
+    value: float  # the number looked at
+    detail: str  # what it means
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -150,65 +149,64 @@ def _prompt(target: Target, thinking: bool) -> list[int]:
 
 
 def tap_states(case: Case) -> Check:
-    name = "stored states"
-    stored = [item.taps.to(case.target.device) for item in case.items]
-    own = max(relative_error(taps, case.live_taps(i)) for i, taps in enumerate(stored))
+    name, stored = "stored states", [item.taps.to(case.target.device) for item in case.items]
+
+    def error(shift: int) -> float:
+        return max(relative_error(taps, case.live_taps(i, shift)) for i, taps in enumerate(stored))
+
+    own = error(0)
     if own < 0.05:
         return Check(name, FINE, own, f"stored and live states differ by {own:.1e} (relative L2)")
     for shift in case.shifted:
-        other = max(relative_error(taps, case.live_taps(i, shift)) for i, taps in enumerate(stored))
-        if other < 0.05:
-            return Check(
-                name, SUSPECT, own, f"the stored states are those of tap ids {shift:+d}: a layer off by one"
-            )
-    return Check(
-        name,
-        SUSPECT,
-        own,
-        f"stored and live states differ by {own:.2f} (relative L2): another target or dtype",
-    )
-
-
-def tap_layers(case: Case) -> Check:
-    own = case.accuracy()
-    for shift in case.shifted:
-        other = case.accuracy(taps=lambda index, shift=shift: case.live_taps(index, shift))  # type: ignore[misc]
-        if other > own + MARGIN:
-            detail = (
-                f"slot 1 is right {100 * other:.0f} % with tap ids {shift:+d}, {100 * own:.0f} % with its own"
-            )
-            return Check(
-                "tap layers", SUSPECT, other - own, f"{detail}: the drafter was trained on layers off by one"
-            )
-    return Check(
-        "tap layers", FINE, own, f"slot 1 is right {100 * own:.0f} %, and no better one layer up or down"
-    )
+        if error(shift) < 0.05:
+            told = f"the stored states are those of tap ids {shift:+d}: a layer off by one"
+            return Check(name, SUSPECT, own, told)
+    told = f"stored and live states differ by {own:.2f} (relative L2): another target or dtype"
+    return Check(name, SUSPECT, own, told)
 
 
 def final_norm(case: Case) -> Check:
-    name = "final norm"
-    pairs = [(i, item.final) for i, item in enumerate(case.items) if item.final is not None]
+    name, finals = "final norm", [(i, item.final) for i, item in enumerate(case.items)]
+    pairs = [(i, final.to(case.target.device)) for i, final in finals if final is not None]
     if not pairs:
-        return Check(
-            name, SKIPPED, float("nan"), "the store has no final states, so no teacher was made of them"
-        )
+        told = "the store has no final states, so no teacher was made of them"
+        return Check(name, SKIPPED, float("nan"), told)
     last = case.target.num_layers - 1
-    before = max(relative_error(final.to(case.target.device), case.layers[i][last]) for i, final in pairs)
+    before = max(relative_error(final, case.layers[i][last]) for i, final in pairs)
     if before < 0.05:
-        return Check(
-            name, FINE, before, f"stored final states are those before the final norm (error {before:.1e})"
+        told = f"stored final states are those before the final norm (error {before:.1e})"
+        return Check(name, FINE, before, told)
+    if max(relative_error(final, case.normed[i]) for i, final in pairs) < 0.05:
+        told = "stored final states were taken after the final norm: the teacher normed twice"
+    else:
+        told = f"stored final states match neither side of the final norm ({before:.2f})"
+    return Check(name, SUSPECT, before, told)
+
+
+def compared(case: Case, name: str, fine: str, others: Iterable[tuple[str, dict[str, Any]]]) -> Check:
+    """Draft in `others` of our way: one that is clearly more often right is how the drafter was trained.
+
+    `fine` and the sentences of `others` (beside the options of `Case.accuracy`) have places for {own} and
+    {other}.
+    """
+    own = case.own_accuracy
+    for told, options in others:
+        if (other := case.accuracy(**options)) > own + MARGIN:
+            detail = told.format(own=f"{100 * own:.0f} %", other=f"{100 * other:.0f} %")
+            return Check(name, SUSPECT, other - own, detail)
+    return Check(name, FINE, own, fine.format(own=f"{100 * own:.0f} %"))
+
+
+def tap_layers(case: Case) -> Check:
+    others: list[tuple[str, dict[str, Any]]] = [
+        (
+            f"slot 1 is right {{other}} with tap ids {shift:+d}, {{own}} with its own: the drafter was "
+            "trained on layers off by one",
+            {"taps": lambda index, shift=shift: case.live_taps(index, shift)},
         )
-    after = max(relative_error(final.to(case.target.device), case.normed[i]) for i, final in pairs)
-    if after < 0.05:
-        return Check(
-            name,
-            SUSPECT,
-            before,
-            "stored final states were taken after the final norm: the teacher normed twice",
-        )
-    return Check(
-        name, SUSPECT, before, f"stored final states match neither side of the final norm ({before:.2f})"
-    )
+        for shift in case.shifted
+    ]
+    return compared(case, "tap layers", "slot 1 is right {own}, and no better one layer up or down", others)
 
 
 def mask_token(case: Case) -> Check:
@@ -216,57 +214,45 @@ def mask_token(case: Case) -> Check:
     seen = sum(int((ids == own).sum()) for ids in case.ids)
     tokenizer = None if case.target.name.startswith("random:") else case.target.tokenizer
     usual, why = resolve_mask_token_id(case.target.vocab_size, tokenizer=tokenizer)
-    base = case.accuracy()
-    if usual != own and (other := case.accuracy(mask=usual)) > base + MARGIN:
-        detail = (
-            f"slot 1 is right {100 * other:.0f} % with mask token {usual} ({why}), {100 * base:.0f} % with "
-            f"{own}"
-        )
-        return Check(name, SUSPECT, other - base, detail)
+    told = f"slot 1 is right {{other}} with mask token {usual} ({why}), {{own}} with {own}"
+    others: list[tuple[str, dict[str, Any]]] = [(told, {"mask": usual})] if usual != own else []
+    found = compared(case, name, f"token {own} is in no sample, and no other candidate drafts better", others)
+    if found.verdict == SUSPECT:
+        return found
     if own in case.target.stop_ids:
         detail = f"mask token {own} ends a turn: a masked slot and the end of an answer look alike"
         return Check(name, SUSPECT, 1.0, detail)
     if seen:
-        return Check(
-            name, SUSPECT, seen, f"mask token {own} occurs {seen} times in the text: it is an ordinary token"
-        )
-    return Check(name, FINE, own, f"token {own} is in no sample, and no other candidate drafts better")
+        detail = f"mask token {own} occurs {seen} times in the text: it is an ordinary token"
+        return Check(name, SUSPECT, seen, detail)
+    return Check(name, FINE, own, found.detail)
 
 
 def anchor_position(case: Case) -> Check:
-    own = case.accuracy()
-    for shift, what in ((1, "up to and including the anchor"), (-1, "without the token before the anchor")):
-        other = case.accuracy(context_shift=shift)
-        if other > own + MARGIN:
-            detail = (
-                f"slot 1 is right {100 * other:.0f} % with context {what}, {100 * own:.0f} % with context "
-                "before it"
-            )
-            return Check(
-                "anchor position", SUSPECT, other - own, f"{detail}: it was trained with another context"
-            )
-    return Check("anchor position", FINE, own, "context strictly before the anchor drafts best")
+    others: list[tuple[str, dict[str, Any]]] = [
+        (
+            f"slot 1 is right {{other}} with context {what}, {{own}} with context before it: it was trained "
+            "with another context",
+            {"context_shift": shift},
+        )
+        for shift, what in ((1, "up to and including the anchor"), (-1, "without the token before it"))
+    ]
+    return compared(case, "anchor position", "context strictly before the anchor drafts best", others)
 
 
 def label_shift(case: Case) -> Check:
-    own, other = case.accuracy(), case.accuracy(label_shift=1)
-    if other > own + MARGIN:
-        detail = f"slot 1 gives the token at a+2 {100 * other:.0f} % of the time, at a+1 {100 * own:.0f} %"
-        return Check(
-            "slot labels", SUSPECT, other - own, f"{detail}: it was trained with labels shifted by one"
-        )
-    return Check("slot labels", FINE, own, "slot k predicts the token at a+k")
+    told = "slot 1 gives the token at a+2 {other} of the time, at a+1 {own}: it was trained with "
+    others: list[tuple[str, dict[str, Any]]] = [(f"{told}labels shifted by one", {"label_shift": 1})]
+    return compared(case, "slot labels", "slot k predicts the token at a+k", others)
 
 
 def precision(case: Case) -> Check:
+    name, live = "precision of states", case.own_accuracy
     stored = case.accuracy(taps=lambda index: case.items[index].taps.to(case.target.device))
-    live = case.accuracy()
-    if abs(stored - live) > MARGIN:
-        detail = f"slot 1 is right {100 * stored:.0f} % on stored states, {100 * live:.0f} % on live ones"
-        return Check(
-            "precision of states", SUSPECT, stored - live, f"{detail}: storage or dtype changes the drafts"
-        )
-    return Check("precision of states", FINE, stored - live, "stored and live states draft alike")
+    if abs(stored - live) <= MARGIN:
+        return Check(name, FINE, stored - live, "stored and live states draft alike")
+    detail = f"slot 1 is right {100 * stored:.0f} % on stored states, {100 * live:.0f} % on live ones"
+    return Check(name, SUSPECT, stored - live, f"{detail}: storage or dtype changes the drafts")
 
 
 def target_rollback(case: Case) -> Check:
@@ -280,13 +266,11 @@ def target_rollback(case: Case) -> Check:
         run.commit(1)
         rolled = run.step(ids[keep + 1 : keep + 2], certain=True).normed
     error = relative_error(case.head.logits(rolled), case.head.logits(case.normed[0][keep + 1 : keep + 2]))
-    bound = 1e-3 if case.target.dtype == torch.float32 else 0.05
+    verdict = FINE if error < (1e-3 if case.target.dtype == torch.float32 else 0.05) else SUSPECT
     kind = "recurrent states and cache" if case.target.is_hybrid else "cache"
-    verdict = FINE if error < bound else SUSPECT
-    outcome = "are rolled back" if verdict == FINE else "are not what they were"
-    return Check(
-        "rollback of the target", verdict, error, f"{kind} {outcome} after a partial acceptance ({error:.1e})"
-    )
+    what = "are rolled back" if verdict == FINE else "are not what they were"
+    detail = f"{kind} {what} after a partial acceptance ({error:.1e})"
+    return Check("rollback of the target", verdict, error, detail)
 
 
 def draft_cache(case: Case) -> Check:
@@ -302,15 +286,9 @@ def draft_cache(case: Case) -> Check:
             start = max(start, cut)
         hidden.append(proposer.draft(ids[place : place + 1], case.drafter.config.block_size).hidden)
     error = relative_error(hidden[1], hidden[0])
-    bound = 1e-3 if hidden[0].dtype == torch.float32 else 0.05
-    verdict = FINE if error < bound else SUSPECT
-    return Check(
-        "draft cache", verdict, error, f"incremental and whole context differ by {error:.1e} (relative L2)"
-    )
-
-
-# ---- What the checks look at -----------------------------------------------------------------------------
-# Live states of a few items, and drafts in any variant of drafting.
+    verdict = FINE if error < (1e-3 if hidden[0].dtype == torch.float32 else 0.05) else SUSPECT
+    detail = f"incremental and whole context differ by {error:.1e} (relative L2)"
+    return Check("draft cache", verdict, error, detail)
 
 
 class Case:
@@ -321,11 +299,9 @@ class Case:
         self.head = target.head
         self.ids = [item.input_ids.long().to(target.device) for item in items]
         self.segments = [answer_segments(item.loss_mask) for item in items]
-        tap_ids = drafter.config.tap_ids
-        self.shifted = {s: tuple(t + s for t in tap_ids) for s in (-1, 1)}
-        self.shifted = {
-            s: ids for s, ids in self.shifted.items() if min(ids) >= 0 and max(ids) < target.num_layers
-        }
+        tap_ids, layers = drafter.config.tap_ids, range(target.num_layers)
+        shifted = {shift: tuple(tap + shift for tap in tap_ids) for shift in (-1, 1)}
+        self.shifted = {s: ids for s, ids in shifted.items() if min(ids) in layers and max(ids) in layers}
         wanted = sorted({*tap_ids, *(t for ids in self.shifted.values() for t in ids), target.num_layers - 1})
         self.layers: list[dict[int, torch.Tensor]] = []
         self.normed: list[torch.Tensor] = []
@@ -340,6 +316,11 @@ class Case:
         ids = self.shifted[shift] if shift else self.drafter.config.tap_ids
         return torch.cat([self.layers[index][t] for t in ids], dim=-1)
 
+    @cached_property
+    def own_accuracy(self) -> float:
+        """The accuracy of our way of drafting, on live states."""
+        return self.accuracy()
+
     def accuracy(
         self,
         *,
@@ -348,25 +329,22 @@ class Case:
         context_shift: int = 0,
         label_shift: int = 0,
     ) -> float:
-        """Return how often slot 1's best token is the answer's, in one variant of drafting (the default is
-        ours).
+        """Return how often slot 1's best token is the answer's (by `label_shift`, the token after it).
 
-        context_shift: keep that many more (or fewer) context positions than those before the anchor.
+        taps: item number -> states, live ones by default. mask: another mask token. context_shift: keep that
+        many more (or fewer) context positions than those before the anchor.
         """
         config = self.drafter.config
         hits = total = 0
         for index, (ids, segments) in enumerate(zip(self.ids, self.segments)):
             states = self.live_taps(index) if taps is None else taps(index)
             context = context_of(self.drafter, states)
-            places = [a for start, stop in segments for a in range(max(start, 1), stop - 1 - label_shift)][
-                :MOST_ANCHORS
-            ]
+            places = [a for start, stop in segments for a in range(max(start, 1), stop - 1 - label_shift)]
+            places = places[:MOST_ANCHORS]
             if not places:
                 continue
-            block = torch.full(
-                (len(places), config.block_size), config.mask_token_id if mask is None else mask
-            )
-            block = block.to(ids.device)
+            masked = config.mask_token_id if mask is None else mask
+            block = torch.full((len(places), config.block_size), masked, device=ids.device)
             block[:, 0] = ids[places]
             hidden = blocks_at(context, places, self.head.embed(block), visible_shift=context_shift)[:, 1]
             best = self.drafter.logits(hidden.to(self.head.weight.dtype), self.head.weight).argmax(-1)

@@ -10,7 +10,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,8 +34,8 @@ from dflash_lab.acceptance.offline import Answers, offline
 from dflash_lab.acceptance.prompts import (
     Prompt,
     check_vocabulary,
-    choose,
     dialogue_of,
+    draw_prompts,
     load_prompts,
     split_dev,
 )
@@ -74,7 +74,7 @@ class Evaluator:
             thinking=settings.thinking,
             date=self.answers.date(),
         )
-        self.prompts = choose(available, settings.num_prompts, settings.seed)
+        self.prompts = draw_prompts(available, settings.num_prompts, settings.seed)
         source = settings.samples if settings.prompts == "heldout" else settings.prompts
         check_vocabulary(self.prompts, self.target.vocab_size, str(source))
         self.methods = Methods(
@@ -101,8 +101,9 @@ class Evaluator:
         self._decode_together()
         checks = self._checks()
         self._speed()
-        protocol = Protocol.of(settings, self.target, len(self.prompts), self.size, self.answers.thinking())
-        self.facts["protocol"] = protocol.as_dict()
+        self.facts["protocol"] = protocol(
+            settings, self.target, len(self.prompts), self.size, self.answers.thinking()
+        )
         self.facts["phases"] = {
             name: study.phase_share() for name, study in self.studies.items() if name != "plain"
         }
@@ -241,13 +242,15 @@ class Evaluator:
     def _operating(self, report: OfflineReport) -> Operating:
         """Costs and the points that pay; tau of the chosen budget on the test part."""
         plain = self.studies["plain"]
+        # A typical context: the prompt and half of the answer.
+        lengths = sorted(len(a) + len(b.tokens) // 2 for a, b in zip(plain.asked, plain.answers))
         found = measure_operating_points(
             self.target,
             self.drafter,
             report,
             dev_share=self.settings.dev_share,
             tree_steps=self.settings.tree_mode == "mask" and self._can_tree(),
-            context_tokens=typical_context(plain.asked, [answer.tokens for answer in plain.answers]),
+            context_tokens=max(8, lengths[len(lengths) // 2]),
             repeats=self.settings.cost_repeats,
             workspace=self.methods.workspace,
             on_point=partial(self._tick, "costs of a round"),
@@ -344,16 +347,12 @@ class Evaluator:
         return checks_frame(checks)
 
 
-# ---- Prompts one after the other -------------------------------------------------------------------------
-# As the published protocol does; what figures need is kept as tables.
-# `plain` comes first; every speculative run is held against it token for token. Under greedy choice the two
-# must be equal; where they are not, the margin between the target's two best tokens at the first difference
-# tells a tie (numerics of another kernel or batch shape decided it) from a fault.
+# Prompts are decoded one after the other, as the published protocol does, plainly first: every speculative
+# run is held against that token for token. Under greedy choice the two must be equal; where they are not, the
+# margin between the target's two tokens at the first difference tells a tie (numerics of another kernel or
+# batch shape decided it) from a fault.
 
-
-log = logging.getLogger(__name__)
-
-# In logits; a few units in the last place.
+# Of logits, a few units in the last place.
 TIE_MARGIN = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 
 
@@ -366,12 +365,11 @@ def run_study(
     follow: Callable[[Prompt, list[list[int]]], list[int] | None] | None = None,
     progress: Callable[..., None] | None = None,
 ) -> Study:
-    """Call `answer(ids, max_new_tokens, on_round)` for every prompt; an answer is never longer than a stored
-    one.
+    """Call `answer(ids, max_new_tokens, on_round)` for every prompt.
 
     on_round(tokens of the answer so far) reports progress, which may raise to stop: a slow machine takes
-    minutes for a prompt.
-    follow: given a prompt and its answers so far, return the ids of its next turn, or None after the last.
+    minutes for a prompt. follow: given a prompt and its answers so far, return the ids of its next turn, or
+    None after the last.
     """
     study = Study(method)
     tokens = done = 0
@@ -381,11 +379,10 @@ def run_study(
             progress(f"decode {method}", done, len(prompts), tokens=tokens + new)
 
     for index, prompt in enumerate(prompts):
-        limit = min(max_new_tokens, len(prompt.answer)) if prompt.answer else max_new_tokens
         ids: list[int] | None = list(prompt.input_ids)
         given: list[list[int]] = []
         while ids is not None:
-            study.answers.append(answer(ids, limit, tick))
+            study.answers.append(answer(ids, prompt.longest(max_new_tokens), tick))
             study.asked.append(tuple(ids))
             study.prompt.append(index)
             given.append(study.answers[-1].tokens)
@@ -413,7 +410,7 @@ def next_turn(
                 dialogue.answer(tokens)
                 ids = dialogue.prompt()
         except TemplateFailure as error:
-            log.warning("%s ends after %d of its answers: %s", prompt.id, len(given), error)
+            logger.warning("%s ends after %d of its answers: %s", prompt.id, len(given), error)
             return None
         return ids
 
@@ -554,12 +551,10 @@ def token_class(text: str) -> str:
     return "punctuation"
 
 
-# ---- Do offline and decoded tau agree? -------------------------------------------------------------------
-# Offline metrics walk along stored answers, decoding along what the target says now. Where the two texts are
-# the same, the two taus must be: every round is the same question. Where they are not (another precision, or
-# sampled answers, sends a text another way at one token), their taus are of two different texts, and a gap
-# between them says nothing about the drafter. So agreement is judged on the answers whose text is the stored
-# one, if there are any.
+# Do offline and decoded tau agree? Where the decoded text is the stored one, they must: every round is the
+# same question. Where it is not (another precision, or sampled answers, sends a text another way at one
+# token), the taus are of two texts, and a gap says nothing about the drafter. So agreement is judged on the
+# answers whose text is the stored one, if there are any.
 
 
 @dataclass(frozen=True)
@@ -622,10 +617,7 @@ def compare_taus(
     return Agreement(decoded, offline, same)
 
 
-# ---- Which block size and tree budget pay ----------------------------------------------------------------
-# Chosen on a dev part of the answers, reported
-# on the rest.
-
+# Which block size and tree budget pay: chosen on a dev part of the answers, reported on the rest
 
 BLOCK_SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 
@@ -697,15 +689,9 @@ def _by_part(report: OfflineReport, parts: dict[str, list[int] | None]) -> pl.Da
     return pl.DataFrame(rows, schema=["part", "budget", "tau", "low", "high"], orient="row")
 
 
-def typical_context(asked: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> int:
-    """Return the median of prompt and half an answer, in tokens."""
-    lengths = sorted(len(ids) + len(tokens) // 2 for ids, tokens in zip(asked, answers))
-    return max(8, lengths[len(lengths) // 2])
-
-
 def speeds(studies: Mapping[str, Study], size: int, best_size: int) -> tuple[dict[str, float], str]:
     """Return figures of how much faster than plain decoding each method was, and a sentence on the fastest
-    chain: blocks of `size` slots (``trained``) or of `best_size` (``best block``).
+    chain, blocks of `size` slots (``trained``) or of `best_size` (``best block``), and why it was slower.
     """
     plain = studies["plain"].seconds_per_token
     faster = {name: plain / study.seconds_per_token for name, study in studies.items() if name != "plain"}
@@ -718,34 +704,26 @@ def speeds(studies: Mapping[str, Study], size: int, best_size: int) -> tuple[dic
     }
     if "tree" in faster:
         figures["speedup_tree"] = round(faster["tree"], 4)
-    return figures, speed_sentence(studies[best], size if best == "trained" else best_size, 1e3 * plain)
-
-
-def speed_sentence(study: Study, size: int, plain_ms: float) -> str:
-    """Say how fast `study` was at block size `size` against `plain_ms` a plain step, and why it was slower
-    if it was.
-    """
-    tau = study.tau().pooled
-    rounds = sum(len(a.rounds) for a in study.answers)
-    round_ms = 1e3 * sum(a.seconds for a in study.answers) / max(1, rounds)
+    study, speed = studies[best], chains[best]
+    tau, rounds = study.tau().pooled, sum(len(a.rounds) for a in study.answers)
+    round_s = sum(a.seconds for a in study.answers) / max(1, rounds)
     shares = ", ".join(
         f"{phase} {100 * share:.0f} %" for phase, share in study.phase_share().items() if share > 0
     )
-    paid, speed = round_ms / plain_ms, plain_ms / (1e3 * study.seconds_per_token)
-    head = f"At block size {size} a round took {round_ms:.1f} ms ({shares}) and gave {tau:.2f} tokens; "
-    head += f"a plain step took {plain_ms:.1f} ms."
+    told = f"At block size {size if best == 'trained' else best_size} a round took {1e3 * round_s:.1f} ms "
+    told += f"({shares}) and gave {tau:.2f} tokens; a plain step took {1e3 * plain:.1f} ms. "
     if speed >= 1:
-        return f"{head} Speculative decoding was {speed:.2f} times as fast."
-    reason = f"a round costs {paid:.2f} plain steps, so it pays only above tau {paid:.2f}; "
-    return f"{head} It was slower ({speed:.2f} times): {reason}this drafter reaches {tau:.2f} there."
+        return figures, f"{told}Speculative decoding was {speed:.2f} times as fast."
+    paid = round_s / plain
+    reason = f"a round costs {paid:.2f} plain steps, so it pays only above tau {paid:.2f}"
+    return (
+        figures,
+        f"{told}It was slower ({speed:.2f} times): {reason}; this drafter reaches {tau:.2f} there.",
+    )
 
 
-# ---- What a round costs on this machine ------------------------------------------------------------------
-# A target step by its width, a draft by its block size, a tree by its
-# budget.
-# A speed-up is tau over cost, so these few milliseconds decide whether a longer block or a larger tree pays.
-# Each is the median of a few repeats after one warm-up, with the device drained around it.
-
+# What a round costs on this machine, each the median of a few repeats after one warm-up. A speed-up is tau
+# over cost, so these few milliseconds decide whether a longer block or a larger tree pays.
 
 SCHEMA = {"what": pl.String, "size": pl.Int64, "ms": pl.Float64}
 
@@ -864,62 +842,33 @@ def measure_fixed_costs(
     return pl.DataFrame(rows, schema=SCHEMA, orient="row")
 
 
-# ---- Under which rules a tau was measured ----------------------------------------------------------------
-# Two taus may be compared only when these agree.
+def protocol(
+    settings: EvaluationSettings, target: Target, count: int, block_size: int, thinking: bool
+) -> dict[str, Any]:
+    """Return the rules under which a tau was measured: two may be compared only when these agree.
 
-
-@dataclass(frozen=True, kw_only=True)
-class Protocol:
-    """What goes into the report beside every tau.
-
-    `prompts` names the set, `count` how many were decoded; an answer ends at a stop token, at
-    `max_new_tokens` and, for prompts with a stored answer, at that answer's length. `counts`: tau counts the
-    bonus token.
+    An answer ends at a stop token, at `max_new_tokens` and, for prompts with a stored answer, at that
+    answer's length. `template`: the first 12 hex digits of the chat template's SHA-256.
     """
-
-    target: str
-    dtype: str
-    device: str
-    template: str  # first 12 hex digits of the SHA-256 of the chat template, or "none"
-    thinking: bool
-    temperature: float
-    top_p: float
-    top_k: int
-    max_new_tokens: int
-    prompts: str
-    count: int
-    seed: int
-    block_size: int
-    last_block: str = "full"
-    batch: int = 1
-    counts: str = (
-        "accepted drafts + 1 a round; mean over rounds, then over answers; last round cut at the answer's end"
-    )
-
-    @classmethod
-    def of(
-        cls, settings: EvaluationSettings, target: Target, count: int, block_size: int, thinking: bool
-    ) -> Protocol:
-        """Return the rules of an evaluation with `settings` of `count` prompts, rendered with
-        `thinking` or without.
-        """
-        own = ("temperature", "top_p", "top_k", "max_new_tokens", "prompts", "seed")
-        return cls(
-            target=target.name,
-            dtype=str(target.dtype).removeprefix("torch."),
-            device=str(target.device),
-            template="none" if target.name.startswith("random:") else template_id(target),
-            count=count,
-            block_size=block_size,
-            thinking=thinking,
-            **{name: getattr(settings, name) for name in own},
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
-
-
-def template_id(target: Target) -> str:
-    """Return a short identity of the target's chat template."""
-    return hashlib.sha256(template_of(target.tokenizer).encode()).hexdigest()[:12]
+    template = "none"
+    if not target.name.startswith("random:"):
+        template = hashlib.sha256(template_of(target.tokenizer).encode()).hexdigest()[:12]
+    return {
+        "target": target.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "template": template,
+        "thinking": thinking,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "top_k": settings.top_k,
+        "max_new_tokens": settings.max_new_tokens,
+        "prompts": settings.prompts,
+        "count": count,
+        "seed": settings.seed,
+        "block_size": block_size,
+        "last_block": "full",
+        "batch": 1,
+        "counts": "accepted drafts + 1 a round; mean over rounds, then over answers; last round cut at the "
+        "answer's end",
+    }

@@ -23,6 +23,7 @@ from dflash_lab.acceptance.decode import (
     Sampling,
     TargetRun,
     Verdict,
+    accept_greedy,
     append,
     check_block_size,
     check_pair,
@@ -30,6 +31,7 @@ from dflash_lab.acceptance.decode import (
     finish,
     plain_decode,
     prefill,
+    rejected_draft,
     stop_tokens,
     unmaskable,
 )
@@ -125,14 +127,7 @@ class Methods:
         return {**self._choice, "generator": torch.Generator(self.target.device).manual_seed(self.seed)}
 
 
-# ---- Rounds launched ahead, their records read late ------------------------------------------------------
-# The host's part of a round is to see what it decided, append it and look for a stop token. It does so while
-# the device is at work on the next round already, so the device never waits for it: one wait a round, for a
-# round that has long been launched after. The price is one round too many at a stop token.
-# Graphs are made once for each capacity (a power of two) and kept, so prompts of a set share them.
-
-
-LEAST_CAPACITY = 512
+LEAST_CAPACITY = 512  # tokens; graphs are made once for each power of two and kept, for all prompts of a set
 
 
 class Workspace:
@@ -168,7 +163,11 @@ class Workspace:
 
 
 class StaticDecoder:
-    """`decode`, or `plain_decode` where no drafter is given, for greedy choice at fixed shapes."""
+    """`decode`, or `plain_decode` where no drafter is given, for greedy choice at fixed shapes.
+
+    The host sees what a round decided, appends it and looks for a stop token while the device is at work on
+    the next round already, so the device never waits. The price is one round too many at a stop token.
+    """
 
     def __init__(
         self,
@@ -212,7 +211,7 @@ class StaticDecoder:
         now = self.prepared(len(prompt_ids) + max_new_tokens)
         tap_ids = drafter.config.tap_ids if drafter is not None else ()
         with TargetRun(target, tap_ids) as run:
-            answer, taps = prefill(run, target.head, prompt_ids, Sampling(), stops)
+            answer, taps = prefill(run, prompt_ids, Sampling(), stops)
             now.load(run.cache, taps, answer.tokens[0], run.length)
         reader = _Reader(now.record)
         clock = Clock(target.device)
@@ -225,8 +224,10 @@ class StaticDecoder:
                     launch()
                     clock.lap(phase)
                 reader.send()
-            outcome = _outcome(reader.receive(), tree=self.budget > 0)
-            append(answer, outcome, max_new_tokens - len(answer.tokens), stops)
+            accepted, drafted, bonus, *drafts = reader.receive()
+            rejected = -1 if self.budget else rejected_draft(drafts, accepted)
+            verdict = Verdict([*drafts[:accepted], bonus], drafted, rejected)
+            append(answer, verdict, max_new_tokens - len(answer.tokens), stops)
             if on_round is not None:
                 on_round(len(answer.tokens))
         finish(answer, start, target.device)
@@ -276,22 +277,6 @@ class _Reader:
         return values
 
 
-def _outcome(record: list[int], tree: bool) -> Verdict:
-    accepted, drafted, bonus, *drafts = record
-    rejected = drafts[accepted] if accepted < drafted and not tree else -1
-    return Verdict(list(range(accepted + 1)), [*drafts[:accepted], bonus], drafted, rejected)
-
-
-# ---- A round whose every step is a CUDA graph ------------------------------------------------------------
-# Draft, build a tree, verify, commit.
-# Everything a round needs of the one before stays on the device: how many tokens are committed, the anchor,
-# the tap states that the drafter has not taken in yet. Nothing is looked at from the host, so rounds can be
-# launched one after the other; each leaves a record of what it decided. Shapes are fixed by block size, tree
-# budget and capacity; rows and nodes that a round does not need are computed and masked. Greedy choice only.
-# With neither drafter nor tree a round is a step of plain decoding, so the baseline of a speed-up gains as
-# much from graphs as what is compared with it.
-
-
 Build = Callable[[Choices, torch.Tensor, TreePlan], LevelTree]
 See = Callable[[LevelTree, int], torch.Tensor]
 
@@ -308,10 +293,14 @@ def tree_builder(device: torch.device) -> tuple[Build, See]:
 
 
 class StaticRound:
-    """The steps of a round over `keys` and `context`, in order: `steps` maps a phase to its launch.
+    """A round over `keys` and `context`, each of whose `steps` (phase -> launch) is a CUDA graph.
 
-    `record` [3 + B-1] int64, on the device, is what the last round decided: accepted drafts, drafts verified,
-    the bonus, then the drafts of the chain or of the accepted path. `width`: tokens of the target's forward.
+    All that a round needs of the one before stays on the device: how many tokens are committed, the anchor,
+    the tap states that the drafter has not taken in yet. So rounds can be launched one after the other; each
+    leaves its `record` [3 + B-1] int64: accepted drafts, drafts verified, the bonus, then the drafts of the
+    chain or of the accepted path. Shapes are fixed by block size, tree budget and capacity; what a round does
+    not need of its `width` tokens is computed and masked. Without a drafter a round is a step of plain
+    decoding, so the baseline of a speed-up gains as much from graphs as what is compared with it.
     """
 
     def __init__(
@@ -351,7 +340,7 @@ class StaticRound:
         steps = {"verify": self._verify, "commit": self._commit}
         self._hooks: Any = contextlib.nullcontext()
         if drafter is not None:
-            self._hooks = Taps(target.layers, drafter.config.tap_ids)
+            self._hooks = Taps(target, drafter.config.tap_ids)
             wide = len(drafter.config.tap_ids) * target.hidden_size
             options: Any = {"dtype": target.dtype, "device": device}
             self._taps = torch.zeros(block_size, wide, **options)  # of the tokens committed last, in order
@@ -421,9 +410,8 @@ class StaticRound:
             bonus = self._choices[path.amax(0, keepdim=True)]
         else:
             path, drafts = slots, self._drafts
-            hits = self._choices[:-1] == drafts
-            accepted = hits.int().cumprod(0).sum(0, keepdim=True)
-            drafted, bonus = torch.full_like(accepted, len(drafts)), self._choices[accepted]
+            accepted, bonus = accept_greedy(drafts[None], self._choices[None])
+            drafted = torch.full_like(accepted, len(drafts))
         if self.drafter is not None:
             self._taps.copy_(self._new_taps[path])
         self.record.copy_(torch.cat([accepted, drafted, bonus, drafts]))
@@ -447,15 +435,13 @@ class StaticRound:
         return path, torch.where(path[1:] > 0, tree.tokens[path[1:] - 1], -1)
 
 
-# ---- The drafter's context at a fixed size ---------------------------------------------------------------
-# `drafter.cache.DraftCache` at a fixed size and address, for CUDA graphs.
-# Positions and lengths are device tensors; the block's attention reads all cells under the mask that
-# `dense_attend` builds from the anchor's position. Rows past the committed ones may be written: the next
-# round overwrites them before any block can see them.
-
-
 class StaticContext:
-    """Context keys and values, `store` [2, layers, capacity, heads, d]; a token's cell is its position."""
+    """`drafter.model.DraftCache` at a fixed size and address: `store` [2, layers, capacity, heads, d].
+
+    A token's cell is its position. A block's attention reads all cells under the mask that `dense_attend`
+    builds from the anchor's position; rows past the committed ones may be written, for the next round
+    overwrites them before any block can see them.
+    """
 
     def __init__(self, drafter: Drafter, capacity: int) -> None:
         config = drafter.config

@@ -25,7 +25,8 @@ from dflash_lab.drafter.attention import row_layout
 from dflash_lab.drafter.live import SampleItems
 from dflash_lab.drafter.model import DraftCache, Drafter
 from dflash_lab.errors import InputError
-from dflash_lab.extraction.store import FeatureStore, open_store, trial_of
+from dflash_lab.extraction.manifest import trial_of
+from dflash_lab.extraction.store import FeatureStore, open_store
 from dflash_lab.models.hooks import Taps
 from dflash_lab.models.load import Target, TargetHead
 
@@ -48,18 +49,16 @@ def offline(
     temperatures: Sequence[float] = (),
     on_item: Callable[[int], None] | None = None,
 ) -> OfflineReport:
-    """Draft at every answer token of `items` and return the report. Runs on the drafter's device.
+    """Draft at every answer token of `items`, on the drafter's device, and compare with the stored answer.
 
-    The tapped states in the feature store are all that a drafter needs of the target, and the stored answer
-    is what the target would have said (exactly so when it was generated greedily). One document's context
-    keys and values are computed once; its anchors are then drafted in chunks that keep the logits [chunk,
-    B-1, V] within a fixed number of elements.
+    items: samples with the target's tapped states, such as those of a feature store. head: the target's.
+    block_size: the anchor and block_size - 1 drafts; None: as the drafter was trained. budgets: of trees, in
+    nodes. top_k: of the oracles. temperatures: also expect the accepted drafts of speculative sampling there,
+    sum over k of prod over j <= k of (1 - TV(p_j, q_j)), from the items' final states; plain DFlash only.
+    on_item: called after each item with its tokens.
 
-    temperatures: also give the expected accepted drafts of rejection sampling at these temperatures, sum over
-    k of prod over j <= k of (1 - TV(p_j, q_j)), from the items' final states; plain DFlash only.
-    on_item(tokens) is called after
-    each item. An item with states that are not numbers is named in the log and left out. Raises `InputError`
-    when no item has an answer of at least two tokens.
+    An item with states that are not numbers is named in the log and left out. Raises `InputError` when no
+    item has an answer of at least two tokens.
     """
     size = drafter.config.block_size if block_size is None else block_size
     budgets, top_k = tuple(sorted(set(budgets))), tuple(sorted(set(top_k)))
@@ -69,6 +68,7 @@ def offline(
         raise InputError(
             "temperatures: expected acceptance is known for plain DFlash drafts only, not DFlash 2's."
         )
+    # A document's context is computed once; its anchors are drafted in chunks that bound the logits.
     elements = CUDA_ELEMENTS if head.weight.is_cuda else CPU_ELEMENTS
     chunk = max(1, elements // ((size - 1) * head.weight.shape[0] * (2 if temperatures else 1)))
     frames, counts, answers = [], np.zeros((4, size - 1), np.int64), 0
@@ -285,12 +285,9 @@ def _frame(columns: Columns, sample: str, answer: int, start: int, stop: int) ->
     )
 
 
-# ---- The answers that are looked at, and where they come from --------------------------------------------
-# Held-out samples have stored answers; their states are read from the feature store, or made by the target
-# now where nothing was extracted. Prompts without an answer take what plain decoding has just said.
-
-
-log = logging.getLogger(__name__)
+# Which answers are looked at. Held-out samples have stored answers; their states are read from the feature
+# store, or made by the target now where nothing was extracted. Prompts without an answer take what plain
+# decoding said.
 
 
 class Answers:
@@ -323,14 +320,14 @@ class Answers:
                 f"{list(self._tap_ids)}: give the store that it was trained from."
             )
         if total := trial_of(path):
-            log.info(
+            logger.info(
                 "%s holds %d of %d samples, a trial (max_samples of extract): the live target makes the "
                 "states of the answers", path, len(store), total,
             )  # fmt: skip
             return None
         return store
 
-    def items(self, prompts: Sequence[Prompt], plain: Study, *, extra: int = 0) -> Sequence[FeatureItem]:
+    def items(self, prompts: Sequence[Prompt], plain: Study, *, extra: int = 0) -> StoredItems | TextItems:
         """Return the answers of `prompts`, then up to `extra` more held-out ones."""
         if not self.stored:
             return answered_items(self._target, self._tap_ids, plain)
@@ -374,15 +371,11 @@ class Answers:
         return str(read_provenance(samples).get("date", "")) if provenance_path(samples).exists() else ""
 
 
-# ---- Items from a store, or with states made now ---------------------------------------------------------
-# Of stored samples, or of answers that were just decoded.
-
-
 PASS_TOKENS = 8192  # padded tokens of one forward over several texts, on CUDA
 
 
-class StoredItems(Sequence[FeatureItem]):
-    """Chosen samples of a store, read when asked for."""
+class StoredItems:
+    """Chosen samples of a store, read as they are asked for."""
 
     def __init__(self, store: FeatureStore, indices: list[int]) -> None:
         self._store, self._indices = store, indices
@@ -390,10 +383,8 @@ class StoredItems(Sequence[FeatureItem]):
     def __len__(self) -> int:
         return len(self._indices)
 
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        if isinstance(index, slice):
-            return StoredItems(self._store, self._indices[index])
-        return self._store[self._indices[index]]
+    def __iter__(self) -> Iterator[FeatureItem]:
+        return map(self._store.__getitem__, self._indices)
 
 
 def stored_items(store: FeatureStore, hashes: Sequence[str], *, extra: int = 0) -> StoredItems:
@@ -429,9 +420,9 @@ def passes(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
         yield start, len(lengths)
 
 
-class TextItems(Sequence[FeatureItem]):
-    """Texts whose states the target makes when they are asked for; nothing is kept. One after the other, on
-    CUDA several share a forward: what pads a text on its right is seen by none of its tokens.
+class TextItems:
+    """Texts whose states the target makes as they are asked for; nothing is kept. On CUDA several share a
+    forward: what pads a text on its right is seen by none of its tokens.
     """
 
     def __init__(
@@ -446,11 +437,6 @@ class TextItems(Sequence[FeatureItem]):
     def __len__(self) -> int:
         return len(self._texts)
 
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        if isinstance(index, slice):
-            return TextItems(self._target, self._tap_ids, self._texts[index])
-        return self._made([self._texts[index]])[0]
-
     def __iter__(self) -> Iterator[FeatureItem]:
         most = PASS_TOKENS if self._target.device.type == "cuda" else 0
         for start, end in passes([len(ids) for _, ids, _ in self._texts], most):
@@ -461,7 +447,7 @@ class TextItems(Sequence[FeatureItem]):
         last = self._target.num_layers - 1
         wanted = tuple(sorted({*self._tap_ids, last}))
         rows = pad_sequence([ids.long() for _, ids, _ in texts], batch_first=True)
-        with Taps(self._target.layers, wanted) as taps:
+        with Taps(self._target, wanted) as taps:
             self._target.body(input_ids=rows.to(self._target.device), use_cache=False)
             of_layer = dict(zip(wanted, taps.take()))
         states = torch.cat([of_layer[layer] for layer in self._tap_ids], dim=-1)

@@ -1,8 +1,5 @@
-"""What to decode: held-out samples of a run, HumanEval, or any JSONL file of the usual benchmark styles.
-
-A file's style is told from its fields (see `STYLES`), each record becomes a conversation, and the target's
-own chat template makes token ids of it. Subsets are drawn with a seed and a prompt set splits into a dev
-part, on which a tree budget may be chosen, and a test part, on which it is reported.
+"""What to decode: held-out samples of a run, HumanEval, or any JSONL file of the usual benchmark styles (see
+`STYLES`), rendered by the target's own chat template.
 """
 
 from __future__ import annotations
@@ -37,20 +34,20 @@ LONGEST_LABEL = 200  # characters of a record's id and kind
 
 @dataclass(frozen=True)
 class Prompt:
-    """One thing to answer: token ids up to where the answer starts; the stored `answer`, if there is one, for
-    its length.
-
-    `messages` and `tools` are the record's, where the prompt is of a file: what is still to be asked comes
-    after the model's own answers to what came before (MT-Bench, conversations of several turns).
-    """
+    """One thing to answer."""
 
     id: str
-    input_ids: tuple[int, ...]
+    input_ids: tuple[int, ...]  # up to where the answer starts
     source: str
-    answer: tuple[int, ...] = ()
-    hash: str = ""
+    answer: tuple[int, ...] = ()  # the stored one, if there is one
+    hash: str = ""  # of that sample
+    # Of a prompt from a file, the record's: what is still to be asked comes after the model's own answers.
     messages: tuple[Message, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
+
+    def longest(self, most: int) -> int:
+        """Return the most tokens of an answer: a stored answer's length ends one, too."""
+        return min(most, len(self.answer)) if self.answer else most
 
     @property
     def several(self) -> bool:
@@ -292,7 +289,7 @@ def load_prompts(
     return file_prompts(path, tokenizer(), thinking=thinking, date=date)
 
 
-def choose(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
+def draw_prompts(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
     """Return `count` prompts (0: all) in an order drawn with `seed`; the same prompts whatever else the seed
     is used for."""
     order = list(prompts)

@@ -1,5 +1,5 @@
 """What an evaluation of a drafter found, and how its numbers are made: tau, the offline report, the expected
-speed-up. No torch here: figures and sliders read it alone.
+speed-up. No torch here: figures and sliders need nothing else.
 """
 
 from __future__ import annotations
@@ -69,25 +69,21 @@ class Evaluation:
         )
 
 
-# ---- The acceptance length -------------------------------------------------------------------------------
-# As published, with what surrounds the number: pooling, conventions, intervals.
-# A round of speculative decoding yields its accepted drafts plus one token of the target's own (the bonus),
-# 1..B tokens. An answer's tau is the mean over its rounds; the reported tau is the mean over answers of
-# those means, so a long answer counts no more than a short one. vLLM's figure pools all rounds instead; it
-# stands beside it.
-# The last round is where tools differ: `overshoot` counts all B tokens that it verified even past the end of
-# the answer (z-lab's git version), `truncated` counts only the tokens the answer kept (the dflash 0.1.0
-# package). Short answers read lower under the second. `truncated` is the default here, because sum(lengths)
-# is then exactly the number of tokens produced.
+# The acceptance length, as published, with what surrounds the number. A round yields its accepted drafts and
+# one token of the target's own (the bonus): 1..B tokens. An answer's tau is the mean over its rounds, the
+# reported tau the mean over answers of those means, so a long answer counts no more than a short one; vLLM's
+# figure, which pools all rounds, stands beside it. Tools differ in the last round: `overshoot` counts all B
+# tokens that it verified even past the end of the answer (z-lab's git version), `truncated` only those that
+# the answer kept (the dflash 0.1.0 package), which reads lower for short answers. It is the default here, for
+# the sum of its lengths is exactly the number of tokens produced.
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A percentile bootstrap interval of a mean over answers."""
+    """A percentile bootstrap interval (95 %) of a mean over answers."""
 
     low: float
     high: float
-    level: float = LEVEL
 
 
 @dataclass(frozen=True)
@@ -184,14 +180,12 @@ def compare(first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Paired:
     )
 
 
-# ---- What stored answers say about a drafter -------------------------------------------------------------
-# One row for every anchor, from which every tau is a walk.
-# Decoding starts each block right after a miss, so its anchors are not uniform: a long easy run holds many
-# positions but is entered once. The chained tau walks as decoding does, from the first answer token by
-# accepted + 1; when the stored answers are the target's own greedy ones it reproduces decoding round by
-# round. The uniform streak, which training logs, weighs every anchor alike and reads higher. Both are here,
-# and since every anchor was drafted once, so is every tree budget and every smaller block size, without
-# another draft.
+# What stored answers say about a drafter: one row for every anchor, from which every tau is a walk. Decoding
+# starts each block right after a miss, so its anchors are not uniform: a long easy run holds many positions
+# but is entered once. The chained tau walks as decoding does, from the first answer token by accepted + 1; on
+# the target's own greedy answers it reproduces decoding round by round. The uniform streak, which training
+# logs, weighs every anchor alike and reads higher. Since every anchor was drafted once, so is every tree
+# budget and every smaller block size, without another draft.
 
 
 @dataclass(frozen=True)
@@ -354,11 +348,9 @@ class OfflineReport:
         )
 
 
-# ---- Expected speed-up = tau / cost ----------------------------------------------------------------------
-# For any block size or tree budget, from measured or typed-in times.
-# A round drafts once, runs the target on width tokens (block size plus nodes of a tree), and yields tau
-# tokens; plain decoding spends one step of width 1 on each. No torch here: the sliders of the notebook and
-# the choice of the best operating point call the same few lines.
+# Expected speed-up = tau / cost, for any block size or tree budget, from measured or typed-in times. A round
+# drafts once, runs the target on width tokens (block size plus nodes of a tree), and yields tau tokens; plain
+# decoding spends one step of width 1 on each.
 
 
 @dataclass(frozen=True)

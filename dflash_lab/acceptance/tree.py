@@ -1,6 +1,5 @@
 """Draft trees: the `budget` most probable prefixes of a draft, as a tree that one target forward can verify.
-Built with a heap on the host, with tensor operations on the device (or one kernel, `tree_kernel`), and
-ranked for thousands of stored answers at once. All three agree on every tie.
+Built with a heap on the host, by levels on the device, and ranked for thousands of stored answers at once.
 """
 
 from __future__ import annotations
@@ -21,33 +20,28 @@ from dflash_lab.errors import InputError
 # probabilities of its members. The best T of a given size is therefore the most probable prefixes, and those
 # are prefix-closed by themselves (DDTree, arXiv 2604.12989). Trees of growing budget are nested: the tree of
 # budget b is the first b nodes of any larger one.
-#
-# The builder asks an `edges` function for the continuations of a token, so a drafter whose scores depend on
-# the token before (DFlash 2's selector) builds its trees here too.
 
-# edges(depth, previous token) -> (token ids, log-probabilities), the latter non-increasing
+# edges(depth, previous token) -> (token ids, log-probabilities), the latter non-increasing. Plain DFlash does
+# not look at the token before; the scores of DFlash 2's selector depend on it.
 Edges = Callable[[int, int], tuple[Sequence[int], Sequence[float]]]
 
 # Log-probabilities are whole multiples of 2^-24 nat (finer than fp32 holds them beyond 1 nat), so that sums
-# along a path are exact and equal in every order: the heap, the ranks and the device's builder then agree on
-# every tie. What is less likely than e^-64 is in no tree that matters.
+# along a path are exact and equal in every order: heap, ranks, the device's builder and its kernel
+# (`tree_kernel`) then agree on every tie. What is less likely than e^-64 is in no tree that matters.
 UNITS_A_NAT = 1 << 24
 MOST_NATS = 64
 
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Nodes 1..n in the order of non-increasing probability, so that parents come first; node 0 is the root
-    (the anchor).
-
-    Arrays have one entry a node, without the root: `tokens` [n] int64, `parents` [n] int64 (0 = root),
-    `depths` [n] int64 (children of the root are at depth 1), `log_probs` [n] float64 of the whole path.
+    """Nodes 1..n, most probable first, so that parents come first; node 0 is the root (the anchor), of which
+    the arrays have no entry.
     """
 
-    tokens: np.ndarray
-    parents: np.ndarray
-    depths: np.ndarray
-    log_probs: np.ndarray
+    tokens: np.ndarray  # [n] int64
+    parents: np.ndarray  # [n] int64, 0: the root
+    depths: np.ndarray  # [n] int64, from 1
+    log_probs: np.ndarray  # [n] float64, of the whole path
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -188,17 +182,16 @@ def build_tree(edges: Edges, *, root: int, depth: int, budget: int) -> DraftTree
     )
 
 
-# ---- The same tree on the device -------------------------------------------------------------------------
-# As tensor operations of fixed shape: no host, no loop over nodes, fit for a CUDA graph. The heap pops one
-# node at a time and needs the draft's scores on the host. Here the `budget` best prefixes of each depth are
-# found from those of the depth before, and the best of all depths are the tree. Among parents in order of
-# probability, child (i-th parent, r-th token) is beaten by all (i' <= i, r' <= r), so only pairs with (i +
-# 1)(r + 1) <= budget can enter, about budget * ln budget of them. (Scores that depend on the token before
-# have no such order; more children are looked at.) A prefix is one whole number: its cost in units of 2^-24
-# nat, exact, above its place among all prefixes found so far in lexicographic order of their ranks. So equal
-# probabilities are ordered as the heap orders them, a child's number is its parent's plus one that is known
-# for all parents beforehand, and a choice is one sort. After the tree's nodes stand those of the draft's own
-# chain (`with_chain`), one slot a depth; those that the tree has already are switched off.
+# The same tree on the device, as tensor operations of fixed shape: no host, no loop over nodes, fit for a
+# CUDA graph. The `budget` best prefixes of each depth are found from those of the depth before, and the best
+# of all depths are the tree. Among parents in order of probability, child (i-th parent, r-th token) is beaten
+# by all (i' <= i, r' <= r), so only pairs with (i + 1)(r + 1) <= budget can enter, about budget * ln budget
+# of them. (Scores that depend on the token before have no such order; more children are looked at.) A prefix
+# is one whole number: its cost in units of 2^-24 nat, exact, above its place among all prefixes found so far
+# in lexicographic order of their ranks. So equal probabilities are ordered as the heap orders them, a child's
+# number is its parent's plus one that is known for all parents beforehand, and a choice is one sort. After
+# the tree's nodes stand those of the draft's own chain (`with_chain`), one slot a depth; those that the tree
+# has already are switched off.
 
 
 class Choices(NamedTuple):
@@ -367,47 +360,39 @@ def _on_chain(ranks: torch.Tensor, above: torch.Tensor, plan: TreePlan) -> torch
     return flags[:-1]
 
 
-# ---- Where a stored answer stands in the tree ------------------------------------------------------------
-# For thousands of anchors at once and every budget together.
-# A block is accepted to depth j by the tree of budget b exactly when the answer's first j tokens are among
-# the b best prefixes, so all that is needed is the rank of each answer prefix. Building a Python heap per
-# anchor would take hours for ten thousand answers; here the M best prefixes are found level by level for a
-# batch of anchors with tensor operations. A prefix of depth d among the M best extends one of the M best of
-# depth d-1, and candidate (i-th parent, r-th token) is beaten by all (i' <= i, r' <= r), so only pairs with
-# (i+1)(r+1) <= M can matter: about M ln M of them rather than M^2.
-# Ties follow the heap's order (tuple of token ranks). bf16 logits tie all the time, so this is not a nicety.
-# Only a tie that straddles rank M itself may be cut differently.
-
+# Where a stored answer stands in the tree, for thousands of anchors at once and every budget together. A
+# block is accepted to depth j by the tree of budget b exactly when the answer's first j tokens are among the
+# b best prefixes, so all that is needed is the rank of each answer prefix. A heap an anchor would take hours
+# for ten thousand answers; here the M best prefixes are found level by level, from the same pairs as above.
+# Ties follow the heap's order (tuple of token ranks): bf16 logits tie all the time. Only a tie that straddles
+# rank M itself may be cut differently.
 
 NEVER = 1 << 30  # rank of a prefix that is in no tree of at most M nodes
-
-
-def path_ranks(log_probs: torch.Tensor, labels: torch.Tensor, max_budget: int) -> torch.Tensor:
-    """Return [A, L] int64: the 1-based rank of every answer prefix among all draft prefixes, NEVER beyond
-    `max_budget`.
-
-    `log_probs` [A, L, V] are the draft's log marginals, `labels` [A, L] the answer's tokens (negative:
-    unknown, never in a tree). The tree of budget b holds the prefix of length j exactly when its rank is <=
-    b.
-    """
-    tokens, costs = best_tokens(log_probs, max_budget)
-    return _ranks(costs.double() / -UNITS_A_NAT, tokens, labels, max_budget)
 
 
 def accepted_by_budget(log_probs: torch.Tensor, labels: torch.Tensor, budgets: Sequence[int]) -> torch.Tensor:
     """Return [A, len(budgets)]: drafts that the trees of `Draft.tree` accept of the answer `labels` [A, L].
 
     Such a tree holds the `budget` best prefixes and the draft's own chain, so it accepts the longer of the
-    two.
+    two. `log_probs` [A, L, V] are the draft's log marginals.
     """
     tokens, costs = best_tokens(log_probs, max(budgets))
-    places = _ranks(costs.double() / -UNITS_A_NAT, tokens, labels, max(budgets))
+    places = path_ranks(tokens, costs, labels, max(budgets))
     chain = (tokens[..., 0] == labels).int().cumprod(-1).sum(-1)
     return torch.stack([torch.maximum((places <= budget).sum(-1), chain) for budget in budgets], dim=1)
 
 
-def _ranks(scores: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor, max_budget: int) -> torch.Tensor:
-    """`path_ranks` from the best `scores` and `tokens` [A, L, R] of each slot."""
+def path_ranks(
+    tokens: torch.Tensor, costs: torch.Tensor, labels: torch.Tensor, max_budget: int
+) -> torch.Tensor:
+    """Return [A, L] int64: the 1-based rank of every answer prefix among all draft prefixes, NEVER beyond
+    `max_budget`.
+
+    `tokens` and `costs` [A, L, R] are the best of each slot (`best_tokens`), `labels` [A, L] the answer's
+    tokens (negative: unknown, never in a tree). The tree of budget b holds the prefix of length j exactly
+    when its rank is <= b.
+    """
+    scores = costs.double() / -UNITS_A_NAT
     hit = tokens == labels[..., None]
     found = hit.any(-1)
     rank = hit.int().argmax(-1)  # [A, L] rank of the answer's token in its row
@@ -440,17 +425,12 @@ def _pairs(parents: int, width: int, keep: int, device: torch.device) -> tuple[t
 
 @dataclass(frozen=True)
 class _Beam:
-    """The best prefixes of one depth for each anchor, best first, with how each compares to the answer's
-    path.
-
-    `scores` [A, m]; `split` [A, m]: the depth at which the prefix leaves the answer's path (0: it has not
-    left it); `before` [A, m]: whether it leaves it by a smaller token rank.
-    """
+    """The best prefixes of one depth for each anchor, best first, beside the answer's path."""
 
     depth: int
-    scores: torch.Tensor
-    split: torch.Tensor
-    before: torch.Tensor
+    scores: torch.Tensor  # [A, m]
+    split: torch.Tensor  # [A, m]: the depth at which the prefix leaves the answer's path; 0: it has not
+    before: torch.Tensor  # [A, m]: whether it leaves it by a smaller token rank
 
     @classmethod
     def first(cls, scores: torch.Tensor, answer_rank: torch.Tensor) -> _Beam:

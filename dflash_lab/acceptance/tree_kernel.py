@@ -1,14 +1,5 @@
 """The best-first tree as one Triton kernel: the heap of `tree.build_tree`, kept in the registers of a few
 warps.
-
-`tree.best_tree` builds the same tree with three hundred operations, thirty of them sorts, which take two
-milliseconds at 512 nodes even as a graph. Popping one node at a time is sequential, but a step is short:
-the frontier of b pops has at most b entries, so its least is one reduction over a few registers a lane, and
-its two successors are one load each. Nothing is launched, sorted or waited for in between.
-
-Equal costs are popped in lexicographic order of their rank tuples. The frontier's entries know their place in
-that order: what follows a popped prefix u, its first child and its next sibling in turn, lies where u lay, so
-the child takes u's place, the sibling the next, and all later places move up by one.
 """
 
 from __future__ import annotations
@@ -18,6 +9,15 @@ import triton
 import triton.language as tl
 
 from dflash_lab.acceptance.tree import Choices, LevelTree, TreePlan
+
+# `tree.best_tree` builds the same tree with three hundred operations, thirty of them sorts, which take two
+# milliseconds at 512 nodes even as a graph. Popping one node at a time is sequential, but a step is short:
+# the frontier of b pops has at most b entries, so its least is one reduction over a few registers a lane, and
+# its two successors are one load each. Nothing is launched, sorted or waited for in between.
+#
+# Equal costs are popped in lexicographic order of their rank tuples. The frontier's entries know their place
+# in that order: what follows a popped prefix u, its first child and its next sibling in turn, lies where u
+# lay, so the child takes u's place, the sibling the next, and all later places move up by one.
 
 
 @triton.jit

@@ -1,13 +1,11 @@
-"""Which samples go into one forward: sorted windows under a token budget, and what other policies would
-waste.
-"""
+"""Which samples go into one forward: sorted windows under a token budget; and what other ways would waste."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -15,20 +13,13 @@ import polars as pl
 
 from dflash_lab.errors import InputError, near
 
-# ----------------------------------------------------------------------------------------------------
-# Which samples go into one forward: sorted windows under a token budget, longest first.
-#
-# Padding is what a batch wastes. Sorting everything would remove it, but reads the file in random order
-# and, on resume, changes every batch; sorting inside windows of 32,768 samples loses under 1% and keeps
-# reads local. The budget counts what the device computes: B rows padded to the longest, and to whole chunks
-# of 64 where the target has gated delta-net layers (their kernels hold a state a chunk, so B * chunk *
-# ceil(L / chunk) is the memory, not the sum of lengths).
 
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """Batches over samples 0..N-1: batch b is ``order[offsets[b]:offsets[b + 1]]``, its longest sample
-    first."""
+    """Batches over samples 0..N-1, ``for batch in plan``: index arrays, the longest sample first.
+
+    Batch b is ``order[offsets[b]:offsets[b + 1]]``.
+    """
 
     order: np.ndarray  # [N] i64, every sample exactly once
     offsets: np.ndarray  # [batches + 1] i64
@@ -38,6 +29,14 @@ class Plan:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return iter(self.batches)
+
+    def __repr__(self) -> str:
+        limit = f"of at most {self.token_budget:,} tokens"
+        whole = f"{len(self.lengths):,} samples in {len(self):,} batches {limit}"
+        return f"<Plan: {whole}, {self.waste_pct:.1f} % padding>"
 
     @cached_property
     def batches(self) -> list[np.ndarray]:
@@ -86,46 +85,37 @@ def round_up(lengths: np.ndarray, chunk: int) -> np.ndarray:
 
 
 def plan_batches(
-    lengths: np.ndarray,
-    *,
-    token_budget: int,
-    max_batch: int,
-    window: int = 32768,
-    chunk: int = 1,
-    longest_first: bool = True,
+    lengths: np.ndarray, *, token_budget: int, max_batch: int, window: int = 32768, chunk: int = 1
 ) -> Plan:
     """Cut samples into batches of at most `max_batch` rows and `token_budget` padded tokens.
 
     lengths: [N] token counts, all >= 1. window: samples sorted together, in file order; 0 sorts all. chunk:
-    rows count as whole chunks of this many tokens. A sample longer than the budget gets a batch of its own.
-    With `longest_first`, each window runs from long to short and the window with the longest sample runs
-    first, so that a run which will not fit fails in its first minute; without it, from short to long in file
-    order. Raises `InputError` on a length below 1.
+    rows count as whole chunks of this many tokens (64 where the target has gated delta-net layers, whose
+    kernels hold a state a chunk). A sample longer than the budget gets a batch of its own. Each window runs
+    from long to short and the one with the longest sample first, so that a run which will not fit fails in
+    its first minute. Raises `InputError` on a length below 1.
     """
     lengths = _checked(lengths)
     for name, value in (("token_budget", token_budget), ("max_batch", max_batch), ("chunk", chunk)):
         if value < 1:
             raise InputError(f"{name}={value}: give at least 1.")
     count = len(lengths)
+    # Sorting all would leave the least padding, but reads the file in random order and, on resume, changes
+    # every batch; windows of 32,768 samples lose under 1 % and keep reads local.
     window = window if window > 0 else max(count, 1)
-    order, bounds = _sorted_windows(lengths, window, longest_first)
-    descending = lengths[order]
-    cost = round_up(descending, chunk)
-    # Rows of a batch in which it is the longest.
-    capacity = np.minimum(max_batch, np.maximum(token_budget // np.maximum(cost, 1), 1))
-    starts: list[int] = []
-    for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        position, rows = begin, capacity[begin:end].tolist()
+    starts = np.arange(0, count, window)
+    longest = np.maximum.reduceat(lengths, starts) if count else starts
+    windows = np.argsort(-longest, kind="stable")  # in the order to run them
+    rank = np.argsort(windows)
+    order = np.lexsort((-lengths, rank[np.arange(count) // window]))  # stable: equal ones stay in file order
+    # Rows of a batch in which a sample is the longest; the device computes each padded to whole chunks.
+    rows = np.minimum(max_batch, np.maximum(token_budget // round_up(lengths[order], chunk), 1)).tolist()
+    offsets, position = [], 0
+    for end in np.cumsum(np.minimum(window, count - starts)[windows]).tolist():
         while position < end:
-            starts.append(position)
-            position += rows[position - begin]
-    offsets = np.append(np.asarray(starts, dtype=np.int64), count)
-    if not longest_first:  # the greedy cut goes from long to short; only the order of running is turned
-        turned = [np.arange(a, b) for a, b in zip(offsets[:-1][::-1], offsets[1:][::-1], strict=True)]
-        sizes = np.diff(offsets)[::-1]
-        order = order[np.concatenate(turned)] if turned else order
-        offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    return Plan(order, offsets, lengths, token_budget, chunk)
+            offsets.append(position)
+            position = min(position + rows[position], end)
+    return Plan(order, np.array([*offsets, count], np.int64), lengths, token_budget, chunk)
 
 
 def _checked(lengths: np.ndarray) -> np.ndarray:
@@ -141,21 +131,6 @@ def _checked(lengths: np.ndarray) -> np.ndarray:
             f"sample {where} has length {lengths[where]}: every sample needs at least one token."
         )
     return lengths
-
-
-def _sorted_windows(lengths: np.ndarray, window: int, longest_first: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return sample indices sorted from long to short within windows, and where each window begins and
-    ends."""
-    count = len(lengths)
-    number = np.arange(count) // window
-    edges = np.arange(0, count, window)
-    longest = np.maximum.reduceat(lengths, edges) if count else np.empty(0, np.int64)
-    windows = np.argsort(-longest, kind="stable") if longest_first else np.arange(len(edges))[::-1]
-    rank = np.empty(len(edges), np.int64)
-    rank[windows] = np.arange(len(edges))
-    order = np.lexsort((-lengths, rank[number]))  # stable: equal lengths stay in file order
-    sizes = np.minimum(window, count - edges)[windows]
-    return order.astype(np.int64), np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
 def balance_shards(costs: np.ndarray, num_shards: int, *, keys: np.ndarray | None = None) -> np.ndarray:
@@ -196,15 +171,7 @@ def predicted_cost(lengths: np.ndarray, *, chunk: int = 1, attention_per_token: 
     return tokens * (1 + attention_per_token * tokens)
 
 
-# ----------------------------------------------------------------------------------------------------
-# A plan whose batches padding does not eat: for few samples a large token budget is lowered.
-#
-# A budget that holds most of a data set makes one or two batches of it, padded to their longest sample; 57
-# chats under 16,384 tokens are one batch of which half is padding. Where the plan wastes more than
-# `WASTE_PCT`, the cheapest of its halves, quarters and so on is taken: fewer padded tokens, but
-# `BATCH_TOKENS` more for each batch more. Large data sets waste a percent or two under any budget and keep
-# theirs.
-
+# ---- For few samples, a token budget that padding does not eat ----
 
 WASTE_PCT = 10.0  # padding up to this is not worth a second thought
 # What a batch costs beside its tokens, in tokens: the 27B shape ran at 96 % of its best rate at 8 x 335.
@@ -231,35 +198,34 @@ class Fitted:
         )
 
 
+def _batches(plan: Plan) -> str:
+    return "one batch" if len(plan) == 1 else f"{len(plan):,} batches"
+
+
 def fit_batches(lengths: np.ndarray, *, token_budget: int, **limits: Any) -> Fitted:
     """Plan batches under `token_budget`, or under the part of it that padding allows.
 
-    `lengths` and `limits` as `plan_batches` takes them. No batch of the plan is larger than the largest that
-    the given budget makes, so nothing that fitted the memory stops fitting.
+    A budget that holds most of a data set makes one or two batches of it, padded to their longest sample: 57
+    chats under 16,384 tokens are one batch of which half is padding. Where the plan wastes more than
+    `WASTE_PCT`, the cheapest of its halves, quarters and so on is taken. Large data sets waste a percent or
+    two under any budget and keep theirs. `lengths` and `limits` as `plan_batches` takes them. No batch is
+    larger than the largest that the given budget makes, so nothing that fitted the memory stops fitting.
     """
+
+    def cost(plan: Plan) -> int:
+        return plan.padded_tokens + BATCH_TOKENS * len(plan)
+
     asked = best = plan_batches(lengths, token_budget=token_budget, **limits)
     if asked.waste_pct > WASTE_PCT:
         while token_budget > BATCH_TOKENS:
             token_budget //= 2
             lower = plan_batches(lengths, token_budget=token_budget, **limits)
-            if _cost(lower) < _cost(best):
+            if cost(lower) < cost(best):
                 best = lower
     return Fitted(best, asked)
 
 
-def _cost(plan: Plan) -> int:
-    return plan.padded_tokens + BATCH_TOKENS * len(plan)
-
-
-def _batches(plan: Plan) -> str:
-    return "one batch" if len(plan) == 1 else f"{len(plan):,} batches"
-
-
-# ----------------------------------------------------------------------------------------------------
-# What each way of batching would waste: the policies people use beside ours, on the same lengths.
-#
-# A policy is registered by name (`@policy("sort all")`) and turns lengths into a `Plan`; comparison and
-# explorer go over the registry.
+# ---- What each way of batching would waste: the policies people use beside ours, on the same lengths ----
 
 
 @dataclass(frozen=True)
@@ -273,39 +239,51 @@ class Limits:
     seed: int = 0
 
 
-Policy = Callable[[np.ndarray, Limits], Plan]
-POLICIES: dict[str, Policy] = {}
+def _shuffled(lengths: np.ndarray, limits: Limits) -> Plan:
+    return _fixed(lengths, np.random.default_rng(limits.seed).permutation(len(lengths)), limits)
 
 
-def policy(name: str) -> Callable[[Policy], Policy]:
-    """Register a policy."""
-
-    def register(plan: Policy) -> Policy:
-        POLICIES[name] = plan
-        return plan
-
-    return register
+def _grouped(lengths: np.ndarray, limits: Limits) -> Plan:
+    """Random groups of 50 batches, each sorted, as the Hugging Face trainer's `group_by_length` does."""
+    order = np.random.default_rng(limits.seed).permutation(len(lengths))
+    group = np.arange(len(lengths)) // (50 * limits.fixed_batch)
+    return _fixed(lengths, order[np.lexsort((-lengths[order], group))], limits)
 
 
-def plan_by(name: str, lengths: np.ndarray, limits: Limits) -> Plan:
+def _fixed(lengths: np.ndarray, order: np.ndarray, limits: Limits) -> Plan:
+    """Cut `order` [N] into batches of `fixed_batch`; the longest of each first, as a Plan has it."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    size = limits.fixed_batch
+    order = order[np.lexsort((-lengths[order], np.arange(len(order)) // size))].astype(np.int64)
+    offsets = np.append(np.arange(0, len(order), size), len(order)).astype(np.int64)
+    return Plan(order, offsets, lengths, size * int(lengths.max(initial=1)), limits.chunk)
+
+
+def _windows(lengths: np.ndarray, limits: Limits, *, window: int) -> Plan:
+    budget, rows = limits.token_budget, limits.max_batch
+    return plan_batches(lengths, token_budget=budget, max_batch=rows, window=window, chunk=limits.chunk)
+
+
+# Comparison and explorer go over these; another one is one more entry.
+POLICIES: dict[str, Callable[[np.ndarray, Limits], Plan]] = {
+    "shuffled, fixed batch": _shuffled,
+    "group by length, fixed batch": _grouped,
+    "sort in 8,192 windows": partial(_windows, window=8192),
+    "sort in 32,768 windows": partial(_windows, window=32768),
+    "sort all": partial(_windows, window=0),
+}
+
+
+def plan_by(policy: str, lengths: np.ndarray, limits: Limits) -> Plan:
     """Plan with the policy of that name; `InputError` with the near match if there is none."""
-    if name not in POLICIES:
-        raise InputError(f"policy {name!r} is not known{near(name, POLICIES)}. Known: {'; '.join(POLICIES)}.")
-    return POLICIES[name](lengths, limits)
+    if policy not in POLICIES:
+        known = "; ".join(POLICIES)
+        raise InputError(f"policy {policy!r} is not known{near(policy, POLICIES)}. Known: {known}.")
+    return POLICIES[policy](lengths, limits)
 
 
-def policy_waste(
-    lengths: np.ndarray,
-    *,
-    token_budget: int = 32768,
-    max_batch: int = 512,
-    fixed_batch: int = 32,
-    chunk: int = 1,
-    seed: int = 0,
-) -> pl.DataFrame:
-    """Compare all policies on `lengths` [N]: `policy`, `waste_pct`, `batches`, `largest_batch`,
-    `padded_tokens`."""
-    limits = Limits(token_budget, max_batch, fixed_batch, chunk, seed)
+def policy_waste(lengths: np.ndarray, limits: Limits) -> pl.DataFrame:
+    """Compare all policies on `lengths` [N], a row each."""
     plans = {name: plan_by(name, lengths, limits) for name in POLICIES}
     return pl.DataFrame(
         {
@@ -316,62 +294,6 @@ def policy_waste(
             "padded_tokens": [plan.padded_tokens for plan in plans.values()],
         }
     )
-
-
-@policy("shuffled, fixed batch")
-def shuffled_fixed(lengths: np.ndarray, limits: Limits) -> Plan:
-    """Random order, the same number of samples in every batch."""
-    return _fixed(lengths, _shuffle(lengths, limits), limits)
-
-
-@policy("group by length, fixed batch")
-def grouped_fixed(lengths: np.ndarray, limits: Limits) -> Plan:
-    """Random groups of 50 batches, each sorted, as the Hugging Face trainer's `group_by_length` does."""
-    order = _shuffle(lengths, limits)
-    group = np.arange(len(lengths)) // (50 * limits.fixed_batch)
-    return _fixed(lengths, order[np.lexsort((-lengths[order], group))], limits)
-
-
-@policy("sort in 8,192 windows")
-def windows_8k(lengths: np.ndarray, limits: Limits) -> Plan:
-    """Token budget, windows of 8,192."""
-    return _windows(lengths, 8192, limits)
-
-
-@policy("sort in 32,768 windows")
-def windows_32k(lengths: np.ndarray, limits: Limits) -> Plan:
-    """Token budget, windows of 32,768."""
-    return _windows(lengths, 32768, limits)
-
-
-@policy("sort all")
-def sorted_all(lengths: np.ndarray, limits: Limits) -> Plan:
-    """Token budget, one window: the least padding, but reads the file in random order."""
-    return _windows(lengths, 0, limits)
-
-
-def _windows(lengths: np.ndarray, window: int, limits: Limits) -> Plan:
-    return plan_batches(
-        lengths,
-        token_budget=limits.token_budget,
-        max_batch=limits.max_batch,
-        window=window,
-        chunk=limits.chunk,
-    )
-
-
-def _shuffle(lengths: np.ndarray, limits: Limits) -> np.ndarray:
-    return np.random.default_rng(limits.seed).permutation(len(lengths))
-
-
-def _fixed(lengths: np.ndarray, order: np.ndarray, limits: Limits) -> Plan:
-    """Cut `order` [N] into batches of `fixed_batch`; inside each the longest comes first, as a Plan has
-    it."""
-    lengths = np.asarray(lengths, dtype=np.int64)
-    size = limits.fixed_batch
-    order = order[np.lexsort((-lengths[order], np.arange(len(order)) // size))].astype(np.int64)
-    offsets = np.append(np.arange(0, len(order), size), len(order)).astype(np.int64)
-    return Plan(order, offsets, lengths, size * int(lengths.max(initial=1)), limits.chunk)
 
 
 @dataclass(frozen=True)

@@ -17,80 +17,19 @@ import xxhash
 from dflash_lab.data.records import FIELDS, MAX_RECORD_BYTES, BadRecord, Problem, read_records, storable
 from dflash_lab.errors import InputError, near
 
-# ----------------------------------------------------------------------------------------------------
-# Tokens that were made elsewhere: `input_ids` with their `loss_mask`, taken as they are where a drafter can
-# be trained on them, and named by their fault where it cannot.
-
-
-KEYS = ("input_ids", "loss_mask")
-
-Tokens = tuple[list[int], list[int]]  # ids [L]; mask [L], 1 on what the target is to have said
-
-
-def holds_tokens(record: Any) -> bool:
-    """Whether a record has tokens of its own."""
-    return isinstance(record, Mapping) and all(record.get(key) is not None for key in KEYS)
-
-
-def read_tokens(record: Mapping[str, Any]) -> Tokens:
-    """Return ids [L] and mask [L] of a record that has them; `BadRecord` where they are not what they must
-    be: whole numbers, a mark of 0 or 1 (false or true) for each, none at the first position, one at least.
-    """
-    ids, mask = (_numbers(record[key], key) for key in KEYS)
-    if len(ids) != len(mask):
-        reason = f"{len(ids):,} input_ids and {len(mask):,} values of loss_mask: one is needed for each"
-        raise BadRecord("other length", reason)
-    if not ids:
-        raise BadRecord("no tokens", "input_ids is empty")
-    for place, mark in enumerate(mask):
-        if mark not in (0, 1):
-            raise BadRecord("wrong mask", f"loss_mask[{place}] is {mark}, neither 0 nor 1")
-    if not any(mask):
-        raise BadRecord("no answer", "loss_mask is 0 everywhere: nothing is to be learned from these tokens")
-    if mask[0]:
-        reason = "loss_mask[0] is 1, and nothing stands before the first token to foretell it from: make it 0"
-        raise BadRecord("wrong mask", reason)
-    return ids, mask
-
-
-def check_vocabulary(ids: list[int], size: int) -> None:
-    """Raise a `BadRecord` for the first of `ids` [L] that is no token of a target with `size` of them."""
-    if min(ids) >= 0 and max(ids) < size:
-        return
-    place, token = next((at, one) for at, one in enumerate(ids) if not 0 <= one < size)
-    raise BadRecord(
-        "not in the vocabulary",
-        f"input_ids[{place}] is {str(token)[:40]}, the target has tokens 0 to {size - 1:,}: they were made "
-        "with another tokenizer",
-    )
-
-
-def _numbers(value: Any, name: str) -> list[int]:
-    if not isinstance(value, list):
-        raise BadRecord("wrong type", f"{name} is {type(value).__name__}, not a list of whole numbers")
-    allowed = {int, bool} if name == "loss_mask" else {int}
-    if {*map(type, value)} <= allowed:
-        return [int(one) for one in value]
-    place, one = next((at, one) for at, one in enumerate(value) if type(one) not in allowed)
-    raise BadRecord("wrong type", f"{name}[{place}] is {str(one)[:40]!r}, not a whole number")
-
-
-# ----------------------------------------------------------------------------------------------------
-# Conversations in the forms people have them: OpenAI `messages`, ShareGPT `conversations`, Alpaca
-# instructions; beside them, tokens made elsewhere (`data.tokens`).
-#
-# A form is registered by name with the keys it needs and those it may have beside them (`@form("alpaca",
-# needs=("instruction", "output"), may=("input",))`; of Parquet, no other column is read) and turns a record
-# into a list of messages. Reasoning and tool calls come under the one name that templates know, however the
-# record spells them. A record no form knows, or a turn that would lose content (an image), is named by file
-# and line and left out; nothing is guessed.
-
+# ---- Conversations in the forms people have them ----
+# A form is registered with the keys it needs and those it may have beside them (of Parquet, no other column
+# is read), and turns a record into messages. A record no form knows, or a turn that would lose content (an
+# image), is named by file and line and left out; nothing is guessed.
 
 # {"role": system | user | assistant | tool, "content": text}. An assistant's turn may have, as text,
 # "reasoning_content", and "tool_calls", [{"type": "function", "function": {"name", "arguments"}}], beside
 # which content may be None; a tool's has "tool_call_id" and "name" where they are given.
 Message = dict[str, Any]
 REASONING = ("reasoning_content", "reasoning", "thinking")
+
+TOKEN_KEYS = ("input_ids", "loss_mask")  # of a record whose tokens were made elsewhere
+Tokens = tuple[list[int], list[int]]  # ids [L]; mask [L], 1 on what the target is to have said
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +45,11 @@ class Conversation:
     tools: list[dict[str, Any]] = field(default_factory=list)
     tokens: Tokens | None = None
 
+    def problem(self, error: BadRecord) -> Problem:
+        """Return the problem that `error` is, at this conversation's place."""
+        file, _, line = self.id.rpartition(":")
+        return error.at(file, int(line))
+
 
 @dataclass(frozen=True)
 class Form:
@@ -118,32 +62,19 @@ class Form:
 
 FORMS: dict[str, Form] = {}
 _OF_ANY = ("source", "tools", "functions")  # what any record may have
-FIELDS[KEYS] = frozenset((*KEYS, *_OF_ANY))
+FIELDS[TOKEN_KEYS] = frozenset((*TOKEN_KEYS, *_OF_ANY))
 
 _ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "ipython": "tool",
-    "function_call": "call",
-    "tool_call": "call",
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), "call"),
 }
 
 
 def form(name: str, *, needs: tuple[str, ...], may: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
-    """Register a converter of records that have the keys `needs`, and `may` have others that it looks at;
-    forms are tried in the order of registration.
-    """
+    """Register a converter of records with the keys `needs`, and maybe `may`; the first that fits counts."""
 
     def register(convert: Callable[[dict[str, Any]], list[Message]]) -> Callable:
         FIELDS[needs] = FIELDS.get(needs, frozenset()) | {*needs, *may, *_OF_ANY}
@@ -180,7 +111,7 @@ def _conversations(
         tools: list[dict[str, Any]] = []
         tokens = None
         try:
-            if holds_tokens(record):
+            if isinstance(record, Mapping) and all(record.get(key) is not None for key in TOKEN_KEYS):
                 if not need_answer:
                     raise BadRecord(
                         "no messages",
@@ -210,9 +141,12 @@ def to_messages(record: Any) -> list[Message]:
     for candidate in FORMS.values():
         if present.issuperset(candidate.needs):
             messages = candidate.convert(dict(record))
-            _check(messages, record)
+            if not messages:
+                raise BadRecord("no turns", "the conversation has no turns")
+            if not any(message["role"] == "user" for message in messages):
+                raise BadRecord("no question", "no user turn")
             return messages
-    needed = [*(candidate.needs for candidate in FORMS.values()), KEYS]
+    needed = [*(candidate.needs for candidate in FORMS.values()), TOKEN_KEYS]
     known = [key for keys in needed for key in keys]
     keys = ", ".join(sorted(map(str, present))[:8]) or "none"
     near_ones = (near(str(key), known) for key in present if key not in known)
@@ -221,21 +155,13 @@ def to_messages(record: Any) -> list[Message]:
     raise BadRecord("unknown form", f"no known form: keys are {keys[:200]}{hint}. Needed: {needs}.")
 
 
-def _check(messages: list[Message], record: Mapping) -> None:
-    if not messages:
-        raise BadRecord("no turns", "the conversation has no turns")
-    if not any(message["role"] == "user" for message in messages):
-        raise BadRecord("no question", "no user turn")
-
-
 def tools_of(record: Mapping) -> list[dict[str, Any]]:
     """Return the tools that a record declares: a list, or the JSON text of one, as columns of Parquet files
     hold it; an empty text, list or null declares none.
     """
-    tools = _unpacked(
-        record.get("tools") if record.get("tools") is not None else record.get("functions"), "tools"
-    )
-    if tools is None or tools == "":
+    given = record.get("tools") if record.get("tools") is not None else record.get("functions")
+    tools = _unpacked(given, "tools")
+    if tools is None:
         return []
     if isinstance(tools, Mapping):
         tools = [tools]
@@ -252,9 +178,11 @@ def tools_of(record: Mapping) -> list[dict[str, Any]]:
 
 
 def _unpacked(value: Any, place: str) -> Any:
-    """Return a value that may be given as the JSON text of it."""
-    if not isinstance(value, str) or not value.strip():
-        return None if isinstance(value, str) else value
+    """Return a value that may be given as the JSON text of it; None for a blank text."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
@@ -277,9 +205,7 @@ def from_sharegpt(record: dict[str, Any]) -> list[Message]:
 
 @form("alpaca", needs=("instruction", "output"), may=("input", "system", "history"))
 def from_alpaca(record: dict[str, Any]) -> list[Message]:
-    """Alpaca: {"instruction", "input", "output"}, with optional "system" and "history" (pairs of earlier
-    turns).
-    """
+    """Alpaca: {"instruction", "input", "output"}, with optional "system" and "history" (pairs of turns)."""
     messages: list[Message] = []
     if system := _optional_text(record, "system"):
         messages.append({"role": "system", "content": system})
@@ -422,8 +348,53 @@ def _kind(value: Any) -> str:
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Several inputs mixed: what is taken of each, by a share of the whole or up to a number, drawn by a seed.
+# ---- Tokens that were made elsewhere: taken as they are, or named by their fault ----
+
+
+def read_tokens(record: Mapping[str, Any]) -> Tokens:
+    """Return ids [L] and mask [L] of a record that has them; `BadRecord` where they are not what they must
+    be: whole numbers, a mark of 0 or 1 (false or true) for each, none at the first position, one at least.
+    """
+    ids, mask = (_numbers(record[key], key) for key in TOKEN_KEYS)
+    if len(ids) != len(mask):
+        reason = f"{len(ids):,} input_ids and {len(mask):,} values of loss_mask: one is needed for each"
+        raise BadRecord("other length", reason)
+    if not ids:
+        raise BadRecord("no tokens", "input_ids is empty")
+    for place, mark in enumerate(mask):
+        if mark not in (0, 1):
+            raise BadRecord("wrong mask", f"loss_mask[{place}] is {mark}, neither 0 nor 1")
+    if not any(mask):
+        raise BadRecord("no answer", "loss_mask is 0 everywhere: nothing is to be learned from these tokens")
+    if mask[0]:
+        reason = "loss_mask[0] is 1, and nothing stands before the first token to foretell it from: make it 0"
+        raise BadRecord("wrong mask", reason)
+    return ids, mask
+
+
+def check_vocabulary(ids: list[int], size: int) -> None:
+    """Raise a `BadRecord` for the first of `ids` [L] that is no token of a target with `size` of them."""
+    if min(ids) >= 0 and max(ids) < size:
+        return
+    place, token = next((at, one) for at, one in enumerate(ids) if not 0 <= one < size)
+    raise BadRecord(
+        "not in the vocabulary",
+        f"input_ids[{place}] is {str(token)[:40]}, the target has tokens 0 to {size - 1:,}: they were made "
+        "with another tokenizer",
+    )
+
+
+def _numbers(value: Any, name: str) -> list[int]:
+    if not isinstance(value, list):
+        raise BadRecord("wrong type", f"{name} is {type(value).__name__}, not a list of whole numbers")
+    allowed = {int, bool} if name == "loss_mask" else {int}
+    if {*map(type, value)} <= allowed:
+        return [int(one) for one in value]
+    place, one = next((at, one) for at, one in enumerate(value) if type(one) not in allowed)
+    raise BadRecord("wrong type", f"{name}[{place}] is {str(one)[:40]!r}, not a whole number")
+
+
+# ---- Several inputs mixed: a share of the whole or a number of each, drawn by a seed ----
 #
 #     mixture:
 #       chats.jsonl: {weight: 3}            # or chats.jsonl: 3
@@ -433,12 +404,7 @@ def _kind(value: Any) -> str:
 #
 # What has a weight is thinned until its conversations stand to each other as the weights do: there is none
 # of them too few, so the one that is scarcest for its weight (after its cap) goes in whole, and nothing is
-# repeated. What has a cap alone goes in up to that number, what has neither as a whole; both beside the
-# weighted ones, whose shares they do not change.
-#
-# Every conversation of an input gets a random number, by seed and name of the input and its place in it;
-# the smallest are taken. So a draw is the same each time, and a larger one holds the smaller.
-
+# repeated. What has a cap alone goes in up to that number, what has neither as a whole.
 
 T = TypeVar("T")
 _KEYS = ("weight", "cap")
@@ -518,7 +484,11 @@ def amounts(mixture: Sequence[Ingredient], counts: Sequence[int]) -> list[int]:
 
 
 def draw(items: Iterable[T], count: int, wanted: int, *, seed: int, name: str) -> Iterator[T | None]:
-    """Yield each of `items` that is drawn, `wanted` of the first `count`, and None for each that is not."""
+    """Yield each of `items` that is drawn, `wanted` of the first `count`, and None for each that is not.
+
+    Each item has a random number by seed, `name` and its place; the smallest are taken. So a draw is the same
+    each time, and a larger one holds the smaller.
+    """
     numbers = np.random.default_rng([seed, xxhash.xxh3_64_intdigest(name.encode())]).random(count)
     taken = np.zeros(count, bool)
     taken[np.argsort(numbers, kind="stable")[:wanted]] = True

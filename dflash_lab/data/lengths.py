@@ -1,8 +1,5 @@
-"""How long the samples are: one streaming pass to a small table of counts, from which every figure is exact.
-
-The pass reads the columns `length`, `source` and `loss_mask` only and groups them to (source, length, count,
-answer tokens): a few thousand rows for any number of samples. Percentiles, ECDF, histogram and tail shares
-are then sums over that table, not estimates, and cost nothing.
+"""How long the samples are: one streaming pass over lengths, sources and masks to a table of counts, a few
+thousand rows for any number of samples, from which every figure is an exact sum.
 """
 
 from __future__ import annotations
@@ -71,8 +68,7 @@ def ecdf(counts: pl.DataFrame) -> pl.DataFrame:
 
 
 def percentiles(counts: pl.DataFrame, percents: Sequence[float] = PERCENTILES) -> pl.DataFrame:
-    """Return `percent` and `length`: the smallest length that at least so many percent of the samples do not
-    exceed."""
+    """Return `percent` and `length`: the least that so many percent of the samples do not exceed."""
     table = ecdf(counts)
     if not table.height:
         return pl.DataFrame(schema={"percent": pl.Float64, "length": pl.Int64})
@@ -118,8 +114,7 @@ def by_source(counts: pl.DataFrame) -> pl.DataFrame:
 
 
 def histogram(counts: pl.DataFrame, bins: int = 80) -> pl.DataFrame:
-    """Return `low`, `high` (tokens, high excluded), `samples`, `tokens` over at most `bins` logarithmic
-    bins."""
+    """Return `low`, `high` (excluded), `samples`, `tokens` over at most `bins` logarithmic bins of length."""
     schema = {"low": pl.Int64, "high": pl.Int64, "samples": pl.Int64, "tokens": pl.Int64}
     if not counts.height:
         return pl.DataFrame(schema=schema)

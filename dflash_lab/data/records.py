@@ -19,12 +19,11 @@ from dflash_lab.errors import InputError
 from dflash_lab.files import walk
 from dflash_lab.hub import out_of_reach
 
-# ----------------------------------------------------------------------------------------------------
-# What is wrong with the input, by file and line: every record that is not stored has one of these, none is
-# dropped unsaid.
-#
-# The invariant that `prepare` checks is ``records in == stored + duplicates + sum(problem.records)``. A
-# problem that costs no record (a truncated but stored sample, a file of an unknown kind) has ``records=0``.
+log = logging.getLogger(__name__)
+
+
+# ---- What is wrong with the input: every record that is not stored has a problem, none goes unsaid ----
+# `prepare` checks: ``records in == stored + duplicates + sum(problem.records)``.
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +34,16 @@ class Problem:
     line: int  # 1-based line or row; 0 = the file as a whole
     reason: str
     kind: str = "malformed"
-    records: int = 1  # records lost by it
+    records: int = 1  # records lost by it; 0 for a sample that is cut, a file of an unknown kind
 
 
 def storable(text: str) -> str:
-    """Return text that UTF-8 can hold: half surrogate pairs, as in some file names and JSON escapes, are
-    spelled out.
-    """
+    """Return text that UTF-8 can hold: half surrogate pairs (in file names, JSON escapes) are spelled out."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 class BadRecord(ValueError):
-    """One record cannot be used, or `records` that cannot be told apart; it becomes a `Problem` and reading
-    goes on.
-    """
+    """One record (or `records` that cannot be told apart) cannot be used; it becomes a `Problem`."""
 
     def __init__(self, kind: str, reason: str, records: int = 1) -> None:
         self.kind = kind
@@ -61,15 +56,322 @@ class BadRecord(ValueError):
         return Problem(file, line, self.reason, self.kind, self.records)
 
 
-# ----------------------------------------------------------------------------------------------------
-# JSON from strangers: strict parsing of one value, and splitting a byte stream into values without holding
-# the file.
-#
+# ---- Files, folders and data sets ----
+# A container is registered by file suffix (`@container(".jsonl")`) and yields (line, record) pairs, where a
+# record that could not be read is a `BadRecord`. All of them stream: memory is bounded by the largest record
+# allowed, not by the file; of Parquet by twice a page, of the columns that a form may need (`FIELDS`).
+
+Row = tuple[int, Any]  # (1-based line or row; 0 = whole file, the parsed record or a BadRecord)
+Container = Callable[[Path, int], Iterator[Row]]
+CONTAINERS: dict[str, Container] = {}
+FIELDS: dict[tuple[str, ...], frozenset[str]] = {}  # keys that tell a kind of record -> all read of it
+
+MAX_RECORD_BYTES = 64 << 20
+_CHUNK = 1 << 20
+_PYTHON_BYTES = 1 << 20  # of Parquet that are Python objects at a time, which are up to nine times as large
+_UNDECODED = (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError, ValueError)
+_DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:\w[\w.-]*)?(@\w[\w.\[\]:%-]*)?")
+
+
+def container(*suffixes: str) -> Callable[[Container], Container]:
+    """Register a reader of files with one of `suffixes`."""
+
+    def register(reader: Container) -> Container:
+        CONTAINERS.update(dict.fromkeys(suffixes, reader))
+        return reader
+
+    return register
+
+
+def read_records(
+    source: str | Path,
+    problems: list[Problem],
+    *,
+    name: str = "",
+    max_record_bytes: int = MAX_RECORD_BYTES,
+) -> Iterator[tuple[str, int, Any]]:
+    """Yield (file name, line, record) from a file, a folder or a Hugging Face data set id
+    ``owner/name[:config][@split]``.
+
+    File names are relative to the folder given; with `name`, a file is called that, and those of a folder
+    begin with it, so that several sources can be told apart. What cannot be read is appended to `problems` as
+    the iterator advances. Raises `InputError` at once when there is nothing to read at `source`.
+    """
+    path = Path(source).expanduser()
+    if not os.path.exists(path):  # unlike Path.exists, false for a name that no file can have
+        if path.suffix.lower() not in CONTAINERS and _DATASET_ID.fullmatch(str(source)):
+            return _read_hub(str(source), problems)
+        raise InputError(
+            f"{storable(str(source))[:200]}: no such file or folder. Give a {_known()} file, "
+            "a folder of them, or a Hugging Face data set id such as owner/name."
+        )
+    if path.is_dir():
+        return _read_files(_files_in(path, problems, name), problems, max_record_bytes)
+    if path.suffix.lower() not in CONTAINERS or not path.is_file():
+        raise InputError(f"{path}: not a file of a known kind. Known are {_known()}; rename or convert it.")
+    return _read_files([(path, storable(name or path.name))], problems, max_record_bytes)
+
+
+def _files_in(folder: Path, problems: list[Problem], called: str) -> list[tuple[Path, str]]:
+    """Return the readable files below `folder` with their names in it, after what the folder is `called`,
+    sorted; the others become problems.
+    """
+
+    def named(path: str | Path) -> str:
+        return storable(os.path.join(called, os.path.relpath(path, folder)))
+
+    def unreadable(error: OSError) -> None:
+        reason = f"cannot be listed: {error.strerror}"
+        problems.append(Problem(named(error.filename), 0, reason, "unreadable", records=0))
+
+    known, others = [], 0
+    for path in walk(folder, unreadable):
+        name = named(path)
+        if path.suffix.lower() in CONTAINERS and path.is_file():
+            known.append((path, name))
+        else:
+            others += 1
+            reason = f"not read: only {_known()} files are"
+            problems.append(Problem(name, 0, reason, "not data", records=0))
+    if not known:
+        raise InputError(
+            f"{folder}: the folder holds no {_known()} file ({others} others). Give one that does."
+        )
+    return sorted(known, key=lambda pair: pair[1])
+
+
+def _known() -> str:
+    return ", ".join(sorted(CONTAINERS))
+
+
+def _read_files(
+    files: list[tuple[Path, str]], problems: list[Problem], limit: int
+) -> Iterator[tuple[str, int, Any]]:
+    for path, name in files:
+        empty = True
+        try:
+            for line, record in CONTAINERS[path.suffix.lower()](path, limit):
+                empty = False
+                if isinstance(record, BadRecord):
+                    problems.append(record.at(name, line))
+                else:
+                    yield name, line, record
+        except OSError as error:
+            problems.append(
+                Problem(name, 0, f"cannot be read: {error.strerror or error}", "unreadable", records=0)
+            )
+            continue
+        if empty:
+            problems.append(Problem(name, 0, "the file holds no record", "empty file", records=0))
+
+
+@container(".jsonl", ".ndjson")
+def read_jsonl(path: Path, limit: int) -> Iterator[Row]:
+    """Yield one record a line."""
+    return _text(path, lambda file: _lines(file, limit))
+
+
+def _text(path: Path, rows: Callable[[BinaryIO], Iterator[Row]]) -> Iterator[Row]:
+    """Yield the `rows` of a file of text, after its byte-order mark if it has one."""
+    with open(path, "rb") as file:
+        start = file.read(3)
+        if start[:2] in (b"\xff\xfe", b"\xfe\xff"):  # once, for else every line would be a problem of its own
+            yield 0, BadRecord("encoding", "the file is UTF-16. Convert it, e.g. iconv -f UTF-16 -t UTF-8.")
+            return
+        if start != b"\xef\xbb\xbf":
+            file.seek(0)
+        yield from rows(file)
+
+
+def _lines(file: BinaryIO, limit: int) -> Iterator[Row]:
+    number = 0
+    while data := file.readline(limit + 1):
+        number += 1
+        if len(data) > limit and not data.endswith(b"\n"):
+            size = len(data)
+            while rest := file.readline(_CHUNK):
+                size += len(rest)
+                if rest.endswith(b"\n"):
+                    break
+            yield number, BadRecord("too large", f"line of {size:,} bytes; the limit is {limit:,}")
+            continue
+        yield number, _parsed(data)
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return parse(data)
+    except BadRecord as error:
+        return error
+
+
+@container(".json")
+def read_json_values(path: Path, limit: int) -> Iterator[Row]:
+    """Yield the elements of a list, one object, or (common under this name) JSON Lines."""
+    return _text(path, lambda file: _values(file, limit))
+
+
+def _values(file: BinaryIO, limit: int) -> Iterator[Row]:
+    start = file.tell()
+    lines = False
+    if file.read(1) == b"{":
+        file.seek(start)
+        lines = not isinstance(_parsed(file.readline(limit + 1)), BadRecord)
+    file.seek(start)
+    if lines:
+        yield from _lines(file, limit)
+        return
+    for line, value in split_values(iter(lambda: file.read(_CHUNK), b""), limit):
+        yield line, value if isinstance(value, BadRecord) else _parsed(value)
+
+
+@container(".parquet")
+def read_parquet(path: Path, limit: int) -> Iterator[Row]:
+    """Yield rows as dictionaries without their null fields, of the columns that are read of such records,
+    decoded in ranges of about `limit` bytes: for every range, polars goes through its whole row group.
+
+    A row of more than `limit` bytes is a bad record of its own. From the first row that cannot be decoded on,
+    the rest of the file is one bad record that counts them all.
+    """
+    row = total = 0
+    try:
+        scan = pl.scan_parquet(path, glob=False)
+        columns = columns_read(scan.collect_schema().names())
+        scan = scan.select(columns)
+        total = scan.select(pl.len()).collect().item()
+        groups = row_groups(path, columns)
+        if sum(rows for rows, _ in groups) != total:
+            raise ValueError(f"its row groups do not make {total:,} rows")
+        for count in _ranges(groups, limit):
+            end, step = row + count, count
+            while row < end:
+                try:
+                    part = scan.slice(row, min(step, end - row)).collect(engine="in-memory")
+                    if not part.height:
+                        raise pl.exceptions.ComputeError(f"it has {row:,} rows where it says {total:,}")
+                except _UNDECODED:
+                    if step == 1:
+                        raise
+                    step //= 2  # down to the first row that cannot be read
+                    continue
+                for record in _sized(part, limit):
+                    row += 1
+                    yield row, record
+                del part  # before the next one is decoded
+    except _UNDECODED as error:
+        if isinstance(error, OSError) and not total:
+            raise
+        reason = f"Parquet cannot be read from row {row + 1} on: {_first_line(error)}"
+        yield row + 1 if total else 0, BadRecord("unreadable", reason, max(1, total - row))
+
+
+def _ranges(groups: list[tuple[int, int]], limit: int) -> Iterator[int]:
+    """Yield how many rows to decode together for about `limit` bytes: small groups, or pieces of one."""
+    rows = size = 0
+    for count, bytes_of in groups:
+        if rows and size + bytes_of > limit:
+            yield rows
+            rows = size = 0
+        if bytes_of <= limit:
+            rows, size = rows + count, size + bytes_of
+            continue
+        piece = max(1, count * limit // bytes_of)
+        for start in range(0, count, piece):
+            yield min(piece, count - start)
+    if rows:
+        yield rows
+
+
+def columns_read(names: Sequence[str]) -> Sequence[str]:
+    """Return those of `names` that are read of records which have such columns; all of them where no kind of
+    record is known by them, so that what is said of a record names what it has.
+    """
+    known = [keys for needed, keys in FIELDS.items() if {*needed} <= {*names}]
+    return [name for name in names if any(name in keys for keys in known)] if known else names
+
+
+def _sized(part: pl.DataFrame, limit: int) -> Iterator[dict[str, Any] | BadRecord]:
+    """Yield the rows of `part`, in place of those of more than `limit` bytes a bad record."""
+    size = int(part.estimated_size())
+    if size > limit and part.height > 1:
+        for number in range(part.height):
+            yield from _sized(part.slice(number, 1), limit)
+    elif size > limit:
+        yield BadRecord("too large", f"row of {size:,} bytes; the limit is {limit:,}")
+    else:
+        together = max(1, _PYTHON_BYTES * part.height // max(1, size))
+        for record in part.iter_rows(named=True, buffer_size=together):
+            yield _given(record)
+
+
+def _given(value: Any) -> Any:
+    """Return a value of a row without the fields that are null, however deep: all rows share one schema, so a
+    field that another row has (an argument of another tool's call) is there as null.
+    """
+    if isinstance(value, dict):
+        return {key: _given(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value[:1]):
+        return [_given(item) for item in value]
+    return value
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0][:300]
+
+
+def _read_hub(name: str, problems: list[Problem]) -> Iterator[tuple[str, int, Any]]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise InputError(
+            f"{name}: no such file or folder here. For a Hugging Face data set id install the extra that "
+            "loads them: pip install 'dflash-lab[hub]'."
+        ) from error
+    if (why := out_of_reach()) and "OFFLINE" not in why:  # with that set, the library answers at once itself
+        raise InputError(
+            f"{name}: no such file or folder here, and as a Hugging Face data set it cannot be read: {why}."
+        )
+    repository, _, split = name.partition("@")
+    repository, _, config = repository.partition(":")
+    split = split or "train"
+    try:
+        rows = datasets.load_dataset(repository, config or None, split=split, streaming=True)
+    except Exception as error:  # the library raises its own, requests' and fsspec's errors alike
+        raise InputError(f"{name}: the data set cannot be opened: {error}") from error
+    return _hub_rows(name, split, rows, problems)
+
+
+def _hub_rows(name: str, split: str, rows: Any, problems: list[Problem]) -> Iterator[tuple[str, int, Any]]:
+    """Yield the rows of a streamed data set. Where that fails (a connection that drops, a file of another
+    schema) it goes on from the row where it stopped; if that row fails again, what is left becomes a problem.
+    """
+    splits = getattr(getattr(rows, "info", None), "splits", None) or {}
+    total = splits[split].num_examples if split in splits else 0
+    done, tried = 0, -1  # rows read; how many were when it failed the last time
+    while True:
+        try:
+            for row in rows.skip(done) if done else rows:
+                done += 1
+                yield name, done, _given(row)
+            return
+        except Exception as error:  # as above; what the consumer raises does not come here
+            reason = _first_line(error)
+        if done == tried:
+            break
+        log.warning("%s: reading stopped after row %d (%s); once more from there", name, done, reason)
+        tried = done
+    left = max(1, (total or 0) - done)
+    count = f"{left:,} rows" if total else "nobody knows how many rows"
+    reason = f"the data set cannot be read from row {done + 1} on ({count}): {reason}"
+    log.error("%s: %s. What came before is kept", name, reason)
+    problems.append(Problem(name, done + 1, storable(reason), "unreadable", records=left))
+
+
+# ---- JSON from strangers ----
 # The standard parser accepts what later breaks a tokenizer or hides data: the last of two equal keys wins,
 # lone surrogates pass, NaN passes. Here each is an error in plain words. The splitter finds the borders of
 # array elements by brackets and quotes alone, so that one malformed element costs that element and not the
 # rest of a 1 GB file.
-
 
 _OUTSIDE = re.compile(rb'["\[\]{},]')
 _INSIDE = re.compile(rb'["\\]')
@@ -211,21 +513,14 @@ def split_values(chunks: Iterable[bytes], limit: int) -> Iterator[tuple[int, byt
         else:
             yield element.take()
     elif array_open:
-        yield (
-            line,
-            BadRecord(
-                "cut off", "the file ends before the closing ] of its list; what followed is not known"
-            ),
-        )
+        reason = "the file ends before the closing ] of its list; what followed is not known"
+        yield line, BadRecord("cut off", reason)
 
 
-# ----------------------------------------------------------------------------------------------------
-# How large the row groups of a Parquet file are once they are decoded, from its footer alone.
-#
+# ---- How large the row groups of a Parquet file are once they are decoded, from its footer alone ----
 # Polars tells rows, not bytes, and whoever wants to bound memory must know those before a page is decoded.
 # The footer has them a column (FileMetaData of github.com/apache/parquet-format, in Thrift's compact
 # protocol).
-
 
 _MAGIC = b"PAR1"
 _WIDTHS = (1, 4, 8, 12, 4, 8, 16, 16)  # bytes of a value by physical type; of text, those that find it
@@ -319,332 +614,3 @@ class _Compact:
     def _integer(self) -> int:
         value = self._varint()
         return (value >> 1) ^ -(value & 1)
-
-
-# ----------------------------------------------------------------------------------------------------
-# Where records come from: JSON Lines, JSON, Parquet, a folder of those, or a Hugging Face data set.
-#
-# A container is registered by file suffix (`@container(".jsonl")`) and yields (line, record) pairs, where a
-# record that could not be read is a `BadRecord`. All of them stream: memory is bounded by the largest
-# record allowed, not by the file. Parquet adds the page that a row lies in, for pages are decoded whole:
-# about twice its bytes, of the columns that a form may need (`FIELDS`).
-
-
-log = logging.getLogger(__name__)
-
-Row = tuple[int, Any]  # (1-based line or row; 0 = whole file, the parsed record or a BadRecord)
-Container = Callable[[Path, int], Iterator[Row]]
-CONTAINERS: dict[str, Container] = {}
-FIELDS: dict[tuple[str, ...], frozenset[str]] = {}  # keys that tell a kind of record -> all read of it
-
-MAX_RECORD_BYTES = 64 << 20
-_CHUNK = 1 << 20
-_PYTHON_BYTES = 1 << 20  # of Parquet that are Python objects at a time, which are up to nine times as large
-_UNDECODED = (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError, ValueError)
-_DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:\w[\w.-]*)?(@\w[\w.\[\]:%-]*)?")
-
-
-def container(*suffixes: str) -> Callable[[Container], Container]:
-    """Register a reader of files with one of `suffixes`."""
-
-    def register(reader: Container) -> Container:
-        CONTAINERS.update(dict.fromkeys(suffixes, reader))
-        return reader
-
-    return register
-
-
-def read_records(
-    source: str | Path,
-    problems: list[Problem],
-    *,
-    name: str = "",
-    max_record_bytes: int = MAX_RECORD_BYTES,
-) -> Iterator[tuple[str, int, Any]]:
-    """Yield (file name, line, record) from a file, a folder or a Hugging Face data set id
-    ``owner/name[:config][@split]``.
-
-    File names are relative to the folder given; with `name`, a file is called that, and those of a folder
-    begin with it, so that several sources can be told apart. What cannot be read is appended to `problems` as
-    the iterator advances. Raises `InputError` at once when there is nothing to read at `source`.
-    """
-    path = Path(source).expanduser()
-    if not os.path.exists(path):  # unlike Path.exists, false for a name that no file can have
-        if path.suffix.lower() not in CONTAINERS and _DATASET_ID.fullmatch(str(source)):
-            return _read_hub(str(source), problems)
-        raise InputError(
-            f"{storable(str(source))[:200]}: no such file or folder. Give a {_known()} file, "
-            "a folder of them, or a Hugging Face data set id such as owner/name."
-        )
-    if path.is_dir():
-        return _read_files(_files_in(path, problems, name), problems, max_record_bytes)
-    if path.suffix.lower() not in CONTAINERS or not path.is_file():
-        raise InputError(f"{path}: not a file of a known kind. Known are {_known()}; rename or convert it.")
-    return _read_files([(path, storable(name or path.name))], problems, max_record_bytes)
-
-
-def _files_in(folder: Path, problems: list[Problem], called: str) -> list[tuple[Path, str]]:
-    """Return the readable files below `folder` with their names in it, after what the folder is `called`,
-    sorted; the others become problems.
-    """
-
-    def named(path: str | Path) -> str:
-        return storable(os.path.join(called, os.path.relpath(path, folder)))
-
-    def unreadable(error: OSError) -> None:
-        reason = f"cannot be listed: {error.strerror}"
-        problems.append(Problem(named(error.filename), 0, reason, "unreadable", records=0))
-
-    known, others = [], 0
-    for path in walk(folder, unreadable):
-        name = named(path)
-        if path.suffix.lower() in CONTAINERS and path.is_file():
-            known.append((path, name))
-        else:
-            others += 1
-            reason = f"not read: only {_known()} files are"
-            problems.append(Problem(name, 0, reason, "not data", records=0))
-    if not known:
-        raise InputError(
-            f"{folder}: the folder holds no {_known()} file ({others} others). Give one that does."
-        )
-    return sorted(known, key=lambda pair: pair[1])
-
-
-def _known() -> str:
-    return ", ".join(sorted(CONTAINERS))
-
-
-def _read_files(
-    files: list[tuple[Path, str]], problems: list[Problem], limit: int
-) -> Iterator[tuple[str, int, Any]]:
-    for path, name in files:
-        empty = True
-        try:
-            for line, record in CONTAINERS[path.suffix.lower()](path, limit):
-                empty = False
-                if isinstance(record, BadRecord):
-                    problems.append(record.at(name, line))
-                else:
-                    yield name, line, record
-        except OSError as error:
-            problems.append(
-                Problem(name, 0, f"cannot be read: {error.strerror or error}", "unreadable", records=0)
-            )
-            continue
-        if empty:
-            problems.append(Problem(name, 0, "the file holds no record", "empty file", records=0))
-
-
-def _check_text(file: BinaryIO) -> None:
-    """Step over a UTF-8 byte-order mark; refuse UTF-16, whose every line would else be a problem of its
-    own.
-    """
-    start = file.read(3)
-    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise BadRecord("encoding", "the file is UTF-16. Convert it, e.g. iconv -f UTF-16 -t UTF-8.")
-    if start != b"\xef\xbb\xbf":
-        file.seek(0)
-
-
-@container(".jsonl", ".ndjson")
-def read_jsonl(path: Path, limit: int) -> Iterator[Row]:
-    """Yield one record a line."""
-    return _text(path, lambda file: _lines(file, limit))
-
-
-def _text(path: Path, rows: Callable[[BinaryIO], Iterator[Row]]) -> Iterator[Row]:
-    """Yield the `rows` of a file of text, or a bad record alone when it is no UTF-8."""
-    with open(path, "rb") as file:
-        try:
-            _check_text(file)
-        except BadRecord as error:
-            yield 0, error
-            return
-        yield from rows(file)
-
-
-def _lines(file: BinaryIO, limit: int) -> Iterator[Row]:
-    number = 0
-    while data := file.readline(limit + 1):
-        number += 1
-        if len(data) > limit and not data.endswith(b"\n"):
-            size = len(data)
-            while rest := file.readline(_CHUNK):
-                size += len(rest)
-                if rest.endswith(b"\n"):
-                    break
-            yield number, BadRecord("too large", f"line of {size:,} bytes; the limit is {limit:,}")
-            continue
-        yield number, _parsed(data)
-
-
-def _parsed(data: bytes) -> Any:
-    try:
-        return parse(data)
-    except BadRecord as error:
-        return error
-
-
-@container(".json")
-def read_json_values(path: Path, limit: int) -> Iterator[Row]:
-    """Yield the elements of a list, one object, or (common under this name) JSON Lines."""
-    return _text(path, lambda file: _values(file, limit))
-
-
-def _values(file: BinaryIO, limit: int) -> Iterator[Row]:
-    start = file.tell()
-    lines = False
-    if file.read(1) == b"{":
-        file.seek(start)
-        lines = not isinstance(_parsed(file.readline(limit + 1)), BadRecord)
-    file.seek(start)
-    if lines:
-        yield from _lines(file, limit)
-        return
-    for line, value in split_values(iter(lambda: file.read(_CHUNK), b""), limit):
-        yield line, value if isinstance(value, BadRecord) else _parsed(value)
-
-
-@container(".parquet")
-def read_parquet(path: Path, limit: int) -> Iterator[Row]:
-    """Yield rows as dictionaries without their null fields, of the columns that are read of such records,
-    decoded in ranges of about `limit` bytes: for every range, polars goes through its whole row group.
-
-    A row of more than `limit` bytes is a bad record of its own. From the first row that cannot be decoded on,
-    the rest of the file is one bad record that counts them all.
-    """
-    row = total = 0
-    try:
-        scan = pl.scan_parquet(path, glob=False)
-        columns = columns_read(scan.collect_schema().names())
-        scan = scan.select(columns)
-        total = scan.select(pl.len()).collect().item()
-        groups = row_groups(path, columns)
-        if sum(rows for rows, _ in groups) != total:
-            raise ValueError(f"its row groups do not make {total:,} rows")
-        for count in _ranges(groups, limit):
-            end, step = row + count, count
-            while row < end:
-                try:
-                    part = scan.slice(row, min(step, end - row)).collect(engine="in-memory")
-                    if not part.height:
-                        raise pl.exceptions.ComputeError(f"it has {row:,} rows where it says {total:,}")
-                except _UNDECODED:
-                    if step == 1:
-                        raise
-                    step //= 2  # down to the first row that cannot be read
-                    continue
-                for record in _sized(part, limit):
-                    row += 1
-                    yield row, record
-                del part  # before the next one is decoded
-    except _UNDECODED as error:
-        if isinstance(error, OSError) and not total:
-            raise
-        reason = f"Parquet cannot be read from row {row + 1} on: {_first_line(error)}"
-        yield row + 1 if total else 0, BadRecord("unreadable", reason, max(1, total - row))
-
-
-def _ranges(groups: list[tuple[int, int]], limit: int) -> Iterator[int]:
-    """Yield how many rows to decode together, so that they are about `limit` bytes: several small row groups,
-    or an even piece of a larger one.
-    """
-    rows = size = 0
-    for count, bytes_of in groups:
-        if rows and size + bytes_of > limit:
-            yield rows
-            rows = size = 0
-        if bytes_of <= limit:
-            rows, size = rows + count, size + bytes_of
-            continue
-        piece = max(1, count * limit // bytes_of)
-        for start in range(0, count, piece):
-            yield min(piece, count - start)
-    if rows:
-        yield rows
-
-
-def columns_read(names: Sequence[str]) -> Sequence[str]:
-    """Return those of `names` that are read of records which have such columns; all of them where no kind of
-    record is known by them, so that what is said of a record names what it has.
-    """
-    known = [keys for needed, keys in FIELDS.items() if {*needed} <= {*names}]
-    return [name for name in names if any(name in keys for keys in known)] if known else names
-
-
-def _sized(part: pl.DataFrame, limit: int) -> Iterator[dict[str, Any] | BadRecord]:
-    """Yield the rows of `part`, in place of those of more than `limit` bytes a bad record."""
-    size = int(part.estimated_size())
-    if size > limit and part.height > 1:
-        for number in range(part.height):
-            yield from _sized(part.slice(number, 1), limit)
-    elif size > limit:
-        yield BadRecord("too large", f"row of {size:,} bytes; the limit is {limit:,}")
-    else:
-        together = max(1, _PYTHON_BYTES * part.height // max(1, size))
-        for record in part.iter_rows(named=True, buffer_size=together):
-            yield _given(record)
-
-
-def _given(value: Any) -> Any:
-    """Return a value of a row without the fields that are null, however deep: all rows share one schema, so a
-    field that another row has (an argument of another tool's call) is there as null.
-    """
-    if isinstance(value, dict):
-        return {key: _given(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value[:1]):
-        return [_given(item) for item in value]
-    return value
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0][:300]
-
-
-def _read_hub(name: str, problems: list[Problem]) -> Iterator[tuple[str, int, Any]]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise InputError(
-            f"{name}: no such file or folder here. For a Hugging Face data set id install the extra that "
-            "loads them: pip install 'dflash-lab[hub]'."
-        ) from error
-    if (why := out_of_reach()) and "OFFLINE" not in why:  # with that set, the library answers at once itself
-        raise InputError(
-            f"{name}: no such file or folder here, and as a Hugging Face data set it cannot be read: {why}."
-        )
-    repository, _, split = name.partition("@")
-    repository, _, config = repository.partition(":")
-    split = split or "train"
-    try:
-        rows = datasets.load_dataset(repository, config or None, split=split, streaming=True)
-    except Exception as error:  # the library raises its own, requests' and fsspec's errors alike
-        raise InputError(f"{name}: the data set cannot be opened: {error}") from error
-    return _hub_rows(name, split, rows, problems)
-
-
-def _hub_rows(name: str, split: str, rows: Any, problems: list[Problem]) -> Iterator[tuple[str, int, Any]]:
-    """Yield the rows of a streamed data set. Where that fails (a connection that drops, a file of another
-    schema) it goes on from the row where it stopped; if that row fails again, what is left becomes a problem.
-    """
-    splits = getattr(getattr(rows, "info", None), "splits", None) or {}
-    total = splits[split].num_examples if split in splits else 0
-    done, tried = 0, -1  # rows read; how many were when it failed the last time
-    while True:
-        try:
-            for row in rows.skip(done) if done else rows:
-                done += 1
-                yield name, done, _given(row)
-            return
-        except Exception as error:  # as above; what the consumer raises does not come here
-            reason = _first_line(error)
-        if done == tried:
-            break
-        log.warning("%s: reading stopped after row %d (%s); once more from there", name, done, reason)
-        tried = done
-    left = max(1, (total or 0) - done)
-    count = f"{left:,} rows" if total else "nobody knows how many rows"
-    reason = f"the data set cannot be read from row {done + 1} on ({count}): {reason}"
-    log.error("%s: %s. What came before is kept", name, reason)
-    problems.append(Problem(name, done + 1, storable(reason), "unreadable", records=left))

@@ -1,9 +1,7 @@
 """Answers written by the target itself: what it says, token for token, is what a drafter must learn to guess.
 
-The last answer keeps the very token ids that were generated (text that is decoded and encoded again may come
-out as other tokens); earlier answers enter the next prompt as text, as they would in a chat. Every answer is
-appended to a file when its batch is done, keyed by prompt and settings, so that a stopped run goes on where
-it was. The model is behind two functions: this module knows no target.
+The model is behind two functions (`Speaker`), and every answer is on disk when its batch is done: a stopped
+run goes on where it was.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -26,13 +24,14 @@ from dflash_lab.data.conversations import Conversation
 from dflash_lab.data.records import BadRecord, Problem
 from dflash_lab.errors import naming
 
-_KEY = re.compile("[0-9a-f]{32}")
 log = logging.getLogger(__name__)
+_KEY = re.compile("[0-9a-f]{32}")
 
 
 class Answerable(Protocol):
-    """A conversation whose answers are given anew, as the target's template has it. Any part of it may raise
-    `BadRecord`."""
+    """A conversation whose answers are given anew, as the target's template has it (`template.Dialogue`). Any
+    part of it may raise `BadRecord`.
+    """
 
     notes: list[str]  # what could not be done as recorded, each at most once
 
@@ -57,8 +56,9 @@ class Speaker:
 
 @dataclass(frozen=True)
 class Answered:
-    """One conversation with new answers as tokens [L] and mask [L]; `cut`: the last one met the token
-    limit; `notes`: what could not be done as recorded."""
+    """One conversation with new answers: ids [L], mask [L], whether the last answer met the token limit, and
+    what could not be done as recorded.
+    """
 
     conversation: Conversation
     input_ids: list[int]
@@ -67,37 +67,44 @@ class Answered:
     notes: tuple[str, ...] = ()
 
 
+def sealed_lines(path: Path, keys: set[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (offset, record) of the sound lines of a file of sealed JSON that have all of `keys`.
+
+    A last line torn by a crash is cut off, since what follows would be appended to it; damaged ones are left
+    where they are, and what they held is made again.
+    """
+    if not path.exists():
+        return
+    offset = damaged = 0
+    with naming(path), open(path, "rb+") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                log.warning("%s: the last line was torn and is dropped", path)
+                file.truncate(offset)
+                break
+            record = files.unsealed(line) or {}
+            if keys <= record.keys():
+                yield offset, record
+            else:
+                damaged += 1
+            offset += len(line)
+    if damaged:
+        log.warning("%s: %d damaged lines; what they held is made again", path, damaged)
+
+
 class AnswerFile:
-    """Answers on disk by key, one JSON line each; memory holds 24 bytes and a number for each, not the
-    answers."""
+    """Answers on disk by key, one JSON line each; memory holds 24 bytes and a number for each of them.
+
+    `reused` counts the answers that a run found there.
+    """
 
     def __init__(self, path: Path | str, settings: str) -> None:
         self.path = Path(path)
         self.settings = settings
         self.reused = 0
-        self._offsets: dict[bytes, int] = {}
-        if self.path.exists():
-            self._index()
-
-    def _index(self) -> None:
-        """Find the lines. A last one torn by a crash is cut off, since what follows would be appended to it;
-        a damaged one is left where it is, and its answer generated again.
-        """
-        offset = damaged = 0
-        with naming(self.path), open(self.path, "rb+") as file:
-            for line in file:
-                if not line.endswith(b"\n"):
-                    log.warning("%s: the last line was torn and is dropped", self.path)
-                    file.truncate(offset)
-                    break
-                key = str((files.unsealed(line) or {}).get("key"))
-                if _KEY.fullmatch(key):
-                    self._offsets[bytes.fromhex(key)] = offset
-                else:
-                    damaged += 1
-                offset += len(line)
-        if damaged:
-            log.warning("%s: %d damaged lines, whose answers are generated again", self.path, damaged)
+        lines = sealed_lines(self.path, {"key", "answer"})
+        keys = ((str(record["key"]), offset) for offset, record in lines)
+        self._offsets = {bytes.fromhex(key): offset for key, offset in keys if _KEY.fullmatch(key)}
 
     def key(self, prompt: list[int]) -> bytes:
         """Return the key of a prompt under these settings, 16 bytes."""
@@ -132,9 +139,11 @@ def regenerate(
 ) -> Iterator[Answered]:
     """Yield every conversation with all its answers written anew by `speaker`, in order.
 
-    Prompts of a window of conversations are sorted by length and generated `batch` at a time. Conversations
-    that the template refuses, or with a prompt over `max_prompt` tokens (0: any), go to `problems`.
-    `on_answers` is told the number of new answers after every batch; it may raise to stop.
+    The last answer keeps the very ids that were generated (text decoded and encoded again may come out as
+    other tokens); earlier ones enter the next prompt as text, as they would in a chat. Prompts of a window of
+    conversations are sorted by length and generated `batch` at a time. Conversations that the template
+    refuses, or with a prompt over `max_prompt` tokens (0: any), go to `problems`. `on_answers` is told the
+    number of new answers after every batch; it may raise to stop.
     """
     source = iter(conversations)
     while chunk := list(itertools.islice(source, window)):
@@ -174,13 +183,7 @@ def _problems(conversation: Conversation, problems: list[Problem]) -> Iterator[N
     try:
         yield
     except BadRecord as error:
-        problems.append(problem_of(conversation.id, error))
-
-
-def problem_of(conversation_id: str, error: BadRecord) -> Problem:
-    """Return the problem of a conversation whose id is ``file:line``."""
-    file, _, line = conversation_id.rpartition(":")
-    return error.at(file, int(line))
+        problems.append(conversation.problem(error))
 
 
 def _answers(
@@ -198,15 +201,12 @@ def _answers(
             answers.reused += 1
         else:
             missing.setdefault(key, prompt)
-    for group in _groups(sorted(missing.items(), key=lambda item: len(item[1])), batch):
+    by_length = sorted(missing.items(), key=lambda item: len(item[1]))
+    for start in range(0, len(by_length), batch):
+        group = by_length[start : start + batch]
         new = speaker.generate([prompt for _, prompt in group])
         for (key, _), answer in zip(group, new, strict=True):
             answers.put(key, answer)
         if on_answers is not None:
             on_answers(len(group))
     return [answers.get(key) for key in keys]
-
-
-def _groups(items: list, size: int) -> Iterator[list]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]

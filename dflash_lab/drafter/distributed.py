@@ -1,10 +1,4 @@
-"""One process, or many under torchrun: what the loop needs from the others, and how the drafter is wrapped.
-
-Every process packs its own rows of the global batch and counts its own loss; the denominator is summed over
-all of them, and gradients, which the wrappers average, are scaled so that they equal those of one process on
-the whole batch. `Replicated` keeps the whole drafter in each process (DDP), `Sharded` a share of weights,
-gradients, masters and moments (FSDP2). Checkpoints hold whole tensors, so any of the three reads any other's.
-"""
+"""One process, or many under torchrun: what the loop needs of the others, and the drafter's wrappers."""
 
 from __future__ import annotations
 
@@ -25,7 +19,12 @@ from dflash_lab.errors import InputError
 
 
 class Single:
-    """A run in one process."""
+    """A run in one process, and what one of many does as well.
+
+    Every process packs its own rows of the global batch and counts its own loss; the denominator is summed
+    over all of them, and gradients, which the wrappers average, are scaled so that they equal those of one
+    process on the whole batch. Checkpoints hold whole tensors, so any kind of run reads any other's.
+    """
 
     rank = 0
     world = 1

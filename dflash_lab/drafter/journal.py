@@ -1,9 +1,4 @@
-"""The run's diary: one JSON object a line in `metrics.jsonl`, readable while the run goes on.
-
-`kind` is `step` (every step: loss, gradient norm, rate), `train` (means over the last steps), `heldout`
-(fixed held-out rows) or `note`. A resumed run first drops the lines behind its checkpoint, so each step is
-told once. At the end the tables are written as parquet too.
-"""
+"""The run's diary: one JSON object a line in `metrics.jsonl`, readable while the run goes on."""
 
 from __future__ import annotations
 
@@ -16,13 +11,14 @@ from dflash_lab import files
 from dflash_lab.errors import StoreError, naming
 
 NAME = "metrics.jsonl"
+# Every step (loss, gradient norm, rate), means over the last steps, fixed held-out rows, a note.
 KINDS = ("step", "train", "heldout", "note")
 BY_SLOT = ("position_accuracy", "conditional_accuracy")  # lists of a measured record, a value a slot
 
 
 class Journal:
-    """Appends records; `flush` makes them durable (before a checkpoint that relies on them, and at each
-    log).
+    """Appends records; `flush` makes them durable (before a checkpoint that relies on them, and at each log).
+    A resumed run first drops the lines behind its checkpoint, so each step is told once.
     """
 
     def __init__(self, folder: Path, resume_step: int) -> None:

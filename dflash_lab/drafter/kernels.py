@@ -18,17 +18,17 @@ from dflash_lab.drafter.loss_terms import (
     Terms,
 )
 
-# ----------------------------------------------------------------------------------------------------
-# Triton kernels of the row pass. Rows of float32 logits are streamed from memory, 16 bytes a thread.
+# ---- the row pass: float32 logits are read once for the terms and once for the gradient
 #
-# Sums are kept a lane at a time: each lane (4 neighbouring columns of every tile) has its own running maximum
-# and sums, so the loop has no reduction across threads at all; lanes are merged once at a row's end, as an
-# online softmax merges. Where a lane has seen only -inf its maximum is the finite LOWEST, so that no -inf -
-# -inf arises; a NaN reaches the sums. Row offsets are int64: row * V passes 2^31 at 8,649 rows of 248,320.
+# Tile sizes were chosen on an H200, where each kernel moves 3.8 to 4.0 TB/s of the 4.0 that a copy reaches.
 
+LANES, WARPS = 512, 8  # a tile of 4 * LANES columns, 16 bytes a thread
+TILE_COLUMNS = 2048
+GRADIENT_TILES = 4  # tiles a program of the gradient kernel
+DEPOSIT_COLUMNS = 1024
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-3.0e38)
+LOWEST = tl.constexpr(-3.0e38)  # the maximum of a lane that has seen only -inf, so that no -inf - -inf arises
 NOWHERE = tl.constexpr(2147483647)
 
 # Pointers to one number a row. They start where a chunk starts, so their alignment changes from row to row of
@@ -36,8 +36,8 @@ NOWHERE = tl.constexpr(2147483647)
 # of these names: Triton 3.6 refuses such a kernel at its first launch.
 ROWS = (
     "LABEL", "LOGIT", "LSE", "LSE_T", "CE", "ENTROPY", "P_MAX", "ARGMAX", "ABOVE", "PEAK", "MASS", "SLOPE",
-    "MASS_T", "SOURCE", "TARGET_LSE", "TARGET_LSE_T", "BELOW", "RANK", "HARD", "SOFT", "CAP", "TV", "LOST",
-    "KL", "INVERSE", "SCALE", "ANCHOR", "SLOT",
+    "MASS_T", "SOURCE", "TARGET_LSE", "TARGET_LSE_T", "LESS_MASS", "RANK", "HARD", "SOFT", "CAP", "TV",
+    "LOST", "KL", "INVERSE", "SCALE", "ANCHOR", "SLOT",
 )  # fmt: skip
 
 
@@ -104,11 +104,15 @@ def sums_kernel(
 ):  # fmt: skip
     """One program a row: its sums, or with FINISH its terms.
 
+    Sums are kept a lane at a time: each lane (4 neighbouring columns of every tile) has its own running
+    maximum and sums, so the loop has no reduction across threads; lanes are merged once at a row's end, as an
+    online softmax merges.
+
     LABELLED: a label is given. HOT: temperature is not 1. TARGET: a target row, of which only lse, lse_t,
     argmax are wanted.
     """
     TILE: tl.constexpr = LANES * 4
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)  # row * V passes 2^31 at 8,649 rows of 248,320
     Z += row * stride
     column = tl.arange(0, LANES)[:, None] * 4 + tl.arange(0, 4)[None, :]
     peak = tl.full([LANES], LOWEST, tl.float32)
@@ -162,14 +166,9 @@ def sums_kernel(
             tl.store(SLOPE + row, row_slope)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Triton kernels that write: the logit gradient in two forms, the divergences, and the hidden gradient's
-# last step.
-
-
 @triton.jit(do_not_specialize_on_alignment=ROWS)
 def divergence_kernel(
-    Z, S, SOURCE, LSE, LSE_T, TARGET_LSE, TARGET_LSE_T, KL, TV, BELOW,
+    Z, S, SOURCE, LSE, LSE_T, TARGET_LSE, TARGET_LSE_T, KL, TV, LESS_MASS,
     stride, target_stride, vocab, inv_t, HOT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a row: sums of q (log q - log p) at T, of max(q - p, 0), and of p where p < q."""
@@ -183,7 +182,7 @@ def divergence_kernel(
     target_lse_t = tl.load(TARGET_LSE_T + source)
     kl = tl.zeros([BLOCK], tl.float32)
     tv = tl.zeros([BLOCK], tl.float32)
-    below = tl.zeros([BLOCK], tl.float32)
+    less_mass = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
         column = start + tl.arange(0, BLOCK)
         z = tl.load(Z + column, mask=column < vocab, other=-float("inf"))
@@ -193,7 +192,7 @@ def divergence_kernel(
         p = tl.exp2(log_p * LOG2E)
         q = tl.exp2(log_q * LOG2E)
         tv += tl.maximum(q - p, 0.0)
-        below += tl.where(p < q, p, 0.0)
+        less_mass += tl.where(p < q, p, 0.0)
         if HOT:
             log_p = z * inv_t - lse_t
             log_q = s * inv_t - target_lse_t
@@ -201,12 +200,12 @@ def divergence_kernel(
         kl += tl.where(q == 0.0, 0.0, q * (log_q - log_p))
     tl.store(KL + row, tl.sum(kl, axis=0))
     tl.store(TV + row, tl.sum(tv, axis=0))
-    tl.store(BELOW + row, tl.sum(below, axis=0))
+    tl.store(LESS_MASS + row, tl.sum(less_mass, axis=0))
 
 
 @triton.jit(do_not_specialize_on_alignment=ROWS)
 def gradient_kernel(
-    Z, S, SOURCE, LABEL, LSE, LSE_T, ENTROPY, RANK, TARGET_LSE, TARGET_LSE_T, BELOW, HARD, SOFT, CAP, TV,
+    Z, S, SOURCE, LABEL, LSE, LSE_T, ENTROPY, RANK, TARGET_LSE, TARGET_LSE_T, LESS_MASS, HARD, SOFT, CAP, TV,
     OUT, LOST, KL,
     stride, target_stride, out_stride, vocab, offset, inv_t, softcap, span,
     HAS_HARD: tl.constexpr, HAS_SOFT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_TV: tl.constexpr,
@@ -231,7 +230,7 @@ def gradient_kernel(
     cap = 0.0
     entropy = 0.0
     tv = 0.0
-    below = 0.0
+    less_mass = 0.0
     if TARGET:
         source = tl.load(SOURCE + row)
         S += source * target_stride
@@ -246,7 +245,7 @@ def gradient_kernel(
         cap = tl.where(tl.load(RANK + row) == 0, tl.load(CAP + row), 0.0)
     if HAS_TV:
         tv = tl.load(TV + row)
-        below = tl.load(BELOW + row)
+        less_mass = tl.load(LESS_MASS + row)
     if (part == 0) & ((label < 0) | (label >= vocab)):
         tl.store(LOST + row, 0.0)
     kl = tl.zeros([BLOCK], tl.float32)
@@ -276,7 +275,7 @@ def gradient_kernel(
             if HAS_TV:
                 if HOT:
                     q = tl.exp2((s - target_lse) * LOG2E)
-                grad += tv * p * (below - tl.where(p < q, 1.0, 0.0))
+                grad += tv * p * (less_mass - tl.where(p < q, 1.0, 0.0))
         here = (label >= start) & (label < tl.minimum(start + BLOCK, last))
         if here:
             grad = tl.where(column == label, grad - hard, grad)
@@ -402,24 +401,8 @@ def deposit_kernel(
     tl.store(OUT + column, value.to(OUT.dtype.element_ty), mask=inside)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The row pass as Triton kernels: float32 logits are read once for the terms and once for the gradient.
-#
-# With hard targets alone both come from one read (`hard_gradient`). Everything around the kernels, merging
-# over shards included, is the contract's own code. Tile sizes were chosen on an H200, where each kernel
-# moves 3.8 to 4.0 TB/s of the 4.0 that a copy reaches. A single kernel for both reads with a barrier among
-# the programs of a row, so that the second read came from the L2 cache, was tried and was slower (0.68 ms
-# against 0.57 a chunk): the waiting costs more than it saves.
-
-
-LANES, WARPS = 512, 8  # a tile of 4 * LANES columns
-BLOCK = 2048
-GRADIENT_TILES = 4  # tiles a program of the gradient kernel
-DEPOSIT_BLOCK = 1024
-
-
 class TritonRows(RowPass):
-    """One launch a method."""
+    """One launch a method; merging over shards and all else around the kernels is the contract's own code."""
 
     one_pass_hard = True
 
@@ -456,20 +439,20 @@ class TritonRows(RowPass):
     def divergence(self, rows: Rows, terms: Terms, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         assert rows.s is not None and rows.source is not None and rows.target is not None
         count, vocab = rows.z.shape
-        kl, tv, below = torch.empty(3, count, device=rows.z.device)
+        kl, tv, less_mass = torch.empty(3, count, device=rows.z.device)
         divergence_kernel[(count,)](
             rows.z, rows.s, rows.source, terms.lse, terms.lse_t, rows.target.lse, rows.target.lse_t, kl, tv,
-            below,
+            less_mass,
             rows.z.stride(0), rows.s.stride(0), vocab, 1 / temperature,
-            HOT=temperature != 1.0, BLOCK=BLOCK, num_warps=WARPS,
+            HOT=temperature != 1.0, BLOCK=TILE_COLUMNS, num_warps=WARPS,
         )  # fmt: skip
-        return kl, tv, below
+        return kl, tv, less_mass
 
     def gradient(
         self, rows: Rows, terms: Terms, factors: Coefficients, config: LossConfig, out: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         count, vocab = rows.z.shape
-        span = BLOCK * GRADIENT_TILES
+        span = TILE_COLUMNS * GRADIENT_TILES
         parts = triton.cdiv(vocab, span)
         has_target = rows.s is not None
         lost = torch.empty(count, device=out.device)
@@ -477,14 +460,14 @@ class TritonRows(RowPass):
         target = rows.target
         gradient_kernel[(count, parts)](
             rows.z, rows.s, rows.source, rows.label, terms.lse, terms.lse_t, terms.entropy, terms.rank,
-            None if target is None else target.lse, None if target is None else target.lse_t, terms.below,
+            None if target is None else target.lse, None if target is None else target.lse_t, terms.less_mass,
             factors.hard, factors.soft, factors.cap, factors.tv, out, lost, kl,
             rows.z.stride(0), 0 if rows.s is None else rows.s.stride(0), out.stride(0), vocab, rows.offset,
             1 / config.temperature, config.logit_softcap, span,
             HAS_HARD=factors.hard is not None, HAS_SOFT=factors.soft is not None,
             HAS_CAP=factors.cap is not None,
             HAS_TV=factors.tv is not None, TARGET=has_target, HOT=config.temperature != 1.0,
-            CAPPED=config.logit_softcap != 0.0, BLOCK=BLOCK, num_warps=WARPS,
+            CAPPED=config.logit_softcap != 0.0, BLOCK=TILE_COLUMNS, num_warps=WARPS,
         )  # fmt: skip
         return lost, None if kl is None else kl.sum(1)
 
@@ -506,10 +489,10 @@ class TritonRows(RowPass):
         lost: Tensor | None, scale: Tensor | None,
     ) -> None:  # fmt: skip
         count, size = part.shape
-        deposit_kernel[(count, triton.cdiv(size, DEPOSIT_BLOCK))](
+        deposit_kernel[(count, triton.cdiv(size, DEPOSIT_COLUMNS))](
             part, lost, scale, head, rows.label, *place, grad, part.stride(0), head.stride(0),
             *grad.stride()[:2], size,
-            GIVE_BACK=lost is not None, SCALED=scale is not None, BLOCK=DEPOSIT_BLOCK, num_warps=4,
+            GIVE_BACK=lost is not None, SCALED=scale is not None, BLOCK=DEPOSIT_COLUMNS, num_warps=4,
         )  # fmt: skip
 
 
@@ -530,13 +513,7 @@ def _launch_sums(
     )  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------------------
-# AdamW as one Triton kernel a parameter: gradient, master and moments are read once and written once.
-#
-# 28 bytes a parameter cross the memory bus (bf16 gradient and weight, fp32 master and moments) and no
-# temporary exists; the same update in plain operations moves about four times as much and keeps fp32
-# copies. Whether the step happens is read on the device, so nobody waits for the verdict.
-
+# ---- AdamW: one kernel a parameter; gradient, master and moments are read once and written once
 
 _BLOCK = 1024
 
@@ -572,6 +549,10 @@ def adam(
     betas: tuple[float, float], eps: float,
 ) -> None:  # fmt: skip
     """Move `weight` and its fp32 `state` (exp_avg, exp_avg_sq, perhaps master) in place, all contiguous.
+
+    28 bytes a parameter cross the memory bus (bf16 gradient and weight, fp32 master and moments) and no
+    temporary exists; the same update in plain operations moves about four times as much. Whether the step
+    happens is read on the device, so nobody waits for the verdict.
 
     `scalars` fp32 [4]: whether to move at all, what multiplies the gradient, 1 - beta1^t, sqrt(1 - beta2^t).
     `rate` is the learning rate of the step, `decay` that times the weight decay.

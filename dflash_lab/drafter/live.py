@@ -1,4 +1,4 @@
-"""Training on states that a live target makes when they are needed: packed rows through its forward."""
+"""Training on states that a live target makes when they are needed: no feature store."""
 
 from __future__ import annotations
 
@@ -21,15 +21,11 @@ from dflash_lab.data.samples import FeatureItem, FlatTokens, read_samples
 from dflash_lab.drafter.rows import Row, seeded
 from dflash_lab.errors import InputError, LabError
 from dflash_lab.models.compiled import captured, why_not_compiled
-from dflash_lab.models.hooks import Taps
-from dflash_lab.models.layer_proof import TOLERANCE, layer_errors
+from dflash_lab.models.hooks import TOLERANCE, Taps, layer_errors
 from dflash_lab.models.load import Target
 from dflash_lab.models.spans import FULL, SLIDING, Span, besides
 
-# ----------------------------------------------------------------------------------------------------
-# Causal attention that stays inside the documents of a packed row, for a transformers model that calls it
-# by name.
-
+logger = logging.getLogger(__name__)
 
 # A name with "flash" in it means a kernel package to transformers.
 ATTENTION = "packed_documents"
@@ -79,43 +75,25 @@ def documents_attention(
             window_size_right=None if sliding_window is None else 0,
         )[0]
         return out[None], None
-    ends = cu_seq_lens_q.tolist()
-    parts = [
-        _attend(q[a:b], k[a:b], v[a:b], scaling, sliding_window) for a, b in itertools.pairwise(ends) if a < b
-    ]
+    parts = []
+    for start, end in itertools.pairwise(cu_seq_lens_q.tolist()):
+        if start == end:
+            continue
+        mask = None
+        if sliding_window is not None:
+            ahead = torch.arange(end - start)[:, None] - torch.arange(end - start)
+            mask = (ahead >= 0) & (ahead < sliding_window)
+        q1, k1, v1 = (tensor[start:end].transpose(0, 1)[None] for tensor in (q, k, v))  # [1, heads, L, d]
+        out = F.scaled_dot_product_attention(
+            q1, k1, v1, attn_mask=mask, is_causal=mask is None, scale=scaling,
+            enable_gqa=q1.shape[1] != k1.shape[1],
+        )  # fmt: skip
+        parts.append(out[0].transpose(0, 1))
     return torch.cat(parts)[None], None
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None) -> Tensor:
-    """One document on a CPU: [L, heads, d] -> [L, nq, d]."""
-    mask = None
-    if window is not None:
-        ahead = torch.arange(len(q))[:, None] - torch.arange(len(q))
-        mask = (ahead >= 0) & (ahead < window)
-    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return out[0].transpose(0, 1)
 
 
 AttentionInterface.register(ATTENTION, documents_attention)
 
-
-# ----------------------------------------------------------------------------------------------------
-# A packed row through the live target: one forward for all its documents, states left on the device.
-#
-# `packed`: the row runs as one sequence; positions restart with each document and attention stays inside it
-# (FlashAttention's variable-length kernel on CUDA, a document at a time on a CPU). Nothing is padded, and
-# rows of one shape can be compiled and recorded as a CUDA graph, which launches the whole forward at once.
-# `padded`: documents side by side, padded on the right, in batches of similar length. Exact for any causal
-# or recurrent layer; the path of hybrid targets, whose recurrent layers know no documents, and of every
-# target whose packed forward was not equal to the plain one when it was tried.
-#
-# States are rounded to bf16, as a feature store keeps them, so that both train the same drafter.
-
-
-logger = logging.getLogger(__name__)
 
 BOUNDS_STEP = 64  # documents of a row are counted in steps of this many, so that few shapes occur
 Bounds = Sequence[tuple[int, int]]  # first row and the one behind the last of each document
@@ -131,7 +109,15 @@ def unpackable(spans: Sequence[Span], dtype: torch.dtype, cuda: bool) -> str:
 
 
 class RowForward:
-    """Runs packed rows through `target` and hands over the states a drafter is trained on.
+    """Runs packed rows through `target` in one forward and hands over the states a drafter is trained on, on
+    the device, rounded to bf16 as a feature store keeps them, so that both train the same drafter.
+
+    `packed`: the row runs as one sequence; positions restart with each document and attention stays inside it
+    (FlashAttention's variable-length kernel on CUDA, a document at a time on a CPU). Nothing is padded, and
+    rows of one shape can be compiled and recorded as a CUDA graph, which launches the whole forward at once.
+    `padded`: documents side by side, padded on the right, in batches of similar length. Exact for any causal
+    or recurrent layer; the path of hybrid targets, whose recurrent layers know no documents, and of every
+    target whose packed forward was not equal to the plain one when it was tried.
 
     `row_tokens`: rows on CUDA are made this long; `longest`: no document is longer. `compile` fuses each
     layer's small operations (CUDA). `path` says which way was taken.
@@ -144,7 +130,7 @@ class RowForward:
         last = target.num_layers - 1
         self._ids = sorted({*tap_ids, last})
         self._order = [self._ids.index(tap) for tap in tap_ids]
-        self._taps = Taps(target.layers, self._ids)
+        self._taps = Taps(target, self._ids)
         self._taps.__enter__()  # before anything is compiled; they stay as long as the target
         self._cuda = target.device.type == "cuda"
         self._graphs: dict[int, _Graph] = {}
@@ -340,22 +326,13 @@ def _token_error(
     gap = (found.double() - wanted.double()).norm(dim=-1)
     if allowed is not None:
         gap = (gap - allowed.double().norm(dim=-1)).clamp_min(0)
-    below = (wanted if scale is None else scale).double().norm(dim=-1).clamp_min(1e-30)
-    error = float((gap / below).median())
+    denominator = (wanted if scale is None else scale).double().norm(dim=-1).clamp_min(1e-30)
+    error = float((gap / denominator).median())
     return error if bool(found.isfinite().all()) else float("inf")
 
 
-# ----------------------------------------------------------------------------------------------------
-# Training samples whose states are made by a live target when they are needed: no feature store.
-#
-# A row is drawn and packed from token ids alone (`bare`, cheap, on the prefetch thread); its states are
-# filled in on the training device by one forward of the whole row (`fill`). Nothing is kept, so the
-# target's states cost no disk and every epoch runs the target again. What is filled in depends on the row
-# alone, so a run resumes exactly, as from a store.
-
-
 class SampleItems:
-    """The samples of a file without states: what rows are planned and packed from."""
+    """The samples of a file without states: what rows are planned and packed from, on the prefetch thread."""
 
     def __init__(self, path: Path | str, hidden_size: int, tap_ids: list[int]) -> None:
         """Read all tokens into memory (5 bytes a token)."""
@@ -405,7 +382,9 @@ class SampleItems:
 
 
 class LiveItems(SampleItems):
-    """Samples and the target that fills in their states, on the target's device.
+    """Samples and the target that fills in their states, on the target's device, a row at a time. Nothing is
+    kept: states cost no disk, and every epoch runs the target again. What is filled in depends on the row
+    alone, so a run resumes exactly, as from a store.
 
     The target is theirs from then on: its attention is told apart by documents, so it runs no other forwards.
     """
@@ -434,15 +413,12 @@ class LiveItems(SampleItems):
     def begin(self, epoch: int, index: int) -> None:
         """Rows are filled when they are asked for; nothing runs ahead."""
 
-    def fill(self, row: Row, epoch: int, index: int) -> Row:
-        """`row`, on the target's device, with its states."""
-        return self._filled(row)
-
     def fill_heldout(self, row: Row, number: int) -> Row:
-        """The same for held-out row `number`."""
-        return self._filled(row)
+        """Held-out row `number` with its states."""
+        return self.fill(row)
 
-    def _filled(self, row: Row) -> Row:
+    def fill(self, row: Row, epoch: int = 0, index: int = 0) -> Row:
+        """`row`, on the target's device, with its states, which its place in the data does not change."""
         bounds = [
             (part.context_start, part.context_stop)
             for part in row.layout.segments

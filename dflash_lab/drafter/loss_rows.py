@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -20,15 +20,14 @@ from dflash_lab.drafter.loss_terms import (
     finish_target,
 )
 
-# ----------------------------------------------------------------------------------------------------
-# The contract of a row pass: what is done to a chunk's logits between the matmuls.
-#
-# A backend provides sums, divergences and the logit gradient; a backend that can do a step of the sweep in
-# fewer kernels overrides that step too. Everything is per row, so chunks of any size give the same result.
-
 
 class RowPass(ABC):
-    """One backend. -inf logits (padding) contribute 0; a row with NaN or +inf, or all -inf, becomes NaN."""
+    """One backend: sums, divergences and the logit gradient; one that can do a step of the sweep in fewer
+    kernels overrides that step too.
+
+    Everything is per row, so chunks of any size give the same result. -inf logits (padding) contribute 0; a
+    row with NaN or +inf, or all -inf, becomes NaN.
+    """
 
     one_pass_hard = False  # whether `hard_gradient` exists
 
@@ -52,7 +51,7 @@ class RowPass(ABC):
     ) -> tuple[Tensor, Tensor | None]:
         """Write d loss / d (logits before the soft cap) of every row into `out` [n, V], in out's dtype:
 
-            hard (p - 1[y]) + soft (p_T - q_T) - cap 1[rank 0] p (log p + H) + tv p (below - 1[p < q])
+            hard (p - 1[y]) + soft (p_T - q_T) - cap 1[rank 0] p (log p + H) + tv p (less_mass - 1[p < q])
 
         times 1 - (z / softcap)^2. Returns
 
@@ -109,176 +108,120 @@ class RowPass(ABC):
         grad[place] = part.to(grad.dtype)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The row pass in plain torch: any device, any float dtype; the reference that the other passes must equal.
-#
-# It walks a chunk in strips of rows, so that its temporaries (about six strips) stay small beside the
-# chunk, and within a CPU's cache.
-
-
 STRIP_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}
 _FAR = -1e4  # e^-10000 = 0 in every dtype: stands for -inf where 0 * -inf would be NaN
 
 
 class TorchRows(RowPass):
-    """Strip by strip, each strip by the functions below."""
+    """Plain torch: any device, any float dtype; the reference that other passes must equal.
+
+    It walks a chunk in strips of rows, so that its temporaries (about six strips) stay small beside the
+    chunk, and within a CPU's cache.
+    """
 
     def drafter_sums(self, rows: Rows, label_logit: Tensor, temperature: float) -> DrafterSums:
+        column = torch.arange(rows.z.shape[1], device=rows.z.device)
         label = rows.label - rows.offset
-        parts = [
-            drafter_strip(rows.z[i:j], label_logit[i:j], label[i:j], rows.offset, temperature)
-            for i, j in strips(rows.z)
-        ]
-        return DrafterSums(*(torch.cat(column) for column in zip(*parts)))
+
+        def sums(strip: slice) -> tuple[Tensor, ...]:
+            z, logit = rows.z[strip], label_logit[strip, None]
+            peak, argmax = z.max(1)
+            distance = (z - peak[:, None]).clamp_min(_FAR)
+            mass = distance.exp()
+            mass_t = mass.sum(1) if temperature == 1.0 else (distance / temperature).exp().sum(1)
+            tie = (z == logit) & (column < label[strip, None])
+            above = ((z > logit) | tie).sum(1)
+            return peak, mass.sum(1), (mass * distance).sum(1), mass_t, argmax + rows.offset, above
+
+        return DrafterSums(*_by_strips(sums, rows.z))
 
     def target_sums(self, s: Tensor, offset: int, temperature: float) -> TargetSums:
-        parts = [target_strip(s[i:j], offset, temperature) for i, j in strips(s)]
-        return TargetSums(*(torch.cat(column) for column in zip(*parts)))
+        def sums(strip: slice) -> tuple[Tensor, ...]:
+            peak, argmax = s[strip].max(1)
+            distance = s[strip] - peak[:, None]
+            mass = distance.exp().sum(1)
+            mass_t = mass if temperature == 1.0 else (distance / temperature).exp().sum(1)
+            return peak, mass, mass_t, argmax + offset
+
+        return TargetSums(*_by_strips(sums, s))
 
     def divergence(self, rows: Rows, terms: Terms, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         assert rows.s is not None and rows.source is not None and rows.target is not None
-        parts = []
-        for i, j in strips(rows.z):
-            source = rows.source[i:j]
-            parts.append(
-                divergence_strip(
-                    rows.z[i:j], rows.s[source], terms.lse[i:j], terms.lse_t[i:j],
-                    rows.target.lse[source], rows.target.lse_t[source], temperature,
-                )
-            )  # fmt: skip
-        kl, tv, below = (torch.cat(column) for column in zip(*parts))
-        return kl, tv, below
+        all_s, source, target = rows.s, rows.source, rows.target
+
+        def sums(strip: slice) -> tuple[Tensor, ...]:
+            z, which = rows.z[strip], source[strip]
+            s = all_s[which]
+            p, q = (z - terms.lse[strip, None]).exp(), (s - target.lse[which, None]).exp()
+            kl = _kl(z, s, terms.lse_t[strip], target.lse_t[which], temperature)
+            return kl, (q - p).clamp_min(0).sum(1), torch.where(p < q, p, 0).sum(1)
+
+        kl, tv, less_mass = _by_strips(sums, rows.z)
+        return kl, tv, less_mass
 
     def gradient(
         self, rows: Rows, terms: Terms, factors: Coefficients, config: LossConfig, out: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         lost, kl = torch.empty_like(terms.ce), None if rows.s is None else torch.empty_like(terms.ce)
-        owned, label = rows.owned, rows.local_label
-        for i, j in strips(rows.z):
-            s, target_lse, target_lse_t = None, None, None
+        temperature, softcap = config.temperature, config.logit_softcap
+        owned, label = rows.owned, rows.local_label[:, None]
+
+        def fill(strip: slice) -> None:
+            z, term, factor = rows.z[strip], terms[strip], factors[strip]
+            s = target_lse = target_lse_t = None
             if rows.s is not None and rows.source is not None and rows.target is not None:
-                source = rows.source[i:j]
+                source = rows.source[strip]
                 s, target_lse, target_lse_t = (
                     rows.s[source],
                     rows.target.lse[source],
                     rows.target.lse_t[source],
                 )
-            grad, part = gradient_strip(
-                rows.z[i:j], s, terms.slice(i, j), target_lse, target_lse_t, factors.slice(i, j),
-                config.temperature,
-                config.logit_softcap,
-            )  # fmt: skip
-            out[i:j] = grad
-            at_label = grad.gather(1, label[i:j, None])[:, 0]
-            lost[i:j] = subtract_label(
-                out[i:j],
-                at_label,
-                rows.z[i:j],
-                owned[i:j],
-                label[i:j],
-                factors.slice(i, j),
-                config.logit_softcap,
-            )
-            if kl is not None and part is not None:
-                kl[i:j] = part
+            log_p = (z - term.lse[:, None]).clamp_min(_FAR)
+            p = log_p.exp()
+            grad = torch.zeros_like(z) if factor.hard is None else factor.hard[:, None] * p
+            if factor.soft is not None:
+                assert s is not None and target_lse_t is not None
+                p_t = p if temperature == 1.0 else (z / temperature - term.lse_t[:, None]).exp()
+                q_t = (_over(s, temperature) - target_lse_t[:, None]).exp()
+                grad = grad + factor.soft[:, None] * (p_t - q_t)
+                del p_t, q_t
+            if factor.cap is not None:
+                cap = torch.where(term.rank == 0, factor.cap, 0)
+                grad = grad - cap[:, None] * p * (log_p + term.entropy[:, None])
+            if factor.tv is not None:
+                assert s is not None and target_lse is not None and term.less_mass is not None
+                less = (p < (s - target_lse[:, None]).exp()).to(p.dtype)
+                grad = grad + factor.tv[:, None] * p * (term.less_mass[:, None] - less)
+            if softcap:
+                grad = grad * (1 - (z / softcap) ** 2)
+            if kl is not None and s is not None and target_lse_t is not None:
+                kl[strip] = _kl(z, s, term.lse_t, target_lse_t, temperature)
+            out[strip] = grad
+            # The label's own entry, p - 1, from the numbers before rounding, and what its rounding loses.
+            at_label = grad.gather(1, label[strip])[:, 0]
+            if factor.hard is not None:
+                hard = factor.hard
+                if softcap:
+                    hard = hard * (1 - (z.gather(1, label[strip])[:, 0] / softcap) ** 2)
+                at_label = torch.where(owned[strip], at_label - hard, at_label)
+            rounded = at_label.to(out.dtype)
+            out[strip].scatter_(1, label[strip], rounded[:, None])
+            lost[strip] = torch.where(owned[strip], at_label - rounded.to(at_label.dtype), 0)
+
+        for strip in strips(rows.z):
+            fill(strip)
         return lost, kl
 
 
-def drafter_strip(
-    z: Tensor, label_logit: Tensor, label: Tensor, offset: int, temperature: float
-) -> tuple[Tensor, ...]:
-    """The fields of `DrafterSums` for rows z [n, V]; `label` counts from this slice."""
-    column = torch.arange(z.shape[1], device=z.device)
-    peak, argmax = z.max(1)
-    distance = (z - peak[:, None]).clamp_min(_FAR)
-    mass = distance.exp()
-    mass_t = mass.sum(1) if temperature == 1.0 else (distance / temperature).exp().sum(1)
-    tie = (z == label_logit[:, None]) & (column < label[:, None])
-    above = ((z > label_logit[:, None]) | tie).sum(1)
-    return peak, mass.sum(1), (mass * distance).sum(1), mass_t, argmax + offset, above
-
-
-def target_strip(s: Tensor, offset: int, temperature: float) -> tuple[Tensor, ...]:
-    """The fields of `TargetSums` for rows s [u, V]."""
-    peak, argmax = s.max(1)
-    distance = s - peak[:, None]
-    mass = distance.exp().sum(1)
-    mass_t = mass if temperature == 1.0 else (distance / temperature).exp().sum(1)
-    return peak, mass, mass_t, argmax + offset
-
-
-def divergence_strip(
-    z: Tensor,
-    s: Tensor,
-    lse: Tensor,
-    lse_t: Tensor,
-    target_lse: Tensor,
-    target_lse_t: Tensor,
-    temperature: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`RowPass.divergence` for rows z, s [n, V]."""
-    p, q = (z - lse[:, None]).exp(), (s - target_lse[:, None]).exp()
-    kl = _kl(z, s, lse_t, target_lse_t, temperature)
-    return kl, (q - p).clamp_min(0).sum(1), torch.where(p < q, p, 0).sum(1)
-
-
-def gradient_strip(
-    z: Tensor,
-    s: Tensor | None,
-    terms: Terms,
-    target_lse: Tensor | None,
-    target_lse_t: Tensor | None,
-    factors: Coefficients,
-    temperature: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor | None]:
-    """(d loss / d z [n, V] but for the label's own entry, KL [n] or None) for rows z, s [n, V]."""
-    log_p = (z - terms.lse[:, None]).clamp_min(_FAR)
-    p = log_p.exp()
-    grad = torch.zeros_like(z) if factors.hard is None else factors.hard[:, None] * p
-    if factors.soft is not None:
-        assert s is not None and target_lse_t is not None
-        p_t = p if temperature == 1.0 else (z / temperature - terms.lse_t[:, None]).exp()
-        grad = grad + factors.soft[:, None] * (p_t - (_over(s, temperature) - target_lse_t[:, None]).exp())
-    if factors.cap is not None:
-        cap = torch.where(terms.rank == 0, factors.cap, 0)
-        grad = grad - cap[:, None] * p * (log_p + terms.entropy[:, None])
-    if factors.tv is not None:
-        assert s is not None and target_lse is not None and terms.below is not None
-        less = (p < (s - target_lse[:, None]).exp()).to(p.dtype)
-        grad = grad + factors.tv[:, None] * p * (terms.below[:, None] - less)
-    if softcap:
-        grad = grad * (1 - (z / softcap) ** 2)
-    if s is None or target_lse_t is None:
-        return grad, None
-    return grad, _kl(z, s, terms.lse_t, target_lse_t, temperature)
-
-
-def subtract_label(
-    out: Tensor,
-    at_label: Tensor,
-    z: Tensor,
-    owned: Tensor,
-    label: Tensor,
-    factors: Coefficients,
-    softcap: float,
-) -> Tensor:
-    """Write the label's own entry, at_label - hard, into out [n, V]; return what its rounding lost [n].
-
-    `at_label` is the entry of `gradient_strip` before rounding. Rows whose label another slice owns stay.
-    """
-    column = label[:, None]
-    if factors.hard is not None:
-        hard = factors.hard
-        if softcap:
-            hard = hard * (1 - (z.gather(1, column)[:, 0] / softcap) ** 2)
-        at_label = torch.where(owned, at_label - hard, at_label)
-    rounded = at_label.to(out.dtype)
-    out.scatter_(1, column, rounded[:, None])
-    return torch.where(owned, at_label - rounded.to(at_label.dtype), 0)
+def _by_strips(sums: Callable[[slice], tuple[Tensor, ...]], z: Tensor) -> list[Tensor]:
+    """What `sums` returns of each strip of rows, put together."""
+    return [torch.cat(column) for column in zip(*map(sums, strips(z)))]
 
 
 def _kl(z: Tensor, s: Tensor, lse_t: Tensor, target_lse_t: Tensor, temperature: float) -> Tensor:
+    """KL(q || p) of rows of logits z, s [n, V]. (From sums alone, sum q (s - z) - lse + lse, it would cancel
+    near convergence.)
+    """
     log_q = _over(s, temperature) - target_lse_t[:, None]
     q = log_q.exp()
     return torch.where(q == 0, 0, q * (log_q - (_over(z, temperature) - lse_t[:, None]))).sum(1)
@@ -288,8 +231,8 @@ def _over(logits: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1.0 else logits / temperature
 
 
-def strips(z: Tensor) -> Iterator[tuple[int, int]]:
-    """(start, end) of strips of rows, at most STRIP_ELEMENTS elements each."""
+def strips(z: Tensor) -> Iterator[slice]:
+    """Strips of rows, at most STRIP_ELEMENTS elements each."""
     rows = max(1, STRIP_ELEMENTS.get(z.device.type, 1 << 20) // z.shape[1])
     for start in range(0, z.shape[0], rows):
-        yield start, min(start + rows, z.shape[0])
+        yield slice(start, min(start + rows, z.shape[0]))

@@ -2,68 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dflash_lab.errors import InputError, near
-
-# ----------------------------------------------------------------------------------------------------
-# Backward passes that are not differentiable themselves.
-#
-# PyTorch's `once_differentiable` notices a second derivative only where the incoming gradient depends on
-# something. That of a plain `loss.backward(create_graph=True)` is the constant 1: a penalty on the gradient
-# would then be dropped without a word, and training would go on without it.
-
-
-def first_order(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate the `backward` of an autograd function: with create_graph=True it raises `InputError`.
-
-    `what` begins the message, as "the fused loss".
-    """
-
-    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(backward)
-        def checked(*arguments: Any) -> Any:
-            if torch.is_grad_enabled():  # a backward pass has it off, except to build a graph of itself
-                raise InputError(
-                    f"{what} has a first derivative only, and create_graph=True asks for a second: a penalty "
-                    "on its gradient would be dropped. Take it without create_graph, or put the penalty on a "
-                    "loss of plain torch operations over the logits."
-                )
-            return backward(*arguments)
-
-        return checked
-
-    return decorate
-
-
-# ----------------------------------------------------------------------------------------------------
-# What the draft loss is made of: one frozen set of weights, checked when it is built.
-#
-# Per live row with drafter logits z, target logits s, label y and weight w:
-#
-#     w * [ hard * CE(z, y)  +  soft * T^2 * KL(softmax(s/T) || softmax(z/T))
-#           + cap * 1[argmax z = y] * H(softmax z)  +  tv * TV(softmax s, softmax z)
-#           + lk * (lam * KL + (1 - lam) * TV),   lam = exp(-lk_decay * (1 - TV)) held constant
-#           + length * (1 - A_1 A_2 ... A_k) ]
-#
-# The third term is the confidence-aware parallel loss of LLaDA 2.0 (arXiv:2512.15745), the fifth the LK
-# hybrid of arXiv:2602.23881. The last is the expected accepted length itself: A_j is the probability that
-# slot j is accepted (1 where it is not live), so with weights of 1 its sum over a block is the number of
-# live slots minus (E[tau] - 1). Greedy decoding accepts slot j if it is the label, A_j = softmax(z)[y]
-# (`acceptance="label"`); rejection sampling accepts it with A_j = 1 - TV (`"overlap"`).
-#
-# `weighting="dpace"` multiplies the given weights of a block by D-PACE's: with s_k = (1-alpha) exp(-CE_k) +
-# alpha (1 where the slot is not live) and P_k = s_1 ... s_k, slot k weighs the sum of P_j over the live j
-# >= k. With alpha = 0 and the hard term alone the gradient is then that of minus the expected accepted
-# length too.
-
 
 LABEL_SOURCES = ("data", "argmax")
 ACCEPTANCES = ("label", "overlap")
@@ -74,6 +20,18 @@ WEIGHTINGS = ("given", "dpace")
 class LossConfig:
     """Terms and options of the draft loss; every weight is a plain factor, 0 leaves the term out.
 
+    Per live row with drafter logits z, target logits s, label y and weight w:
+
+        w * [ hard * CE(z, y)  +  soft * T^2 * KL(softmax(s/T) || softmax(z/T))
+              + cap * 1[argmax z = y] * H(softmax z)  +  tv * TV(softmax s, softmax z)
+              + lk * (lam * KL + (1 - lam) * TV),   lam = exp(-lk_decay * (1 - TV)) held constant
+              + length * (1 - A_1 A_2 ... A_k) ]
+
+    The third term is the confidence-aware parallel loss of LLaDA 2.0 (arXiv:2512.15745), the fifth the LK
+    hybrid of arXiv:2602.23881. The last is the expected accepted length itself: A_j is the probability that
+    slot j is accepted (1 where it is not live), so with weights of 1 its sum over a block is the number of
+    live slots minus (E[tau] - 1).
+
     Args:
         hard_weight: factor of the cross-entropy with the label.
         soft_weight: factor of T^2 KL(target || drafter), both at `temperature`.
@@ -82,11 +40,14 @@ class LossConfig:
         tv_weight: factor of the total variation distance, 1 - sum min(p, q).
         lk_weight, lk_decay: factor of the LK hybrid and its decay; needs temperature 1.
         length_weight: factor of the expected length term; not with D-PACE, which is another form of it.
-        acceptance: of a slot in the length term, 'label' or 'overlap'.
+        acceptance: A_j of the length term: 'label', greedy decoding's softmax(z)[y], or 'overlap', rejection
+            sampling's 1 - TV.
         label_source: 'data' takes the labels given; 'argmax' takes the target's argmax, found in the same
             pass.
-        weighting: 'given' takes the weights as they are; 'dpace' multiplies them by D-PACE's block weights.
-        dpace_alpha: floor of D-PACE's confidences, in [0, 1].
+        weighting: 'given' takes the weights as they are; 'dpace' multiplies them by `dpace_weights`. With
+            dpace_alpha = 0 and the hard term alone the gradient is then that of minus the expected accepted
+            length.
+        dpace_alpha: least confidence of a slot in D-PACE, in [0, 1].
         logit_scale: logits are multiplied by it before anything else (a model's output multiplier), both
             sides.
         logit_softcap: c > 0 replaces logits by c * tanh(logit / c), both sides; 0 is off.
@@ -182,24 +143,12 @@ def _number(
         raise InputError(f"LossConfig.{name} = {value!r}: must be {bound}.")
 
 
-# ----------------------------------------------------------------------------------------------------
-# The numbers that sweeps over a row's logits yield, in two steps: sums over the vocabulary, then terms of
-# the loss.
-#
-# Sums can be taken over any slice of the vocabulary and merged, which is all that the vocabulary-parallel
-# mode needs. With z the drafter's logits of a row and y its label:
-#
-#     lse = log sum e^z = peak + log mass        CE = lse - z_y        H = lse - sum p z = log mass - slope /
-#     mass
-#
-# KL and TV compare both rows element by element once both are normalised; that happens where the gradient
-# is written, which reads both rows anyway. (Taking KL from sums alone, sum q (s - z) - lse + lse, cancels
-# near convergence.)
+# ---- sums over the vocabulary, which may be taken over slices of it and merged, and the terms they yield
 
 
 @dataclass(frozen=True)
 class DrafterSums:
-    """Sums over a slice of the vocabulary for each drafter row, all [n]."""
+    """Sums over a slice of the vocabulary for each drafter row of logits z, all [n]."""
 
     peak: Tensor  # max z
     mass: Tensor  # sum e^(z - peak)
@@ -272,7 +221,7 @@ class Terms:
     kl: Tensor | None = None
     target_argmax: Tensor | None = None  # int64
     tv: Tensor | None = None
-    below: Tensor | None = None  # sum of p over tokens with p < q
+    less_mass: Tensor | None = None  # sum of p over tokens with p < q
     reached: Tensor | None = None  # probability that the block is accepted up to this slot
 
     @classmethod
@@ -302,24 +251,24 @@ class Terms:
             kl=floats() if target else None,
             target_argmax=whole() if target else None,
             tv=floats() if overlap else None,
-            below=floats() if overlap else None,
+            less_mass=floats() if overlap else None,
             reached=floats() if length else None,
         )
 
-    def slice(self, start: int, end: int) -> Terms:
-        """Views of rows [start, end)."""
-
-        def cut(value: Tensor | None) -> Tensor | None:
-            return None if value is None else value[start:end]
-
-        return Terms(**{field.name: cut(getattr(self, field.name)) for field in fields(self)})  # type: ignore[arg-type]
+    def __getitem__(self, part: slice) -> Terms:
+        """Views of some rows."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return Terms(*(None if value is None else value[part] for value in values))  # type: ignore[arg-type]
 
 
 def finish_drafter(
     sums: DrafterSums, label_logit: Tensor, label: Tensor, vocab: int, temperature: float, out: Terms
 ) -> None:
-    """Terms from sums over the whole vocabulary. A label outside [0, vocab) makes its row NaN instead of a
-    wrong read.
+    """Fill terms from sums over the whole vocabulary. With y the label of a row:
+
+        lse = log sum e^z = peak + log mass    CE = lse - z_y    H = lse - sum p z = log mass - slope / mass
+
+    A label outside [0, vocab) makes its row NaN instead of a wrong read.
     """
     log_mass = sums.mass.log()
     out.lse.copy_(sums.peak + log_mass)
@@ -338,15 +287,7 @@ def finish_target(sums: TargetSums, temperature: float) -> TargetTerms:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# From a chunk's terms to each row's coefficients: the given weights, D-PACE's block weights, the LK
-# hybrid's mixture, the length term.
-#
-# This step stands between the pass that computes the terms and the pass that writes the gradient, because
-# D-PACE and the length term need the acceptances of a whole block and the LK hybrid the row's TV. D-PACE's
-# and LK's numbers are held constant (no gradient flows through them). The length term needs no more than
-# that either: a product's derivative by one factor is the product of the others, so in each row its
-# gradient is a number times that of the row's own acceptance, which is that of CE or of TV.
+# ---- what multiplies each row's gradient, once its terms are known
 
 
 @dataclass(frozen=True)
@@ -361,50 +302,51 @@ class Coefficients:
     cap: Tensor | None
     tv: Tensor | None
 
-    def slice(self, start: int, end: int) -> Coefficients:
-        """Views of rows [start, end)."""
+    def __getitem__(self, part: slice) -> Coefficients:
+        """Views of some rows."""
         values = (self.hard, self.soft, self.cap, self.tv)
-        return Coefficients(*(None if value is None else value[start:end] for value in values))
+        return Coefficients(*(None if value is None else value[part] for value in values))
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where live rows stand within whole blocks of `size` slots."""
+class Blocks:
+    """Where the live rows [n] of whole blocks stand in them."""
 
     block: Tensor  # [n] int64, counted from 0 within these rows
     slot: Tensor  # [n] int64
-    back: Tensor  # [n] int64: slots after it
-    blocks: int
-    size: int
+    count: int  # blocks
+    size: int  # slots of a block
 
-    def spread(self, value: Tensor, fill: float) -> Tensor:
-        """[blocks, size]: `value` [n] at its slots, `fill` where no row is live."""
-        out = value.new_full((self.blocks, self.size), fill)
-        out[self.block, self.slot] = value
-        return out
+    def prefix_products(self, value: Tensor) -> Tensor:
+        """[n]: product of `value` [n] over a block's live rows up to each."""
+        grid = value.new_ones(self.count, self.size)
+        grid[self.block, self.slot] = value
+        return grid.cumprod(1)[self.block, self.slot]
 
-    def hanging(self, value: Tensor) -> Tensor:
-        """[n]: sums of `value` [n] over a block's live rows from each on."""
-        out = value.new_zeros(self.blocks, self.size)
-        out[self.block, self.back] = value
-        return out.cumsum(1)[self.block, self.back]
+    def suffix_sums(self, value: Tensor) -> Tensor:
+        """[n]: sum of `value` [n] over a block's live rows from each on."""
+        back = self.size - 1 - self.slot
+        grid = value.new_zeros(self.count, self.size)
+        grid[self.block, back] = value
+        return grid.cumsum(1)[self.block, back]
 
 
-def dpace_weights(ce: Tensor, places: Places, alpha: float) -> Tensor:
-    """D-PACE: w_k = sum over live j >= k of P_j, P_j = prod over i <= j of s_i, s_i = (1 - alpha) e^-CE_i +
-    alpha, for the live rows [n] of whole blocks.
+def dpace_weights(ce: Tensor, blocks: Blocks, alpha: float) -> Tensor:
+    """D-PACE [n]: w_k = sum over live j >= k of P_j, P_j = prod over live i <= j of s_i, s_i =
+    (1 - alpha) e^-CE_i + alpha, held constant.
 
-    s_i = 1 where slot i is not live. w_k is d(sum_j P_j) / d(log s_k), the marginal gain of confidence in
-    slot k.
+    w_k is d(sum_j P_j) / d(log s_k), the marginal gain of confidence in slot k.
     """
-    confidence = places.spread((1 - alpha) * torch.exp(-ce) + alpha, 1.0)
-    return places.hanging(confidence.cumprod(1)[places.block, places.slot])
+    return blocks.suffix_sums(blocks.prefix_products((1 - alpha) * torch.exp(-ce) + alpha))
 
 
 @dataclass(frozen=True)
 class Length:
-    """The length term of whole blocks, all [n]: `reached` P_k = A_1 ... A_k, and `gain` -d(sum of weight *
-    P) / d(minus log A_k) = the weighted P_j that hang on slot k, sum over live j >= k.
+    """The length term of whole blocks, all [n]: `reached` P_k = A_1 ... A_k, and `gain` the weighted P_j that
+    hang on slot k, sum over live j >= k.
+
+    A product's derivative by one factor is the product of the others, so the term's gradient in a row is
+    `gain` times that of -log A_k, which is that of CE, or of TV over A_k.
     """
 
     reached: Tensor
@@ -415,20 +357,20 @@ class Length:
 SMALLEST = 1e-30  # acceptance: what hangs on a slot is divided by it
 
 
-def length(acceptance: Tensor, weight: Tensor, places: Places) -> Length:
+def length_term(acceptance: Tensor, weight: Tensor, blocks: Blocks) -> Length:
     """The length term for the live rows of whole blocks."""
     acceptance = acceptance.clamp_min(SMALLEST)
-    reached = places.spread(acceptance, 1.0).cumprod(1)[places.block, places.slot]
-    return Length(reached, places.hanging(reached * weight), acceptance)
+    reached = blocks.prefix_products(acceptance)
+    return Length(reached, blocks.suffix_sums(reached * weight), acceptance)
 
 
 def lk_mixture(tv: Tensor, config: LossConfig) -> Tensor:
-    """The LK hybrid's share of KL, lam = exp(-decay * (1 - TV)), [n]."""
+    """The LK hybrid's share of KL, lam = exp(-decay * (1 - TV)), [n], held constant."""
     return torch.exp(-config.lk_decay * (1 - tv))
 
 
 def coefficients(
-    terms: Terms, config: LossConfig, scale: Tensor | None, hanging: Length | None = None
+    terms: Terms, config: LossConfig, scale: Tensor | None, length: Length | None = None
 ) -> Coefficients:
     """Coefficients of scale * gradient with respect to the logits before `logit_scale`."""
     weight = terms.weight * config.logit_scale if config.logit_scale != 1.0 else terms.weight
@@ -442,11 +384,11 @@ def coefficients(
         lam = lk_mixture(terms.tv, config)
         soft = config.lk_weight * weight * lam + (0 if soft is None else soft)
         tv = config.lk_weight * weight * (1 - lam) + (0 if tv is None else tv)
-    if hanging is not None:
-        gain = config.length_weight * config.logit_scale * hanging.gain
+    if length is not None:
+        gain = config.length_weight * config.logit_scale * length.gain
         gain = gain if scale is None else gain * scale
         if config.overlaps:  # A = 1 - TV: -d log A = dTV / A
-            tv = gain / hanging.acceptance + (0 if tv is None else tv)
+            tv = gain / length.acceptance + (0 if tv is None else tv)
         else:  # -d log A = dCE
             hard = gain + (0 if hard is None else hard)
     return Coefficients(hard, soft, cap, tv)

@@ -1,4 +1,4 @@
-"""From a packed row to its loss and its metrics."""
+"""From a packed row to its loss and its metrics, under the settings of a training run."""
 
 from __future__ import annotations
 
@@ -27,12 +27,10 @@ from dflash_lab.errors import InputError
 if TYPE_CHECKING:
     from dflash_lab.models.load import TargetHead
 
-# ----------------------------------------------------------------------------------------------------
-# Everything a training run is told, checked when it is made. The stage's parameters are turned into one of
-# these.
-
+logger = logging.getLogger(__name__)
 
 DENOMINATORS = ("weights", "mask")
+SELECTOR_ELEMENTS = 1 << 26  # of the selector's logits held at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,23 +105,14 @@ class TrainSettings:
         return values
 
 
-# ----------------------------------------------------------------------------------------------------
-# How DFlash 2's selector learns: pick the label among the best candidates of a slot, given the right
-# predecessor.
-#
-# The candidates are the drafter's own top k (their indices are not differentiated, their logits are); a
-# label that is not among them takes the last place, so that there is always something to learn. The
-# predecessor is the data token before the slot (teacher forcing). Its cross-entropy weighs slots as the
-# main loss does.
-
-
-ELEMENTS = 1 << 26  # logits held at once
-
-
 def selector_loss(
     drafter: Drafter, hidden: Tensor, head: Tensor, labels: Tensor, rows: RowStats
 ) -> tuple[Tensor, Tensor]:
-    """Weighted sum of the selector's cross-entropy, and its choices [A, B] (-1 where none counts).
+    """Weighted sum of the cross-entropy of DFlash 2's selector; its choices [A, B] (-1 where none counts).
+
+    The selector learns to pick the label among the drafter's own top k (their indices are not differentiated,
+    their logits are), given the data token before the slot (teacher forcing). A label that is not among them
+    takes the last place, so that there is always something to learn. Slots weigh as in the main loss.
 
     hidden [A, B, H] of the drafter, head [V, H], labels [A, B] data tokens (slot 0: the anchor), `rows` the
     main loss's statistics, whose labels and weights are used. A choice is one of the true top k: it is wrong
@@ -133,7 +122,7 @@ def selector_loss(
     states, wanted, weights = hidden[rows.live], rows.label[rows.live], rows.weight[rows.live]
     total = hidden.new_zeros((), dtype=torch.float32)
     picks = [previous[:0]]
-    size = max(1, ELEMENTS // head.shape[0])
+    size = max(1, SELECTOR_ELEMENTS // head.shape[0])
     for start in range(0, len(states), size):
         part = slice(start, start + size)
         losses, pick = checkpoint(
@@ -167,14 +156,6 @@ def _choose(
     return losses, taught.gather(-1, free[:, None])[:, 0]
 
 
-# ----------------------------------------------------------------------------------------------------
-# From a packed row to its loss: embed the blocks, run the drafter, compare with what the target says.
-#
-# The head and the embedding are the target's and frozen. Teacher states are the target's own last hidden
-# states at a + k - 1 through its own final norm: they give its distribution of the token at a + k, exact
-# when slots 1 .. k-1 are right, which is the case that acceptance depends on.
-
-
 def add_noise(taps: Tensor, std: float, generator: torch.Generator) -> Tensor:
     """taps + uniform noise in (-std, std), independent for every element; `generator` lives on the taps'
     device.
@@ -190,19 +171,21 @@ TERMS = ("ce", "kl", "cap", "tv", "lk", "length", "selector")
 @dataclass(frozen=True)
 class RowLoss:
     """What a row costs: `total` (differentiable, unnormalised), the part that each of TERMS has in it [7],
-    `below` (what it is divided by), statistics of its slots, and the tokens [A, B] that DFlash 2's selector
+    `denominator`, statistics of its slots, and the tokens [A, B] that DFlash 2's selector
     chose (None without one).
     """
 
     total: Tensor
     parts: Tensor
-    below: Tensor
+    denominator: Tensor
     rows: RowStats
     chosen: Tensor | None
 
 
 class Objective:
-    """The loss of packed rows under a run's settings, on the device of `head`."""
+    """The loss of packed rows under a run's settings, on the device of `head`: embed the blocks, run the
+    drafter, compare with what the target says. Head and embedding are the target's, and frozen.
+    """
 
     def __init__(
         self,
@@ -228,7 +211,7 @@ class Objective:
         scaled = dataclasses.replace(
             settings.loss, logit_scale=config.output_multiplier, logit_softcap=config.final_logit_softcapping
         )
-        self.fused = FusedDraftLoss(scaled, shard=shard, plan_group=plan_group)
+        self.fused = FusedDraftLoss(scaled, shard=shard, group=plan_group)
         on = settings.loss
         factors = [on.hard_weight, on.soft_weight, on.cap_weight, on.tv_weight, on.lk_weight]
         factors += [on.length_weight, settings.selector_weight]
@@ -242,6 +225,10 @@ class Objective:
         """Loss of one row. `model` is `drafter` or a wrapper of it; `taps` [S, K*H] the row's states, with
         noise or without. `teacher` compares with the target where the row has its final states, even if no
         term needs it (one more matrix product).
+
+        These are the target's own last hidden states at a + k - 1, through its own final norm: they give its
+        distribution of the token at a + k, exact when slots 1 .. k-1 are right, the case that acceptance
+        depends on.
         """
         head, device = self.head, self.head.weight.device
         embeddings = head.embed(row.block_ids.to(device)).to(taps.device)
@@ -274,8 +261,8 @@ class Objective:
             sums = {**sums, "selector": selector.detach()}
         found = [sums[name] if name in sums and self.factors[name] else self._none for name in TERMS]
         parts = torch.stack(found) * self._factors
-        below = loss.weight_sum if self.settings.denominator == "weights" else loss.row_count
-        return RowLoss(total, parts, below, loss.rows, chosen)
+        denominator = loss.weight_sum if self.settings.denominator == "weights" else loss.row_count
+        return RowLoss(total, parts, denominator, loss.rows, chosen)
 
     def compare(
         self,
@@ -304,25 +291,14 @@ def on_device(head: TargetHead, device: torch.device | str) -> TargetHead:
     return dataclasses.replace(head, norm=norm, weight=head.weight.to(device, copy=True))
 
 
-# ----------------------------------------------------------------------------------------------------
-# What training and held-out rows say about a drafter, as sums that add over rows, steps and processes.
-#
-# All come from the row statistics of the loss, so nothing is projected twice. Definitions: `streak` is the
-# mean over blocks of accepted drafts + 1, the +1 being the token that every verify round adds, hence the
-# unit of tau. It ends at the response's end, which biases it low there; decoding starts each block after a
-# miss, which biases tau below it. `top_k_streak` is the same if the label only had to be among the k best:
-# what a tree or a selector could reach. `agreement` is how often the target's own argmax is the data token:
-# the ceiling that the data sets. `ce`, `kl` and `entropy` are plain means over slots; `loss_<term>` is the
-# part that a term has in the loss, with its factor and the slots' weights.
-
-
-logger = logging.getLogger(__name__)
 TOP_K = (1, 2, 4, 8, 16)  # powers of two, in order
 BINS = 15  # of confidence, for calibration
 
 
 class Tally:
-    """Running sums on one device; `add` never waits for it, `report` does."""
+    """What rows say about a drafter, as running sums that add over rows, steps and processes; all come from
+    the loss's row statistics, so nothing is projected twice. `add` never waits for the device, `report` does.
+    """
 
     def __init__(self, block_size: int, device: torch.device | str) -> None:
         shapes: dict[str, tuple[int, ...]] = {
@@ -396,7 +372,7 @@ class Tally:
             "selectable": none if right is None else count,
             "loss": row.total.detach(),
             "parts": row.parts,
-            "denominator": row.below,
+            "denominator": row.denominator,
         }
         self.flat += torch.cat([found[name].reshape(-1).to(torch.float64) for name in self.sums])
 
@@ -422,8 +398,18 @@ class Tally:
     def report(self) -> dict[str, Any]:
         """Headline numbers and per-position lists (slots 1 .. B-1). A ratio without data, or of sums that are
         not numbers, is None.
+
+        `streak` is the mean over blocks of accepted drafts + 1, the +1 being the token that every verify
+        round adds, hence the unit of tau. It ends at the response's end, which biases it low there; decoding
+        starts each block after a miss, which biases tau below it. `top<k>_streak` is the same if the label
+        only had to be among the k best: what a tree or a selector could reach. `agreement` is how often the
+        target's own argmax is the data token: the ceiling that the data sets. `ce`, `kl` and `entropy` are
+        plain means over slots; `loss_<term>` is the part that a term has in the loss, with its factor and the
+        slots' weights.
         """
-        sums = self._on_host()
+        host = Tally(len(self.sums["slots"]), "cpu")
+        host.flat.copy_(self.flat)
+        sums = host.sums
         slots = float(sums["slots"].sum())
         bins = sums["bin_count"]
         gap = (sums["bin_confidence"] - sums["bin_correct"]).abs().sum()
@@ -453,16 +439,11 @@ class Tally:
             report[f"top{k}_streak"] = None if hits is None else 1 + hits
         return report
 
-    def _on_host(self) -> dict[str, Tensor]:
-        copy = Tally(len(self.sums["slots"]), "cpu")
-        copy.flat.copy_(self.flat)
-        return copy.sums
 
-
-def _ratio(above: Tensor | float, below: Tensor | float) -> float | None:
-    ratio = float(above) / float(below) if float(below) > 0 else math.nan
+def _ratio(numerator: Tensor | float, denominator: Tensor | float) -> float | None:
+    ratio = float(numerator) / float(denominator) if float(denominator) > 0 else math.nan
     return ratio if math.isfinite(ratio) else None
 
 
-def _ratios(above: Tensor, below: Tensor) -> list[float | None]:
-    return [_ratio(a, b) for a, b in zip(above, below, strict=True)]
+def _ratios(numerators: Tensor, denominators: Tensor) -> list[float | None]:
+    return [_ratio(a, b) for a, b in zip(numerators, denominators, strict=True)]

@@ -1,6 +1,4 @@
-"""Optimizers of the drafter: AdamW and Muon with float32 masters, 8-bit moments, offload, and the rate's
-schedule.
-"""
+"""Optimizers of the drafter: AdamW and Muon with float32 masters, 8-bit moments, offload."""
 
 from __future__ import annotations
 
@@ -19,100 +17,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from dflash_lab.drafter.rows import stream_seed
 from dflash_lab.errors import InputError
 
-# ----------------------------------------------------------------------------------------------------
-# Adam's moments in one byte each: logarithmic codes with a scale for every 256 numbers, rounded at random.
-#
-# A moment moves by a thousandth of itself a step, far less than a code's width (9 %); rounded to the
-# nearest it would stand still. Rounding up or down at random, with the odds that keep the mean, lets it
-# move on average. Codes are logarithmic because a moment that rounds to zero while its partner does not
-# would make a huge step.
-
-
-BLOCK = 256  # numbers that share a scale
-LEVELS = 8  # codes an octave
-
-
-def encode(values: Tensor, generator: torch.Generator, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes and scales of fp32 `values` (any shape): int8 with 7 bits of magnitude (16 octaves below the
-    largest of its block) when `signed`, else uint8 with 8 (32 octaves). Smaller numbers become 0 if
-    signed, else the least code, so that a second moment is never 0 unless its whole block is.
-    """
-    top = 127 if signed else 255
-    flat = values.flatten()
-    blocks = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
-    scales = blocks.abs().amax(1, keepdim=True)
-    share = blocks.abs() / scales.clamp_min(torch.finfo(torch.float32).tiny)  # 0..1
-    exponent = torch.floor(torch.log2(share.clamp_min(2.0**-40)) * LEVELS)
-    low, high = torch.exp2(exponent / LEVELS), torch.exp2((exponent + 1) / LEVELS)
-    draw = torch.rand(share.shape, generator=generator, device=share.device)
-    codes = exponent + (draw < (share - low) / (high - low)) + top
-    codes = torch.where(codes < 1, 0 if signed else 1, codes.clamp(max=top))
-    codes = codes * blocks.sign() if signed else codes
-    packed = codes.to(torch.int8 if signed else torch.uint8).flatten()[: len(flat)]
-    return packed.view(values.shape), scales[:, 0]
-
-
-def decode(codes: Tensor, scales: Tensor) -> Tensor:
-    """The fp32 numbers of `encode`'s codes and scales."""
-    signed = codes.dtype == torch.int8
-    flat = codes.flatten().float()
-    size = torch.exp2((flat.abs() - (127 if signed else 255)) / LEVELS)
-    value = torch.where(flat == 0, 0.0, size * flat.sign())
-    blocks = torch.nn.functional.pad(value, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
-    return (blocks * scales[:, None]).flatten()[: len(flat)].view(codes.shape)
-
-
-# ----------------------------------------------------------------------------------------------------
-# Muon's direction: momenta of matrices, orthogonalised by Newton-Schulz, all of one shape together.
-
-
-def muon_updates(matrices: list[Tensor]) -> list[Tensor]:
-    """Orthogonalised matrices (of one shape or its transpose), their rms about 0.2 as an AdamW step's is:
-    times 0.2 sqrt(max(m, n)).
-    """
-    whole = [m.full_tensor() if isinstance(m, DTensor) else m for m in matrices]  # a shard has no own answer
-    tall = [m.shape[0] > m.shape[1] for m in whole]
-    order = sorted(range(len(whole)), key=tall.__getitem__)
-    wide = torch.stack([whole[i].T if tall[i] else whole[i] for i in order])
-    found = orthogonalized(wide) * (0.2 * math.sqrt(wide.shape[-1]))
-    split = len(tall) - sum(tall)
-    # turned back all at once, and into the layout of their matrices, or each would take kernels of its own
-    parts = [*found[:split].unbind(), *found[split:].mT.contiguous().unbind()]
-    updates = [part for _, part in sorted(zip(order, parts, strict=True), key=lambda pair: pair[0])]
-    return [
-        distribute_tensor(update, like.device_mesh, like.placements) if isinstance(like, DTensor) else update
-        for update, like in zip(updates, matrices, strict=True)
-    ]
-
-
-def orthogonalized(matrices: Tensor, iterations: int = 5) -> Tensor:
-    """Approximate U V^T of each of `matrices` [n, rows, columns], rows <= columns, by quintic Newton-Schulz
-    steps (coefficients of K. Jordan's Muon).
-    """
-    a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrices.to(torch.float32 if matrices.device.type == "cpu" else torch.bfloat16)
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(iterations):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.to(matrices.dtype)
-
-
-# ----------------------------------------------------------------------------------------------------
-# AdamW and Muon with fp32 master weights.
-#
-# A bf16 parameter cannot take a step of 1e-4 of itself (it has 8 bits), so each keeps an fp32 master that
-# the update moves and the parameter is rounded from. Gradients stay in the parameter's type: 2 (weight) + 2
-# (gradient) + 4 (master) + 8 (moments) = 16 bytes a parameter; moments in int8 make it 10, offloading
-# leaves 4 of them on the device. On CUDA a parameter's AdamW update is one kernel without temporaries;
-# elsewhere, walking parameter by parameter bounds them by the largest one. A step may be called off by a
-# flag on the device (`go`), so that the host need not wait for the gradient's norm.
-#
-# Muon orthogonalises the momentum of matrices inside layers (Newton-Schulz) and gives it the size of an
-# AdamW step, matrices of one shape together; `fc`, norms and DFlash 2's codebooks and base kernels always
-# take AdamW.
-
-
 logger = logging.getLogger(__name__)
 
 MUON_ELEMENTS = 1 << 26  # of the matrices that are orthogonalised at once
@@ -121,7 +25,9 @@ SMALL = 1 << 14  # elements of a parameter that does not deserve kernels of its 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Peak rates and constants. `kind` is `adamw` for everything or `muon` for the layers' matrices."""
+    """Peak rates and constants. `kind` is `adamw` for everything, or `muon` for the matrices inside layers;
+    `fc`, norms and DFlash 2's codebooks and base kernels always take AdamW.
+    """
 
     kind: str = "adamw"
     lr: float = 6e-4
@@ -144,6 +50,15 @@ class OptimizerConfig:
 class Optimizer:
     """Holds masters and moments by parameter name; `step` reads `.grad` and never changes it. Offloaded
     `state` is being copied for a while after a step: `tensors` waits for it.
+
+    A bf16 parameter cannot take a step of 1e-4 of itself (it has 8 bits), so each keeps an fp32 master that
+    the update moves and the parameter is rounded from. Gradients stay in the parameter's type: 2 (weight) + 2
+    (gradient) + 4 (master) + 8 (moments) = 16 bytes a parameter; moments in int8 make it 10, offloading
+    leaves 4 of them on the device. On CUDA a parameter's AdamW update is one kernel without temporaries;
+    elsewhere, walking parameter by parameter bounds them by the largest one.
+
+    torch.optim.Muon does not serve here: it orthogonalises in bf16 everywhere (on a CPU its steps differ from
+    these by 1 %), matrix by matrix, without masters, sharded tensors, or a flag on the device.
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
@@ -186,7 +101,10 @@ class Optimizer:
         if go is False:
             return
         self._steps += go
-        scalars = self._scalars(grad_scale, go)
+        beta1, beta2 = config.betas
+        count = self._steps.clamp_min(1)  # a first step that is called off divides by nothing
+        values = (go, grad_scale, 1 - beta1**count, (1 - beta2**count).sqrt())
+        scalars = torch.stack([_scalar(value, self.device) for value in values])  # see `kernels.adam`
         alike: dict[tuple[int, ...], list[str]] = {}
         small: dict[torch.dtype, list[str]] = {}
         for name, parameter in self.parameters.items():
@@ -206,21 +124,11 @@ class Optimizer:
             for start in range(0, len(names), most):
                 self._muon(names[start : start + most], factor, scalars)
 
-    def _scalars(self, grad_scale: Tensor | float, go: Tensor | bool) -> Tensor:
-        """fp32 [4] on the device: see `adam_kernel.adam`."""
-        beta1, beta2 = self.config.betas
-        count = self._steps.clamp_min(1)  # a first step that is called off divides by nothing
-        values = (go, grad_scale, 1 - beta1**count, (1 - beta2**count).sqrt())
-        return torch.stack([_scalar(value, self.device) for value in values])
-
     def _adam(self, names: list[str], factor: float, scalars: Tensor) -> None:
         """Move parameters of one type by one kernel, laid side by side for it if they are several."""
         config, states = self.config, [self._fetch(name) for name in names]
         homes = [
-            {
-                kind: _local(tensor)
-                for kind, tensor in [("weight", self.parameters[name].data), *state.items()]
-            }
+            {kind: _local(tensor) for kind, tensor in {"weight": self.parameters[name].data, **state}.items()}
             for name, state in zip(names, states, strict=True)
         ]
         grad, *others = (_local(self.parameters[name].grad) for name in names)
@@ -229,17 +137,9 @@ class Optimizer:
             grad = torch.cat([grad.flatten(), *(other.flatten() for other in others)])
             tensors = {kind: torch.cat([home[kind].flatten() for home in homes]) for kind in tensors}
         rate = factor * config.lr
-        update = _adam_kernel() if grad.is_cuda else None
-        (update or adam_update)(
-            grad,
-            tensors["weight"],
-            tensors,
-            scalars,
-            rate,
-            rate * config.weight_decay,
-            config.betas,
-            config.eps,
-        )
+        update = (_adam_kernel() if grad.is_cuda else None) or adam_update
+        decay = rate * config.weight_decay
+        update(grad, tensors["weight"], tensors, scalars, rate, decay, config.betas, config.eps)
         for kind, moved in tensors.items() if others else ():
             parts = moved.split([home[kind].numel() for home in homes])
             back = [part.view_as(home[kind]) for part, home in zip(parts, homes, strict=True)]
@@ -280,19 +180,19 @@ class Optimizer:
         state = {kind: tensor.to(device, non_blocking=True) for kind, tensor in self.state[name].items()}
         for kind in ("exp_avg", "exp_avg_sq"):
             if f"{kind}_scale" in state:
-                state[kind] = decode(state[kind], state.pop(f"{kind}_scale"))
+                state[kind] = decode_moment(state[kind], state.pop(f"{kind}_scale"))
         return state
 
     def _keep(self, name: str, state: dict[str, Tensor]) -> None:
         """Store a parameter's state as the configuration says."""
         kept = dict(state)
         if self.config.moments == "int8" and "exp_avg" in state:
-            steps = self.steps
-            device = self.parameters[name].device
-            generator = torch.Generator(device)
-            generator.manual_seed(stream_seed("moments", steps, name))
+            generator = torch.Generator(self.parameters[name].device)
+            generator.manual_seed(stream_seed("moments", self.steps, name))
             for kind in ("exp_avg", "exp_avg_sq"):
-                kept[kind], kept[f"{kind}_scale"] = encode(state[kind], generator, signed=kind == "exp_avg")
+                kept[kind], kept[f"{kind}_scale"] = encode_moment(
+                    state[kind], generator, signed=kind == "exp_avg"
+                )
         if self.config.offload:
             for kind, tensor in kept.items():
                 home = self.state.get(name, {}).get(kind)
@@ -324,37 +224,6 @@ class Optimizer:
         self._steps.fill_(steps)
 
 
-def adam_update(
-    grad: Tensor, weight: Tensor, state: dict[str, Tensor], scalars: Tensor, rate: float, decay: float,
-    betas: tuple[float, float], eps: float,
-) -> None:  # fmt: skip
-    """What `adam_kernel.adam` does, in plain operations: the reference, and the path of CPUs."""
-    go, scale, bias1, root2 = scalars.unbind()
-    beta1, beta2 = betas
-    first, second, master = state["exp_avg"], state["exp_avg_sq"], state.get("master", weight)
-    grad = torch.where(go > 0, grad.float() * scale, 0)
-    first.lerp_(grad, (1 - beta1) * go)
-    second.lerp_(grad.square_(), (1 - beta2) * go)
-    below = second.sqrt().div_(root2).add_(eps)
-    master.mul_(1 - go * decay)
-    master.sub_(first.div(bias1).div_(below).mul_(go * rate))
-    if master is not weight:
-        weight.copy_(master)
-
-
-@cache
-def _adam_kernel() -> Any:
-    """The CUDA kernel, None without Triton."""
-    if importlib.util.find_spec("triton") is None:
-        logger.warning(
-            "Triton is not installed: each update takes some fifteen passes over its memory, not one"
-        )
-        return None
-    from dflash_lab.drafter.kernels import adam
-
-    return adam
-
-
 def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
     """fp32 scalar on `device`; a number needs no wait, a full tensor is filled there."""
     if isinstance(value, Tensor):
@@ -375,3 +244,108 @@ def _like(local: Tensor, sharded: Tensor) -> Tensor:
     return DTensor.from_local(
         local, sharded.device_mesh, sharded.placements, shape=sharded.shape, stride=sharded.stride()
     )
+
+
+def adam_update(
+    grad: Tensor, weight: Tensor, state: dict[str, Tensor], scalars: Tensor, rate: float, decay: float,
+    betas: tuple[float, float], eps: float,
+) -> None:  # fmt: skip
+    """What `kernels.adam` does, in plain operations: the reference, and the path of CPUs."""
+    go, scale, bias1, root2 = scalars.unbind()
+    beta1, beta2 = betas
+    first, second, master = state["exp_avg"], state["exp_avg_sq"], state.get("master", weight)
+    grad = torch.where(go > 0, grad.float() * scale, 0)
+    first.lerp_(grad, (1 - beta1) * go)
+    second.lerp_(grad.square_(), (1 - beta2) * go)
+    denominator = second.sqrt().div_(root2).add_(eps)
+    master.mul_(1 - go * decay)
+    master.sub_(first.div(bias1).div_(denominator).mul_(go * rate))
+    if master is not weight:
+        weight.copy_(master)
+
+
+@cache
+def _adam_kernel() -> Any:
+    """The CUDA kernel, None without Triton."""
+    if importlib.util.find_spec("triton") is None:
+        logger.warning(
+            "Triton is not installed: each update takes some fifteen passes over its memory, not one"
+        )
+        return None
+    from dflash_lab.drafter.kernels import adam
+
+    return adam
+
+
+def muon_updates(matrices: list[Tensor]) -> list[Tensor]:
+    """Orthogonalised matrices (of one shape or its transpose), their rms about 0.2 as an AdamW step's is:
+    times 0.2 sqrt(max(m, n)).
+    """
+    whole = [m.full_tensor() if isinstance(m, DTensor) else m for m in matrices]  # a shard has no own answer
+    tall = [m.shape[0] > m.shape[1] for m in whole]
+    order = sorted(range(len(whole)), key=tall.__getitem__)
+    wide = torch.stack([whole[i].T if tall[i] else whole[i] for i in order])
+    found = orthogonalized(wide) * (0.2 * math.sqrt(wide.shape[-1]))
+    split = len(tall) - sum(tall)
+    # turned back all at once, and into the layout of their matrices, or each would take kernels of its own
+    parts = [*found[:split].unbind(), *found[split:].mT.contiguous().unbind()]
+    updates = [part for _, part in sorted(zip(order, parts, strict=True), key=lambda pair: pair[0])]
+    return [
+        distribute_tensor(update, like.device_mesh, like.placements) if isinstance(like, DTensor) else update
+        for update, like in zip(updates, matrices, strict=True)
+    ]
+
+
+def orthogonalized(matrices: Tensor, iterations: int = 5) -> Tensor:
+    """Approximate U V^T of each of `matrices` [n, rows, columns], rows <= columns, by quintic Newton-Schulz
+    steps (coefficients of K. Jordan's Muon).
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrices.to(torch.float32 if matrices.device.type == "cpu" else torch.bfloat16)
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(iterations):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.to(matrices.dtype)
+
+
+# ---- Adam's moments in one byte each
+
+BLOCK = 256  # numbers that share a scale
+LEVELS = 8  # codes an octave
+
+
+def encode_moment(values: Tensor, generator: torch.Generator, *, signed: bool) -> tuple[Tensor, Tensor]:
+    """Codes and scales of fp32 `values` (any shape), a scale for every BLOCK of numbers: int8 with 7
+    bits of magnitude (16 octaves below the largest of its block) when `signed`, else uint8 with 8 (32
+    octaves). Smaller numbers become 0 if signed, else the least code, so that a second moment is never 0
+    unless its whole block is.
+
+    A moment moves by a thousandth of itself a step, far less than a code's width (9 %): rounded to the
+    nearest it would stand still. Rounded at random, with the odds that keep the mean, it moves on average.
+    Codes are logarithmic because a moment that rounds to zero while its partner does not would make a huge
+    step.
+    """
+    top = 127 if signed else 255
+    flat = values.flatten()
+    blocks = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    scales = blocks.abs().amax(1, keepdim=True)
+    share = blocks.abs() / scales.clamp_min(torch.finfo(torch.float32).tiny)  # 0..1
+    exponent = torch.floor(torch.log2(share.clamp_min(2.0**-40)) * LEVELS)
+    low, high = torch.exp2(exponent / LEVELS), torch.exp2((exponent + 1) / LEVELS)
+    draw = torch.rand(share.shape, generator=generator, device=share.device)
+    codes = exponent + (draw < (share - low) / (high - low)) + top
+    codes = torch.where(codes < 1, 0 if signed else 1, codes.clamp(max=top))
+    codes = codes * blocks.sign() if signed else codes
+    packed = codes.to(torch.int8 if signed else torch.uint8).flatten()[: len(flat)]
+    return packed.view(values.shape), scales[:, 0]
+
+
+def decode_moment(codes: Tensor, scales: Tensor) -> Tensor:
+    """The fp32 numbers of `encode_moment`'s codes and scales."""
+    signed = codes.dtype == torch.int8
+    flat = codes.flatten().float()
+    size = torch.exp2((flat.abs() - (127 if signed else 255)) / LEVELS)
+    value = torch.where(flat == 0, 0.0, size * flat.sign())
+    blocks = torch.nn.functional.pad(value, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    return (blocks * scales[:, None]).flatten()[: len(flat)].view(codes.shape)

@@ -1,4 +1,6 @@
-"""Targets and drafters in processes of their own: rows pass from one to the other through shared slots."""
+"""Online training over many GPUs: M target processes make rows of states for K drafter processes, row by row,
+in turn, through shared slots.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,16 @@ from dflash_lab.drafter.live import LiveItems, SampleItems
 from dflash_lab.drafter.rows import PackedRows, Row, prefetch
 from dflash_lab.drafter.workers import PeerGone, heard, receive, send
 
-# ----------------------------------------------------------------------------------------------------
-# From one target process to one drafter process: a few slots for row states, and words about them.
-#
-# The drafter's side makes the slots, on its own device, and the target's side writes right into them (CUDA
-# IPC: over NVLink between two GPUs; shared memory on CPUs). Memory is shared once, at the start, and
-# belongs to the one who outlives the other. The words (a slot is full, a slot is free) go through a pipe,
-# each after the copy it speaks of has ended, so neither side ever reads what the other still writes; with
-# all slots full the target waits: that is the back-pressure.
-
+# Row t of the run is made by target t mod M for drafter t mod K. Both sides draw the rows themselves from the
+# same seed, so only states travel, and every drafter gets exactly the rows, in the order, that it would have
+# got with a target of its own: the drafter that comes out is the same. A run resumes at the drafters'
+# checkpoint: they tell the targets where they start.
 
 GOODBYE_S = 10.0  # for the target to let go of the slots
 
 
 @dataclass(frozen=True)
-class Place:
+class RunRow:
     """Row `turn` of this run: row `index` of `epoch`."""
 
     turn: int
@@ -45,23 +42,30 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a drafter wants before it begins: a held-out row or a sample (`kind` heldout | item)."""
+class Request:
+    """What a drafter wants before it starts: a held-out row or a sample (`kind` heldout | item)."""
 
     kind: str
     number: int
 
 
 @dataclass(frozen=True)
-class Begin:
+class Start:
     """Where the drafter's run starts."""
 
     epoch: int
     index: int
 
 
-class Taker:
-    """The drafter's end."""
+class Receiver:
+    """The drafter's end of its channel with one target: slots for the states of rows, and messages.
+
+    This side makes the slots, on its own device, and the sender writes right into them (CUDA IPC: over NVLink
+    between two GPUs; shared memory on CPUs). Memory is shared once, at the start, and belongs to the one who
+    outlives the other. Messages (a slot is full, a slot is free) go through a pipe, each after the copy it
+    speaks of has ended, so neither side ever reads what the other still writes; with all slots full the
+    target waits: that is the back-pressure.
+    """
 
     def __init__(
         self,
@@ -87,23 +91,23 @@ class Taker:
         self._reading: list[tuple[int, Any]] = []  # slots being copied from, with the copy's event
         send(connection, peer, ("slots", self.taps, self.final))
 
-    def waiting(self) -> int:
+    def ready(self) -> int:
         """Rows that lie ready."""
         while self._connection.poll(0):
             self._full.append(receive(self._connection, self.peer))
         return len(self._full)
 
-    def ask(self, wanted: Asked) -> tuple[Tensor, Tensor]:
+    def request(self, wanted: Request) -> tuple[Tensor, Tensor]:
         """States of a held-out row or a sample."""
         send(self._connection, self.peer, wanted)
-        return self.read(*self.full(wanted))
+        return self.read(*self.wait_full(wanted))
 
-    def begin(self, start: Begin) -> None:
+    def start(self, start: Start) -> None:
         """Let the target run ahead from `start`."""
         self.release()
         send(self._connection, self.peer, start)
 
-    def full(self, wanted: Asked | Place) -> tuple[int, int]:
+    def wait_full(self, wanted: Request | RunRow) -> tuple[int, int]:
         """Wait until a slot holds the states of `wanted`: (slot, tokens)."""
         self.release()
         if not self._full:
@@ -142,24 +146,24 @@ class Taker:
             return
 
 
-class Giver:
-    """The target's end."""
+class Sender:
+    """The target's end of its channel with one drafter; see `Receiver`."""
 
     def __init__(self, connection: Connection, peer: str) -> None:
         self.connection, self.peer = connection, peer
         _, self._taps, self._final = receive(connection, peer)
         self._free = deque(range(len(self._taps)))
-        self.asked: deque[Asked] = deque()
-        self.begun: Begin | None = None
+        self.requests: deque[Request] = deque()
+        self.started: Start | None = None
         self.ended = False
 
     def listen(self, timeout_s: float | None = None) -> None:
         """Take in one message, if one comes within `timeout_s`."""
         message = receive(self.connection, self.peer, timeout_s)
-        if isinstance(message, Asked):
-            self.asked.append(message)
-        elif isinstance(message, Begin):
-            self.begun = message
+        if isinstance(message, Request):
+            self.requests.append(message)
+        elif isinstance(message, Start):
+            self.started = message
         elif message is not None and message[0] == "free":
             self._free.append(message[1])
         elif message is not None:
@@ -177,36 +181,28 @@ class Giver:
             self.listen()
         return not self.ended
 
-    def write(self, taps: Tensor, final: Tensor) -> tuple[int, int]:
+    def write(self, taps: Tensor, final: Tensor | None) -> tuple[int, int]:
         """Start copying states into a free slot; (slot, tokens) for `tell`, once the copy has ended."""
+        assert final is not None, "a live target makes final states"
         slot = self._free.popleft()
         self._taps[slot, : len(taps)].copy_(taps, non_blocking=True)
         self._final[slot, : len(final)].copy_(final, non_blocking=True)
         return slot, len(taps)
 
-    def settle(self) -> None:
-        """Wait for every copy, whichever device runs it."""
-        if self._taps.is_cuda:
-            torch.cuda.synchronize()
-            torch.cuda.synchronize(self._taps.device)
-
-    def tell(self, what: Asked | Place, slot: int, tokens: int) -> None:
+    def tell(self, what: Request | RunRow, slot: int, tokens: int) -> None:
         """Say that a slot is full."""
         send(self.connection, self.peer, (what, slot, tokens))
 
-
-# ----------------------------------------------------------------------------------------------------
-# Online training over many GPUs: M targets feed K drafters, row by row, in turn.
-#
-# Row t of the run is made by target t mod M for drafter t mod K. Both sides draw the rows themselves from
-# the same seed, so only states travel, and every drafter gets exactly the rows, in the order, that it would
-# have got with a target of its own: the drafter that comes out is the same. Each pair of a target and a
-# drafter has a channel with a few slots; a target that finds its next one full waits.
-#
-# A run resumes at the drafters' checkpoint: they tell the targets where they begin.
+    def answer(self, request: Request, taps: Tensor, final: Tensor | None) -> None:
+        """Give a drafter what it wants before it starts."""
+        written = self.write(taps, final)
+        if self._taps.is_cuda:  # whichever of the two devices runs the copies
+            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._taps.device)
+        self.tell(request, *written)
 
 
-SCHEMA: dict[str, Any] = {
+TIMING_SCHEMA: dict[str, Any] = {
     "worker": pl.String,
     "turn": pl.Int64,
     "time": pl.Float64,  # seconds since the epoch
@@ -216,7 +212,7 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-class Diary:
+class Timings:
     """What one worker did, a record a row; written as parquet at the end."""
 
     def __init__(self, worker: str, device: torch.device) -> None:
@@ -235,21 +231,22 @@ class Diary:
         """Remember a row. Times are milliseconds, or pairs of marks."""
         self._records.append((turn, time.time(), waited, forward, depth))
 
-    def _ms(self, span: Any) -> float | None:
-        if not isinstance(span, tuple):
-            return span
-        begin, end = span
-        return begin.elapsed_time(end) if self._cuda else (end - begin) * 1e3
-
     def frame(self) -> pl.DataFrame:
         """The records; waits for the device."""
         if self._cuda:
             torch.cuda.synchronize()
+
+        def ms(span: Any) -> float | None:
+            if not isinstance(span, tuple):
+                return span
+            begin, end = span
+            return begin.elapsed_time(end) if self._cuda else (end - begin) * 1e3
+
         rows = [
-            (self.worker, turn, at, self._ms(waited), depth, self._ms(forward))
+            (self.worker, turn, at, ms(waited), depth, ms(forward))
             for turn, at, waited, forward, depth in self._records
         ]
-        return pl.DataFrame(rows, schema=SCHEMA, orient="row")
+        return pl.DataFrame(rows, schema=TIMING_SCHEMA, orient="row")
 
     def save(self, folder: Path) -> None:
         """Write `<worker>.parquet`."""
@@ -258,22 +255,22 @@ class Diary:
 
 
 class PipelineItems(SampleItems):
-    """A drafter's samples; their states come from target processes through `takers`."""
+    """A drafter's samples; their states come from target processes through `receivers`, one each."""
 
     def __init__(
         self,
         path: Path | str,
         hidden_size: int,
         tap_ids: list[int],
-        takers: Sequence[Taker],
+        receivers: Sequence[Receiver],
         *,
         identity: dict[str, Any],
         rank: int,
         world: int,
-        diary: Diary,
+        timings: Timings,
     ) -> None:
         super().__init__(path, hidden_size, tap_ids)
-        self.takers, self._identity, self.diary = takers, identity, diary
+        self.receivers, self._identity, self.timings = receivers, identity, timings
         self._turn, self._world = rank, world
 
     def source(self) -> dict[str, Any]:
@@ -282,81 +279,88 @@ class PipelineItems(SampleItems):
 
     def begin(self, epoch: int, index: int) -> None:
         """Let the targets run ahead."""
-        for taker in self.takers:
-            taker.begin(Begin(epoch, index))
+        for receiver in self.receivers:
+            receiver.start(Start(epoch, index))
 
     def fill(self, row: Row, epoch: int, index: int) -> Row:
         """`row` with its states, once its target has made them."""
-        taker = self.takers[self._turn % len(self.takers)]
-        depth = sum(each.waiting() for each in self.takers)
-        began = self.diary.mark()
-        full = taker.full(Place(self._turn, epoch, index))
-        self.diary.note(self._turn, (began, self.diary.mark()), depth=depth)
+        receiver = self.receivers[self._turn % len(self.receivers)]
+        depth = sum(each.ready() for each in self.receivers)
+        began = self.timings.mark()
+        full = receiver.wait_full(RunRow(self._turn, epoch, index))
+        self.timings.note(self._turn, (began, self.timings.mark()), depth=depth)
         self._turn += self._world
-        taps, final = taker.read(*full)
+        taps, final = receiver.read(*full)
         return dataclasses.replace(row, taps=taps, final=final)
 
     def fill_heldout(self, row: Row, number: int) -> Row:
         """Held-out row `number` with its states, from the first target."""
-        taps, final = self.takers[0].ask(Asked("heldout", number))
+        taps, final = self.receivers[0].request(Request("heldout", number))
         return dataclasses.replace(row, taps=taps, final=final)
 
     def __getitem__(self, index: int) -> FeatureItem:
         """Sample `index` with its states in host memory; only before the run begins."""
         item = self.bare(index)
-        taps, final = (states.cpu() for states in self.takers[0].ask(Asked("item", index)))
+        taps, final = (states.cpu() for states in self.receivers[0].request(Request("item", index)))
         ids, mask = item.input_ids[: len(taps)], item.loss_mask[: len(taps)]
         return dataclasses.replace(item, input_ids=ids, loss_mask=mask, taps=taps, final=final)
 
     def close(self) -> None:
         """The run is over: let the targets end."""
-        for taker in self.takers:
-            taker.close()
+        for receiver in self.receivers:
+            receiver.close()
 
 
-@dataclasses.dataclass(frozen=True)
-class Making:
-    """What a target process makes rows of: those of the run, and the held-out ones."""
+@dataclass(frozen=True)
+class RowServer:
+    """A target process: it makes rows, those of the run and the held-out ones, for all drafters."""
 
     items: LiveItems
     rows: PackedRows
     heldout: PackedRows | None
-    givers: Sequence[Giver]  # one a drafter
+    senders: Sequence[Sender]  # one a drafter
     number: int  # of this target
     targets: int
+    timings: Timings
 
-    def answer(self, giver: Giver, asked: Asked) -> None:
-        """Give a drafter what it wants before it begins."""
-        if asked.kind == "item":
-            item = self.items[asked.number]
-            taps, final = item.taps, item.final
-        else:
-            assert self.heldout is not None, "a drafter with held-out rows has held-out samples"
-            row = self.heldout.row(0, asked.number).to(self.items.target.device)
-            filled = self.items.fill_heldout(row, asked.number)
-            taps, final = filled.taps, filled.final
-        assert final is not None, "a live target makes final states"
-        written = giver.write(taps, final)
-        giver.settle()
-        giver.tell(asked, *written)
+    def serve(self) -> dict[str, Any]:
+        """Make rows for the drafters until they end; how long that took and how busy this target was."""
+        start = self.answer_until_started()
+        began, rows = time.perf_counter(), 0
+        if start is not None:
+            with contextlib.closing(prefetch(self.mine(start))) as stream:
+                rows = self.send_rows(stream)
+        seconds = time.perf_counter() - began
+        for sender in self.senders:
+            sender.connection.close()
+        waited = float(self.timings.frame()["waited_ms"].sum()) / 1e3
+        return {"rows": rows, "seconds": seconds, "waited_s": waited}
 
-    def wait_for_begin(self) -> Begin | None:
-        """Answer until all drafters have begun; None if they end before."""
-        connections = {giver.connection: giver for giver in self.givers}
-        while any(giver.begun is None for giver in self.givers):
+    def answer_until_started(self) -> Start | None:
+        """Answer requests until all drafters have started; None if they end before."""
+        connections = {sender.connection: sender for sender in self.senders}
+        while any(sender.started is None for sender in self.senders):
             for connection in heard(list(connections)):
-                giver = connections[connection]
-                giver.listen()
-                while giver.asked and giver.wait_free():
-                    self.answer(giver, giver.asked.popleft())
-                if giver.ended:
+                sender = connections[connection]
+                sender.listen()
+                while sender.requests and sender.wait_free():
+                    request = sender.requests.popleft()
+                    if request.kind == "item":
+                        item = self.items[request.number]
+                        sender.answer(request, item.taps, item.final)
+                    else:
+                        assert self.heldout is not None, "a drafter with held-out rows has held-out samples"
+                        row = self.heldout.row(0, request.number).to(self.items.target.device)
+                        filled = self.items.fill_heldout(row, request.number)
+                        sender.answer(request, filled.taps, filled.final)
+                if sender.ended:
                     return None
-        begun = {giver.begun for giver in self.givers}
-        if len(begun) > 1:
-            raise RuntimeError(f"the drafters begin at different places: {begun}")
-        return begun.pop()
+        started = {sender.started for sender in self.senders}
+        if len(started) > 1:
+            raise RuntimeError(f"the drafters start at different places: {started}")
+        return started.pop()
 
-    def mine(self, start: Begin) -> Iterator[tuple[Place, Row]]:
+    def mine(self, start: Start) -> Iterator[tuple[RunRow, Row]]:
         """This target's rows from `start` on."""
         turn, epoch, index = 0, start.epoch, start.index
         cuda = self.items.target.device.type == "cuda"
@@ -366,78 +370,64 @@ class Making:
             for i in range(index, self.rows.count(epoch)):
                 if turn % self.targets == self.number:
                     row = self.rows.row(epoch, i)
-                    yield Place(turn, epoch, i), row.pinned() if cuda else row
+                    yield RunRow(turn, epoch, i), row.pinned() if cuda else row
                 turn += 1
             epoch, index = epoch + 1, 0
 
+    def send_rows(self, stream: Iterator[tuple[RunRow, Row]]) -> int:
+        """Make and send rows until a drafter wants no more; how many were told of."""
+        device = self.items.target.device
+        # A stream of its own for the copies: the next row's forward need not wait for them.
+        copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        told = 0
+        under_way: Any = None  # the row whose copy may still run while the next one is started
 
-def serve(making: Making, diary: Diary) -> dict[str, Any]:
-    """Make rows for the drafters until they end; how long that took and how busy this target was."""
-    start = making.wait_for_begin()
-    began, rows = time.perf_counter(), 0
-    if start is not None:
-        with contextlib.closing(prefetch(making.mine(start))) as stream:
-            rows = _make(making, stream, diary)
-    seconds = time.perf_counter() - began
-    for giver in making.givers:
-        giver.connection.close()
-    waited = float(diary.frame()["waited_ms"].sum()) / 1e3
-    return {"rows": rows, "seconds": seconds, "waited_s": waited}
+        def tell() -> None:
+            nonlocal told, under_way
+            if under_way is None:
+                return
+            sender, run_row, written, event = under_way
+            under_way = None
+            if event is not None:
+                event.synchronize()
+            sender.tell(run_row, *written)
+            told += 1
 
-
-def _make(making: Making, stream: Iterator[tuple[Place, Row]], diary: Diary) -> int:
-    device = making.items.target.device
-    # A stream of its own for the copies: the next row's forward need not wait for them.
-    copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-    told = 0
-    under_way: Any = None  # the row whose copy may still run while the next one is started
-
-    def tell() -> None:
-        nonlocal told, under_way
-        if under_way is None:
-            return
-        giver, place, written, event = under_way
-        under_way = None
-        if event is not None:
-            event.synchronize()
-        giver.tell(place, *written)
-        told += 1
-
-    for place, host_row in stream:
-        giver = making.givers[place.turn % len(making.givers)]
-        waited = 0.0
-        if not giver.free():
-            tell()
-            asked = time.perf_counter()
-            if not giver.wait_free():
+        for run_row, host_row in stream:
+            sender = self.senders[run_row.turn % len(self.senders)]
+            waited = 0.0
+            if not sender.free():
+                tell()
+                asked = time.perf_counter()
+                if not sender.wait_free():
+                    break
+                waited = (time.perf_counter() - asked) * 1e3
+            if sender.ended:
                 break
-            waited = (time.perf_counter() - asked) * 1e3
-        if giver.ended:
-            break
-        began = diary.mark()
-        row = making.items.fill(host_row.to(device), place.epoch, place.index)
-        diary.note(place.turn, waited, (began, diary.mark()))
-        assert row.final is not None, "a live target makes final states"
-        event = None
-        if copies is None:
-            written = giver.write(row.taps, row.final)
-        else:
-            copies.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(copies):
-                written = giver.write(row.taps, row.final)
-                event = torch.cuda.Event()
-                event.record(copies)
-            for states in (row.taps, row.final):
-                states.record_stream(copies)
-        tell()
-        under_way = giver, place, written, event
-        if event is None:
+            began = self.timings.mark()
+            row = self.items.fill(host_row.to(device), run_row.epoch, run_row.index)
+            self.timings.note(run_row.turn, waited, (began, self.timings.mark()))
+            event = None
+            if copies is None:
+                written = sender.write(row.taps, row.final)
+            else:
+                copies.wait_stream(torch.cuda.current_stream(device))
+                with torch.cuda.stream(copies):
+                    written = sender.write(row.taps, row.final)
+                    event = torch.cuda.Event()
+                    event.record(copies)
+                assert row.final is not None
+                for states in (row.taps, row.final):
+                    states.record_stream(copies)
             tell()
-    return told
+            under_way = sender, run_row, written, event
+            if event is None:
+                tell()
+        return told
 
 
 def summary(frame: pl.DataFrame, drafters: dict[str, float]) -> dict[str, float | int | str]:
-    """Headline figures of a run: `frame` of all workers' diaries, `drafters` the seconds each spent in steps.
+    """Headline figures of a run: `frame` of all workers' timings, `drafters` the seconds each spent in steps.
 
     A side is the limit when the other one waits for it more than it waits itself.
     """
@@ -450,16 +440,11 @@ def summary(frame: pl.DataFrame, drafters: dict[str, float]) -> dict[str, float 
     )
     span = float(spans["seconds"].sum())
     target_busy = 100 * (1 - float(spans["waited_ms"].sum()) / 1e3 / span) if span else 0.0
-    depth = mine["depth"].mean()
+    depth, forward_ms = mine["depth"].mean(), others["forward_ms"].median()
     return {
         "drafter_busy_pct": busy,
         "target_busy_pct": target_busy,
         "limit": "targets" if busy < target_busy else "drafters",
         "queue_depth": float(depth) if isinstance(depth, int | float) else 0.0,
-        "target_forward_ms": _median(others["forward_ms"]),
+        "target_forward_ms": float(forward_ms) if isinstance(forward_ms, int | float) else 0.0,
     }
-
-
-def _median(values: pl.Series) -> float:
-    found = values.median()
-    return float(found) if isinstance(found, int | float) else 0.0

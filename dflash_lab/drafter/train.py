@@ -1,4 +1,6 @@
-"""The training loop."""
+"""The training loop: rows in, steps, metrics, checkpoints. Stopped anywhere, a run goes on as if it had not
+been.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +23,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dflash_lab import files
-from dflash_lab.drafter import checkpoint as states
-from dflash_lab.drafter.checkpoint import save_checkpoint
+from dflash_lab.drafter.checkpoint import (
+    differences,
+    load_state,
+    newest,
+    rotate,
+    save_checkpoint,
+    save_state,
+    setup,
+)
 from dflash_lab.drafter.distributed import Single
 from dflash_lab.drafter.journal import Journal
-from dflash_lab.drafter.loss import ChunkPlan, VocabShard
+from dflash_lab.drafter.loss import VocabShard
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.objective import Objective, Tally, TrainSettings, add_noise
 from dflash_lab.drafter.optim import Optimizer
@@ -45,141 +55,12 @@ from dflash_lab.models.compiled import compiling, why_not_compiled
 if TYPE_CHECKING:
     from dflash_lab.models.load import TargetHead
 
-# ----------------------------------------------------------------------------------------------------
-# Steps that must not happen: a loss or gradient that is not a number, or a gradient far above its usual
-# size.
-#
-# Such a step is left out and counted, and its rows are written down, so that a person can see what was in
-# them. The verdict is reached on the device and heard of later, so that a good step waits for nobody. Many
-# in a row mean that the run itself is broken; it ends with a message that says what was seen.
-
-
-HISTORY = 64  # gradient norms the median is taken over
-TRUSTED = 16  # as many must be there before a norm can be called exploding
-FINE, LOSS, NORM, EXPLODED, EMPTY = range(5)  # faults of a step; an empty one has no slot that counts
-
 logger = logging.getLogger(__name__)
-
-
-class Diverged(LabError, RuntimeError):
-    """Training stopped itself after too many bad steps in a row. `details` and `advice` go into the failure
-    record.
-    """
-
-    def __init__(self, message: str, details: dict[str, Any]) -> None:
-        super().__init__(message)
-        self.details = details
-        self.advice = (
-            "Lower the learning rate, lengthen the warm-up, or look at the saved rows; the last good "
-            "checkpoint is kept and the run resumes from it."
-        )
-
-
-class Guard:
-    """Judges each step by its loss and gradient norm, and remembers the recent norms, on the device; tells
-    the host's side what came of it.
-    """
-
-    def __init__(
-        self, explode_factor: float, max_in_a_row: int, folder: Path, device: torch.device | str = "cpu"
-    ) -> None:
-        self.explode_factor, self.max_in_a_row, self.folder = explode_factor, max_in_a_row, folder
-        self.norms = torch.full((HISTORY,), math.inf, dtype=torch.float64, device=device)  # newest last
-        self.count = torch.zeros((), dtype=torch.int64, device=device)  # of remembered norms
-        self.skipped = 0
-        self.in_a_row = 0
-
-    def judge(self, loss: Tensor, norm: Tensor, below: Tensor) -> tuple[Tensor, Tensor]:
-        """(fault, usual norm) of a step, float64 scalars on the device; a good step's norm is remembered.
-        `below` is the loss's denominator. Fault FINE is none.
-        """
-        ordered = self.norms.sort().values
-        middle = torch.stack([(self.count - 1).clamp_min(0) // 2, (self.count // 2).clamp_max(HISTORY - 1)])
-        usual = ordered.gather(0, middle).mean()  # the median, as the norms not there are infinite
-        exploded = (self.count >= TRUSTED) & (usual > 0) & (norm > self.explode_factor * usual)
-        fault = torch.where(exploded, EXPLODED, FINE)
-        fault = torch.where(torch.isfinite(norm), fault, NORM)
-        fault = torch.where(torch.isfinite(loss), fault, LOSS)
-        fault = torch.where(below > 0, fault, EMPTY)
-        good = fault == FINE
-        self.norms = torch.where(good, torch.cat([self.norms[1:], norm[None]]), self.norms)
-        self.count = (self.count + good).clamp_max(HISTORY)
-        return fault.double(), usual
-
-    def note(self, step: int, values: dict[str, float], rows: Sequence[Row], rank: int = 0) -> str:
-        """What was wrong with a step, once its numbers are known (`train.FIELDS`), or an empty string.
-        Rows of a bad one are saved.
-        """
-        kind, loss, norm, usual = (values[name] for name in ("fault", "loss", "norm", "usual"))
-        if kind == FINE:
-            self.in_a_row = 0
-            return ""
-        if kind == EMPTY:
-            return "no slot counts in any row of this step"
-        if kind == LOSS:
-            fault = f"loss is {loss}"
-        elif kind == NORM:
-            fault = f"gradient norm is {norm}"
-        else:
-            fault = f"gradient norm {norm:.3g} is {norm / usual:.0f} times the usual {usual:.3g}"
-        self.skipped += 1
-        self.in_a_row += 1
-        logger.warning("step %d skipped: %s", step, fault)
-        save_rows(self.folder / f"step-{step:08d}-rank{rank}.safetensors", rows, fault)
-        return fault
-
-    def check(self, step: int, fault: str) -> None:
-        """`Diverged` if the last steps were all bad."""
-        if self.in_a_row >= self.max_in_a_row:
-            details = {"step": step, "fault": fault, "skipped": self.skipped, "rows": str(self.folder)}
-            raise Diverged(
-                f"{self.in_a_row} bad steps in a row at step {step}: {fault}. Rows are in {self.folder}.",
-                details,
-            )
-
-    def state(self) -> dict[str, Any]:
-        """What a resumed run needs."""
-        norms = self.norms[HISTORY - int(self.count) :].tolist()
-        return {"norms": norms, "skipped": self.skipped, "in_a_row": self.in_a_row}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Put back `state()`."""
-        norms = [math.inf] * (HISTORY - len(state["norms"])) + [float(norm) for norm in state["norms"]]
-        self.norms.copy_(torch.tensor(norms, dtype=torch.float64))
-        self.count.fill_(len(state["norms"]))
-        self.skipped, self.in_a_row = int(state["skipped"]), int(state["in_a_row"])
-
-
-def save_rows(path: Path, rows: Sequence[Row], fault: str) -> None:
-    """Write rows as safetensors; the metadata names the fault and the samples' hashes."""
-    tensors: dict[str, Tensor] = {}
-    for number, row in enumerate(rows):
-        fields = {
-            "input_ids": row.input_ids,
-            "taps": row.taps,
-            "final": row.final,
-            "anchors": row.layout.anchors,
-            "starts": row.layout.starts,
-            "labels": row.labels,
-            "slot_mask": row.slot_mask,
-        }
-        tensors |= {f"{number}.{name}": t.cpu().contiguous() for name, t in fields.items() if t is not None}
-    hashes = ",".join(digest for row in rows for digest in row.hashes)
-    with files.atomic_path(path) as temporary:
-        save_file(tensors, temporary, metadata={"fault": fault, "hashes": hashes})
-
-
-# ----------------------------------------------------------------------------------------------------
-# Train a drafter on collected target states: rows in, steps, metrics, checkpoints.
-#
-# `train` is the one call that the stage, scripts and tests make; `Trainer` is the loop, to be read from top
-# to bottom. Stopped anywhere, a run goes on as if it had not been.
-
 
 Progress = Callable[..., None]  # (description, done, total, **facts)
 Probe = Callable[[Drafter], dict[str, Any]]  # more held-out metrics, such as a chained acceptance length
 # What a step comes to, of all processes together, in the order of its way from the device to the host.
-FIELDS = ("loss", "norm", "fault", "usual", "below", "tokens", "blocks", "seconds", "waited")
+STEP_NUMBERS = ("loss", "norm", "fault", "usual", "denominator", "tokens", "blocks", "seconds", "waited")
 
 
 @dataclass(frozen=True)
@@ -224,19 +105,10 @@ def train(
     `target_device` of its own the target's logits are made. Neither is a part of the setup. Raises `Diverged`
     after too many bad steps in a row.
     """
-    return Trainer(
-        items,
-        head,
-        drafter,
-        settings,
-        Path(folder),
-        probe,
-        on_progress,
-        group or Single(),
-        source or {},
-        shard,
-        target_device,
-    ).run()
+    trainer = Trainer(
+        items, head, drafter, settings, Path(folder), probe, on_progress, group, source, shard, target_device
+    )
+    return trainer.run()
 
 
 class Trainer:
@@ -255,13 +127,15 @@ class Trainer:
         drafter: Drafter,
         settings: TrainSettings,
         folder: Path,
-        probe: Probe | None,
-        on_progress: Progress | None,
-        group: Single,
-        source: dict[str, Any],
+        probe: Probe | None = None,
+        on_progress: Progress | None = None,
+        group: Single | None = None,
+        source: dict[str, Any] | None = None,
         shard: VocabShard | None = None,
         target_device: torch.device | str | None = None,
     ) -> None:
+        """As `train`, which calls `run`."""
+        group = group or Single()
         self.head, self.drafter, self.settings, self.group = head, drafter, settings, group
         self.folder, self.probe, self.on_progress = folder, probe, on_progress
         self.device = drafter.fc.weight.device
@@ -294,13 +168,13 @@ class Trainer:
         self.model = group.wrap(drafter)
         self.optimizer = Optimizer(drafter.named_parameters(), settings.optimizer)
         self.guard = Guard(settings.explode_factor, settings.max_bad_steps, folder / "bad", self.device)
-        # Steps whose numbers have not been read yet, oldest first: step, rate, rows, FIELDS, their copy.
-        self.begun: deque[tuple[int, float, list[Row], Tensor, Any]] = deque()
+        # Steps whose numbers are not read yet, oldest first: step, rate, rows, STEP_NUMBERS, their copy.
+        self.pending: deque[tuple[int, float, list[Row], Tensor, Any]] = deque()
         self.tail = 0.0  # seconds of the last step that came after its numbers were on their way
         self.window = self.tally()  # since the last log
         self.journal: Journal | None = None
         self.compile_seconds = 0.0
-        self.setup = states.setup(settings, drafter, self.rows.lengths, group.world, source)
+        self.setup = setup(settings, drafter, self.rows.lengths, group.world, source or {})
         self.place: dict[str, Any] = dict(
             step=0,
             epoch=0,
@@ -366,95 +240,7 @@ class Trainer:
         limit = self.settings.time_limit_s
         return max(share, self.place["seconds"] / limit) if limit else share
 
-    # -- before the first step -----------------------------------------------------------------------------
-
-    def resume(self) -> None:
-        """Go to the newest checkpoint of this run, if there is one; `InputError` if it is one of another
-        setup.
-        """
-        found = states.newest(self.folder / "checkpoints")
-        if found is None:
-            return
-        weights, tensors, record = states.load_state(found)
-        if wrong := states.differences(record["setup"], self.setup):
-            raise InputError(
-                f"{self.folder} holds a run of another setup ({'; '.join(wrong[:4])}). Give that setup again "
-                "to go on, or another run folder for a new run."
-            )
-        if self.group.rank == 0:
-            states.rotate(self.folder / "checkpoints", self.settings.keep)  # a kill may have come before it
-        self.group.load(self.drafter, weights)
-        window = {n.removeprefix("window."): tensors.pop(n) for n in [*tensors] if n.startswith("window.")}
-        self.group.load_optimizer(self.optimizer, tensors, record["optimizer_steps"])
-        if self.group.rank == 0:  # the sums were those of all processes together
-            self.window.load(window)
-        self.guard.load(record["guard"])
-        self.place = record["place"]
-        # The same chunks give the same sums; another slice of the head has chunks of its own.
-        rows, same = record["loss_rows"], record.get("head_slices", 1) == self.head_slices
-        self.objective.fused.plan = ChunkPlan(rows) if rows and same else None
-        logger.info("training goes on from step %d", self.step)
-
-    def warm_up(self) -> float:
-        """Compile what a CUDA run compiles (layers, attention, loss, update) before its clock starts; the
-        seconds it took, 0 where nothing is compiled.
-
-        Raises `NotCompiled` for what the run was asked for by name, or shares with other processes.
-        """
-        if self.device.type != "cuda":
-            return 0.0
-        began = time.perf_counter()
-        self.try_row()
-        torch.cuda.synchronize(self.device)
-        seconds = time.perf_counter() - began
-        logger.info("compiled in %.0f s", seconds)
-        return seconds
-
-    def try_row(self) -> None:
-        """Try a row; where it does not compile, once more with dense attention, then with plain layers."""
-        instead = "Train with attention='dense', and with compile=False if that is not enough."
-        with compiling("the training step", instead):
-            while True:
-                try:
-                    return self._row_of_zeros()
-                except Exception as error:
-                    why = why_not_compiled(error)
-                    # Processes that share a step could only fall back together, which none of them can know.
-                    if not why or self.group.world > 1 or not self._fall_back(why):
-                        raise
-                self.optimizer.zero_grad()
-
-    def _row_of_zeros(self) -> None:
-        """A step of which nothing stays. Kernels depend on shapes alone; a device's rows all have one."""
-        config = self.drafter.config
-        row = self.rows.row(0, 0)
-        width = len(config.tap_ids) * config.hidden_size
-        taps = row.taps.new_zeros(len(row.input_ids), width, dtype=self.drafter.fc.weight.dtype)
-        final = taps[:, : config.hidden_size] if self.settings.loss.needs_target else None
-        row = dataclasses.replace(row, taps=taps, final=final).to(self.device)
-        self.drafter.train()
-        self.group.exchange(self.model, True)
-        loss = self.objective(self.model, self.drafter, row, row.taps, teacher=False)
-        (loss.total * 0.0).backward()
-        self.optimizer.step(0.0, 1.0, torch.zeros((), dtype=torch.bool, device=self.device))
-        self.optimizer.zero_grad()
-
-    def _fall_back(self, why: str) -> bool:
-        """Let the next try compile less, and say what that costs; False where nothing is left."""
-        if self.objective.attention == "auto":
-            self.objective.attention = "dense"
-            what = "attention runs dense, a document at a time, which is slower and holds a mask a document"
-        elif self.objective.attention == "dense" and self.drafter.compiled:
-            self.drafter.run_plain()
-            what = "layers run uncompiled, which is slower and keeps more for the backward pass"
-        else:
-            return False
-        logger.warning(
-            "a part does not compile here (%s): %s; the predicted memory does not know it", why, what
-        )
-        return True
-
-    # -- a step --------------------------------------------------------------------------------------------
+    # ---- a step
 
     def stream(self) -> Iterator[tuple[int, int, Row]]:
         """This process's rows from our place on, with the place behind each."""
@@ -463,20 +249,24 @@ class Trainer:
         while True:
             for i in range(index, self.rows.count(epoch)):
                 if turn % world == rank:
-                    row = self.rows.row(epoch, i)
-                    yield epoch, i, row
+                    yield epoch, i, self.rows.row(epoch, i)
                 turn += 1
             epoch, index = epoch + 1, 0
 
     def train_step(self, stream: Iterator[Fed]) -> None:
         """One optimizer step, or a skipped one."""
-        settings = self.settings
+        settings, place, world = self.settings, self.place, self.group.world
         started = time.perf_counter()
-        self.settle(keep=1 if self.device.type == "cuda" else 0)
+        # On CUDA the step before may still be running: the one before that has ended.
+        self.collect(keep=1 if self.device.type == "cuda" else 0)
+
+        # The prefetch thread has read the rows and sent them to the device.
         asked = time.perf_counter()
         batch = [next(stream) for _ in range(settings.accumulate)]
         waited = time.perf_counter() - asked
-        # The denominator is known only when the weights are: until then a row is divided by this.
+
+        # Gradients of all rows add up. The denominator is known only when the weights of all processes' slots
+        # are: until then a row is divided by this.
         nominal = settings.anchors * (self.drafter.config.block_size - 1) * settings.accumulate
         self.drafter.train()
         tally = self.tally()
@@ -493,80 +283,82 @@ class Trainer:
             self.group.exchange(self.model, number + 1 == len(batch))
             loss = self.objective(self.model, self.drafter, row, taps, teacher=False)
             (loss.total / nominal).backward()
-            sums += torch.stack([loss.total.detach(), loss.below]).to(sums)
+            sums += torch.stack([loss.total.detach(), loss.denominator]).to(sums)
             tally.add(loss)
         rows = [fed.host for fed in batch]
         spent = time.perf_counter() - started + self.tail
-        world = self.group.world
+
+        # Our place moves behind the rows that all processes have used.
+        place["index"] += len(batch) * world
+        while place["index"] >= (count := self.rows.count(place["epoch"])):
+            place["index"] -= count
+            place["epoch"] += 1
+
+        # Judge, move the weights, and remember the metrics of a step that counts.
         facts = [
             sum(row.tokens for row in rows),
             sum(row.blocks for row in rows),
             spent / world,
             waited / world,
         ]
-        self.advance(len(batch))
-        self.window.merge(tally, self.apply(sums, facts, nominal, rows))
+        self.window.merge(tally, self.update(sums, facts, nominal, rows))
         self.tail = time.perf_counter() - started + self.tail - spent
 
-    def advance(self, rows: int) -> None:
-        """Move our place behind the rows that all processes have used."""
-        place = self.place
-        place["index"] += rows * self.group.world
-        while place["index"] >= (count := self.rows.count(place["epoch"])):
-            place["index"] -= count
-            place["epoch"] += 1
-
-    def apply(self, sums: Tensor, facts: list[float], nominal: int, rows: list[Row]) -> Tensor:
+    def update(self, sums: Tensor, facts: list[float], nominal: int, rows: list[Row]) -> Tensor:
         """Judge the gradients, move the weights or not, and drop the gradients; whether they moved, on the
         device. `facts` are this process's tokens, blocks, and shares of seconds and of those waited.
         """
         settings, group = self.settings, self.group
         known = torch.tensor(facts, dtype=torch.float64).to(self.device, non_blocking=True)
-        summed = group.total(torch.cat([sums, known]))
-        total, below = summed[0], summed[1]
-        some = below > 0
-        loss = torch.where(some, total / below, 0.0)
-        scale = torch.where(some, nominal * group.world / below, 0.0)
+        summed = group.total(torch.cat([sums, known]))  # one exchange for all that processes add up
+        total, denominator = summed[0], summed[1]
+
+        # `scale` turns gradients of rows over `nominal`, averaged over processes, into those of the loss.
+        some = denominator > 0
+        loss = torch.where(some, total / denominator, 0.0)
+        scale = torch.where(some, nominal * group.world / denominator, 0.0)
         norm = group.grad_norm(self.drafter.parameters()).double() * scale
-        fault, usual = self.guard.judge(loss, norm, below)
-        good = fault == FINE
-        factor = learning_rate_factor(self.progress, settings.warmup, settings.floor)
+        fault, usual = self.guard.judge(loss, norm, denominator)
+        good = fault == StepFault.NONE
         if settings.clip_norm:
             scale = scale * (settings.clip_norm / norm).clamp(max=1.0)
+
+        factor = learning_rate_factor(self.progress, settings.warmup, settings.floor)
         self.optimizer.step(factor, scale, good)
         self.optimizer.zero_grad()
         self.place["step"] += 1
-        values, copied = torch.cat([torch.stack([loss, norm, fault, usual, below]), summed[2:]]), None
-        if values.is_cuda:  # read one step later, so that neither waits for the other
-            current = torch.cuda.current_stream(values.device)  # of the drafter's device, current or not
-            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            values = host.copy_(values, non_blocking=True)
+
+        numbers, copied = torch.cat([torch.stack([loss, norm, fault, usual, denominator]), summed[2:]]), None
+        if numbers.is_cuda:  # read one step later, so that neither waits for the other
+            current = torch.cuda.current_stream(numbers.device)  # of the drafter's device, current or not
+            host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            numbers = host.copy_(numbers, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(current)
-        self.begun.append((self.step, settings.optimizer.lr * factor, rows, values, copied))
+        self.pending.append((self.step, settings.optimizer.lr * factor, rows, numbers, copied))
         return good
 
-    def settle(self, keep: int = 0) -> None:
+    def collect(self, keep: int = 0) -> None:
         """Take in what all but the newest `keep` steps came to."""
-        while len(self.begun) > keep:
-            step, lr, rows, numbers, copied = self.begun.popleft()
+        while len(self.pending) > keep:
+            step, lr, rows, numbers, copied = self.pending.popleft()
             if copied is not None:
                 copied.synchronize()
-            values = dict(zip(FIELDS, numbers.tolist(), strict=True))
+            values = dict(zip(STEP_NUMBERS, numbers.tolist(), strict=True))
             for name in ("tokens", "blocks"):
                 self.place[name] += int(values[name])
             for name in ("seconds", "waited"):
                 self.place[name] += values[name]
             fault = self.guard.note(step, values, rows, self.group.rank)
             if self.journal:
-                loss, norm = (values[name] if values["below"] else None for name in ("loss", "norm"))
+                loss, norm = (values[name] if values["denominator"] else None for name in ("loss", "norm"))
                 self.journal.write("step", step, loss=loss, grad_norm=norm, lr=lr, skipped=fault or None)
             self.guard.check(step, fault)
 
     def catch_up(self) -> None:
         """Wait for all steps begun, in every process; the wait is training time."""
         started = time.perf_counter()
-        self.settle()
+        self.collect()
         self.place["seconds"] += self.group.longest(time.perf_counter() - started + self.tail)
         self.tail = 0.0
 
@@ -583,7 +375,7 @@ class Trainer:
                 "masks that prepare shows, or raise context_tokens."
             )
 
-    # -- what a run measures and leaves --------------------------------------------------------------------
+    # ---- what a run measures and leaves
 
     def tally(self) -> Tally:
         """Open sums of metrics, beside the loss."""
@@ -674,19 +466,18 @@ class Trainer:
         if self.group.rank == 0:
             if self.journal:
                 self.journal.flush()  # the lines before the checkpoint must not be younger than it
-            plan = self.objective.fused.plan
             record = {
                 "setup": self.setup,
                 "place": self.place,
                 "optimizer_steps": self.optimizer.steps,
                 "guard": self.guard.state(),
-                "loss_rows": plan.rows if plan else 0,
+                "loss_rows": self.objective.fused.chunk_rows or 0,
                 "head_slices": self.head_slices,
             }
             tensors |= {f"window.{name}": value for name, value in window.items()}
             root = self.folder / "checkpoints"
-            states.save_state(root, self.step, self.drafter, weights, tensors, record)
-            states.rotate(root, self.settings.keep)
+            save_state(root, self.step, self.drafter, weights, tensors, record)
+            rotate(root, self.settings.keep)
         self.group.barrier()
 
     def tell(self) -> None:
@@ -708,7 +499,7 @@ class Trainer:
     def report(self) -> TrainReport:
         """Sum up."""
         place = self.place
-        last = states.newest(self.folder / "checkpoints")
+        last = newest(self.folder / "checkpoints")
         assert last is not None, "a finished run has saved its last step"
         return TrainReport(
             steps=self.step,
@@ -730,16 +521,105 @@ class Trainer:
         """Share of step time spent waiting for rows."""
         return self.place["waited"] / max(self.place["seconds"], 1e-9)
 
+    # ---- before the first step
 
-def learning_rate_factor(progress: float, warmup: float, floor: float) -> float:
+    def resume(self) -> None:
+        """Go to the newest checkpoint of this run, if there is one; `InputError` if it is one of another
+        setup.
+        """
+        found = newest(self.folder / "checkpoints")
+        if found is None:
+            return
+        weights, tensors, record = load_state(found)
+        if wrong := differences(record["setup"], self.setup):
+            raise InputError(
+                f"{self.folder} holds a run of another setup ({'; '.join(wrong[:4])}). Give that setup again "
+                "to go on, or another run folder for a new run."
+            )
+        if self.group.rank == 0:
+            rotate(self.folder / "checkpoints", self.settings.keep)  # a kill may have come before it
+        self.group.load(self.drafter, weights)
+        window = {n.removeprefix("window."): tensors.pop(n) for n in [*tensors] if n.startswith("window.")}
+        self.group.load_optimizer(self.optimizer, tensors, record["optimizer_steps"])
+        if self.group.rank == 0:  # the sums were those of all processes together
+            self.window.load(window)
+        self.guard.load(record["guard"])
+        self.place = record["place"]
+        # The same chunks give the same sums; another slice of the head has chunks of its own.
+        rows, same = record["loss_rows"], record.get("head_slices", 1) == self.head_slices
+        self.objective.fused.chunk_rows = rows if rows and same else None
+        logger.info("training goes on from step %d", self.step)
+
+    def warm_up(self) -> float:
+        """Compile what a CUDA run compiles (layers, attention, loss, update) before its clock starts; the
+        seconds it took, 0 where nothing is compiled.
+
+        Raises `NotCompiled` for what the run was asked for by name, or shares with other processes.
+        """
+        if self.device.type != "cuda":
+            return 0.0
+        began = time.perf_counter()
+        self.try_row()
+        torch.cuda.synchronize(self.device)
+        seconds = time.perf_counter() - began
+        logger.info("compiled in %.0f s", seconds)
+        return seconds
+
+    def try_row(self) -> None:
+        """Try a row; where it does not compile, once more with dense attention, then with plain layers, and
+        say what that costs.
+        """
+        with compiling(
+            "the training step", "Train with attention='dense', and with compile=False if that is not enough."
+        ):
+            while True:
+                try:
+                    return self._row_of_zeros()
+                except Exception as error:
+                    why = why_not_compiled(error)
+                    # Processes that share a step could only fall back together, which none of them can know.
+                    if not why or self.group.world > 1:
+                        raise
+                    if self.objective.attention == "auto":
+                        self.objective.attention = "dense"
+                        what = "attention runs dense, a document at a time: slower, with a mask a document"
+                    elif self.objective.attention == "dense" and self.drafter.compiled:
+                        self.drafter.run_plain()
+                        what = "layers run uncompiled, which is slower and keeps more for the backward pass"
+                    else:
+                        raise
+                    logger.warning(
+                        "a part does not compile here (%s): %s; the predicted memory does not know it",
+                        why,
+                        what,
+                    )
+                self.optimizer.zero_grad()
+
+    def _row_of_zeros(self) -> None:
+        """A step of which nothing stays. Kernels depend on shapes alone; a device's rows all have one."""
+        config = self.drafter.config
+        row = self.rows.row(0, 0)
+        width = len(config.tap_ids) * config.hidden_size
+        taps = row.taps.new_zeros(len(row.input_ids), width, dtype=self.drafter.fc.weight.dtype)
+        final = taps[:, : config.hidden_size] if self.settings.loss.needs_target else None
+        row = dataclasses.replace(row, taps=taps, final=final).to(self.device)
+        self.drafter.train()
+        self.group.exchange(self.model, True)
+        loss = self.objective(self.model, self.drafter, row, row.taps, teacher=False)
+        (loss.total * 0.0).backward()
+        self.optimizer.step(0.0, 1.0, torch.zeros((), dtype=torch.bool, device=self.device))
+        self.optimizer.zero_grad()
+
+
+def learning_rate_factor(progress: float, warmup: float, min_ratio: float) -> float:
     """Factor on the peak rate at `progress` in 0..1: a linear warm-up over the share `warmup` of the run,
-    then half a cosine down to `floor`.
+    then half a cosine down to `min_ratio`.
     """
     progress = min(max(progress, 0.0), 1.0)
     if progress < warmup:
         return progress / warmup
     share = (progress - warmup) / max(1.0 - warmup, 1e-12)
-    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * share))
+    return min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + math.cos(math.pi * share))
 
 
 def _told(report: dict[str, Any]) -> str:
@@ -756,3 +636,124 @@ def _memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+class StepFault(IntEnum):
+    """What is wrong with a step that must not happen."""
+
+    NONE = 0
+    LOSS = 1  # not a number
+    NORM = 2  # of the gradient: not a number
+    EXPLODED = 3  # a gradient far above its usual size
+    EMPTY = 4  # no slot that counts
+
+
+HISTORY = 64  # gradient norms the median is taken over
+TRUSTED = 16  # as many must be there before a norm can be called exploding
+
+
+class Diverged(LabError, RuntimeError):
+    """Training stopped itself after too many bad steps in a row. `details` and `advice` go into the failure
+    record.
+    """
+
+    def __init__(self, message: str, details: dict[str, Any]) -> None:
+        super().__init__(message)
+        self.details = details
+        self.advice = (
+            "Lower the learning rate, lengthen the warm-up, or look at the saved rows; the last good "
+            "checkpoint is kept and the run resumes from it."
+        )
+
+
+class Guard:
+    """Judges each step by its loss and gradient norm. The verdict is reached on the device and heard of
+    later, so that a good step waits for nobody; a bad one is left out and counted, and its rows are written
+    down, for a person to see what was in them. Many in a row mean that the run itself is broken.
+    """
+
+    def __init__(
+        self, explode_factor: float, max_in_a_row: int, folder: Path, device: torch.device | str = "cpu"
+    ) -> None:
+        self.explode_factor, self.max_in_a_row, self.folder = explode_factor, max_in_a_row, folder
+        self.norms = torch.full((HISTORY,), math.inf, dtype=torch.float64, device=device)  # newest last
+        self.count = torch.zeros((), dtype=torch.int64, device=device)  # of remembered norms
+        self.skipped = 0
+        self.in_a_row = 0
+
+    def judge(self, loss: Tensor, norm: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
+        """(fault, usual norm) of a step, float64 scalars on the device; a good step's norm is remembered."""
+        ordered = self.norms.sort().values
+        middle = torch.stack([(self.count - 1).clamp_min(0) // 2, (self.count // 2).clamp_max(HISTORY - 1)])
+        usual = ordered.gather(0, middle).mean()  # the median, as the norms not there are infinite
+        exploded = (self.count >= TRUSTED) & (usual > 0) & (norm > self.explode_factor * usual)
+        fault = torch.where(exploded, StepFault.EXPLODED, StepFault.NONE)
+        fault = torch.where(torch.isfinite(norm), fault, StepFault.NORM)
+        fault = torch.where(torch.isfinite(loss), fault, StepFault.LOSS)
+        fault = torch.where(denominator > 0, fault, StepFault.EMPTY)
+        good = fault == StepFault.NONE
+        self.norms = torch.where(good, torch.cat([self.norms[1:], norm[None]]), self.norms)
+        self.count = (self.count + good).clamp_max(HISTORY)
+        return fault.double(), usual
+
+    def note(self, step: int, values: dict[str, float], rows: Sequence[Row], rank: int = 0) -> str:
+        """What was wrong with a step, once its numbers are known (STEP_NUMBERS), or an empty string.
+        Rows of a bad one are saved.
+        """
+        kind, loss, norm, usual = (values[name] for name in ("fault", "loss", "norm", "usual"))
+        if kind == StepFault.NONE:
+            self.in_a_row = 0
+            return ""
+        if kind == StepFault.EMPTY:
+            return "no slot counts in any row of this step"
+        if kind == StepFault.LOSS:
+            fault = f"loss is {loss}"
+        elif kind == StepFault.NORM:
+            fault = f"gradient norm is {norm}"
+        else:
+            fault = f"gradient norm {norm:.3g} is {norm / usual:.0f} times the usual {usual:.3g}"
+        self.skipped += 1
+        self.in_a_row += 1
+        logger.warning("step %d skipped: %s", step, fault)
+        save_rows(self.folder / f"step-{step:08d}-rank{rank}.safetensors", rows, fault)
+        return fault
+
+    def check(self, step: int, fault: str) -> None:
+        """`Diverged` if the last steps were all bad."""
+        if self.in_a_row >= self.max_in_a_row:
+            details = {"step": step, "fault": fault, "skipped": self.skipped, "rows": str(self.folder)}
+            raise Diverged(
+                f"{self.in_a_row} bad steps in a row at step {step}: {fault}. Rows are in {self.folder}.",
+                details,
+            )
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        norms = self.norms[HISTORY - int(self.count) :].tolist()
+        return {"norms": norms, "skipped": self.skipped, "in_a_row": self.in_a_row}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Put back `state()`."""
+        norms = [math.inf] * (HISTORY - len(state["norms"])) + [float(norm) for norm in state["norms"]]
+        self.norms.copy_(torch.tensor(norms, dtype=torch.float64))
+        self.count.fill_(len(state["norms"]))
+        self.skipped, self.in_a_row = int(state["skipped"]), int(state["in_a_row"])
+
+
+def save_rows(path: Path, rows: Sequence[Row], fault: str) -> None:
+    """Write rows as safetensors; the metadata names the fault and the samples' hashes."""
+    tensors: dict[str, Tensor] = {}
+    for number, row in enumerate(rows):
+        fields = {
+            "input_ids": row.input_ids,
+            "taps": row.taps,
+            "final": row.final,
+            "anchors": row.layout.anchors,
+            "starts": row.layout.starts,
+            "labels": row.labels,
+            "slot_mask": row.slot_mask,
+        }
+        tensors |= {f"{number}.{name}": t.cpu().contiguous() for name, t in fields.items() if t is not None}
+    hashes = ",".join(digest for row in rows for digest in row.hashes)
+    with files.atomic_path(path) as temporary:
+        save_file(tensors, temporary, metadata={"fault": fault, "hashes": hashes})

@@ -1,11 +1,4 @@
-"""Several processes of this machine that do one run together and end together.
-
-Each is started fresh (spawn). What it prints goes into a log of its own; what it returns, or the traceback it
-ends with, into a file beside it. The first that fails ends the run: the others are given a moment to tell
-whether the fault was theirs, then ended, and the error raised here holds the failing one's own traceback, or
-the signal that killed it. When all that lead have returned, the rest are told nothing: they see their
-connections close, and have `grace_s` to end by themselves.
-"""
+"""Several processes of this machine that do one run together and end together."""
 
 from __future__ import annotations
 
@@ -60,7 +53,7 @@ class Job:
     leads: bool  # the run is over when all that lead have returned
 
 
-def run_crew(
+def run_workers(
     jobs: Sequence[Job],
     folder: Path,
     *,
@@ -71,9 +64,14 @@ def run_crew(
 ) -> dict[str, Any]:
     """Start every job and wait for them; what each returned, by name.
 
+    Each is started fresh (spawn). What it prints goes into a log of its own; what it returns, or the
+    traceback it ends with, into a file beside it. The first that fails ends the run: the others are given a
+    moment to tell whether the fault was theirs, then ended, and `WorkerFailed` holds the failing one's own
+    traceback, or the signal that killed it. When all that lead have returned, the rest are told nothing: they
+    see their connections close, and have `grace_s` to end by themselves.
+
     `ends` are connections handed to jobs, closed here once they have started. `on_poll` is called twice a
     second; when it raises, `on_stop` is to ask the leading jobs for an end, and they have `grace_s` for it.
-    Raises `WorkerFailed`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")

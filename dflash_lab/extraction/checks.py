@@ -1,4 +1,6 @@
-"""What is checked before, during and after an extraction: room on disk, the self-test, a store's bytes."""
+"""What is checked before, during and after an extraction: room on disk, the target's states, the store's
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,9 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -20,17 +22,27 @@ from transformers import PretrainedConfig
 
 from dflash_lab import files
 from dflash_lab.errors import FileError, InputError, LabError, StoreError, naming
-from dflash_lab.extraction import store as manifests
+from dflash_lab.extraction.manifest import (
+    MANIFEST_FILE,
+    Broken,
+    Part,
+    drop_part,
+    mend,
+    parts_of,
+    read_identity,
+    shard_count,
+    shard_folders,
+    shard_lock,
+)
 from dflash_lab.extraction.store import Layout, as_keys, find_codec, open_part
 from dflash_lab.extraction.writer import FINDINGS, Capture, check_rows, pad
-from dflash_lab.models import source
 from dflash_lab.models.hooks import check_tap_ids
-from dflash_lab.models.load import Target
+from dflash_lab.models.load import Target, cut_config, find_parts, skeleton
 
-# ----------------------------------------------------------------------------------------------------
-# Before 54 GB are read: do the layers exist, do the states fit on the disk, how many hours will it take?
-#
-# Everything here comes from the config, the lengths and the file system; no weight is touched.
+log = logging.getLogger(__name__)
+
+
+# Before 54 GB are read: do the states fit on the disk, how many hours will it take? -----------------------
 
 
 ROW_BYTES = 5.0  # token id and mask; offsets, hashes and marks add 25 bytes a sample
@@ -43,15 +55,11 @@ ASSUMED_TFLOPS = {"cuda": 500.0, "cpu": 0.1}
 class Preflight:
     """What a run over all shards will take, on paper."""
 
-    samples: int
-    tokens: int
     token_bytes: int
     bytes_needed: int
-    bytes_stored: int
     bytes_free: int
     body_parameters: int
     hours: float
-    assumed_tflops: float
 
     def figures(self) -> dict[str, float | int]:
         """Return the flat numbers."""
@@ -74,55 +82,39 @@ def preflight(
     tflops: float = 0.0,
     replaced: Path | None = None,
 ) -> Preflight:
-    """Check a run against the target's config and the disk; `InputError` when it cannot work.
+    """Check a run against the target's config and the disk, no weight touched; `InputError` when it cannot
+    work.
 
     lengths: tokens of every sample of every shard. replaced: the store whose place this one will take, which
     stays until it is whole. tflops: sustained TFLOP/s of one device, 0 for an assumed one. Work is 2 x
     parameters of the layers that run, a token.
     """
-    layers = config.num_hidden_layers
-    check_tap_ids(tap_ids, layers)
+    check_tap_ids(tap_ids, config.num_hidden_layers)
     layout = Layout(tuple(tap_ids), config.hidden_size, store_final, find_codec(storage))
-    needed = int(lengths.sum()) * (layout.token_bytes + ROW_BYTES) + len(lengths) * SAMPLE_BYTES
-    stored = sum(
-        part.bytes for folder in manifests.shard_folders(store) for part in manifests.sealed_parts(folder, [])
-    )
-    free = shutil.disk_usage(_existing(store)).free
-    missing = max(0.0, needed * MARGIN - stored)
-    if missing > free:
+    tokens = int(lengths.sum())
+    needed = tokens * (layout.token_bytes + ROW_BYTES) + len(lengths) * SAMPLE_BYTES
+    stored = sum(part.bytes for part in parts_of(store, []))
+    there = next(path for path in (store.absolute(), *store.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if needed * MARGIN - stored > free:
+        beside = ""
+        if replaced is not None:
+            size = sum(path.stat().st_size for path in replaced.rglob("*") if path.is_file())
+            beside = (
+                f" The earlier store, {replaced} ({size / 2**30:,.1f} GiB), stays until this one is whole, "
+                "and both do not fit. If it is not needed any more, remove it first."
+            )
         raise InputError(
-            f"{store}: the states of {len(lengths):,} samples ({int(lengths.sum()):,} tokens x "
-            f"{layout.token_bytes:,} bytes) "
-            f"take {needed / 2**30:,.1f} GiB, {stored / 2**30:,.1f} GiB are stored and "
-            f"{free / 2**30:,.1f} GiB are free. "
-            "Give another store folder, fewer taps, storage=fp8 (half the bytes), or fewer samples."
-            + _beside(replaced)
+            f"{store}: the states of {len(lengths):,} samples ({tokens:,} tokens x {layout.token_bytes:,} "
+            f"bytes) take {needed / 2**30:,.1f} GiB, {stored / 2**30:,.1f} GiB are stored and "
+            f"{free / 2**30:,.1f} GiB are free. Give another store folder, fewer taps, storage=fp8 (half the "
+            "bytes), or fewer samples." + beside
         )
-    last = layers - 1 if store_final else max(tap_ids)
+    last = config.num_hidden_layers - 1 if store_final else max(tap_ids)
     parameters = body_parameters(config, last)
     rate = tflops or ASSUMED_TFLOPS.get(device_type, ASSUMED_TFLOPS["cpu"])
-    hours = 2 * parameters * int(lengths.sum()) / (rate * 1e12) / 3600
-    return Preflight(
-        len(lengths),
-        int(lengths.sum()),
-        layout.token_bytes,
-        int(needed),
-        stored,
-        free,
-        parameters,
-        hours,
-        rate,
-    )
-
-
-def _beside(replaced: Path | None) -> str:
-    if replaced is None:
-        return ""
-    size = sum(path.stat().st_size for path in replaced.rglob("*") if path.is_file())
-    return (
-        f" The earlier store, {replaced} ({size / 2**30:,.1f} GiB), stays until this one is whole, and both "
-        "do not fit. If it is not needed any more, remove it first."
-    )
+    hours = 2 * parameters * tokens / (rate * 1e12) / 3600
+    return Preflight(layout.token_bytes, int(needed), free, parameters, hours)
 
 
 def body_parameters(config: PretrainedConfig, last_layer: int) -> int:
@@ -131,26 +123,17 @@ def body_parameters(config: PretrainedConfig, last_layer: int) -> int:
 
     For a mixture of experts every expert counts, so its hours are an upper bound.
     """
-    body = source.skeleton(source.cut_config(config, last_layer), name="preflight", dtype=torch.bfloat16)
-    layers = source.find_parts(body, source.cut_config(config, last_layer), "preflight").layers
+    config = cut_config(config, last_layer)
+    body = skeleton(config, name="preflight", dtype=torch.bfloat16)
+    layers = find_parts(body, config, "preflight").layers
     return sum(parameter.numel() for parameter in layers.parameters())
 
 
-def _existing(path: Path) -> Path:
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path
-
-
-# ----------------------------------------------------------------------------------------------------
-# Does this target, on this machine, give a batch the states that we believe it gives?
+# Does this target, on this machine, give a batch the states that we believe it gives? ---------------------
 #
-# Before a week of GPU time, prefixes of real samples run batched and alone (`self_test`). Checked: the row
-# count, batched against alone (wrong padding, mask or kernels), each tap against the layer it names (an
-# off-by-one costs acceptance, never an error), health of every row. Some faults show only at the size of a
-# real batch, or only after hours: so samples of real batches are compared with the same samples alone too
-# (`SpotChecks`).
+# Before a week of GPU time, prefixes of real samples run batched and alone (`self_test`). Some faults show
+# only at the size of a real batch, or only after hours: so samples of real batches are compared with the same
+# samples alone too (`SpotChecks`).
 #
 # What a difference may be follows from the sample alone: where it is more than `TOLERANCE`, the sample runs
 # alone again with noise of the size of rounding on the output of every layer. A routing choice near a tie
@@ -175,24 +158,6 @@ SHARE = 0.001
 
 class SelfTestError(LabError, RuntimeError):
     """The target's batched states are not its states: nothing that shows it is stored."""
-
-
-@dataclass(frozen=True)
-class SelfTest:
-    """The record of a self-test; errors are the worst rel-L2 by stored state, `tolerance` what each may be.
-    `unsound`: samples passed over because a row of theirs is not a state, alone as well as batched.
-    """
-
-    lengths: list[int]
-    batched_error: list[float]
-    layer_error: list[float]
-    tolerance: list[float]
-    problems: list[str]
-    unsound: int = 0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -290,11 +255,18 @@ def rel_l2(value: Tensor, reference: Tensor) -> float:
     return error if np.isfinite(error) else float("inf")
 
 
-def self_test(target: Target, capture: Capture, samples: list[np.ndarray], layers: list[int]) -> SelfTest:
+def self_test(
+    target: Target, capture: Capture, samples: list[np.ndarray], layers: list[int]
+) -> dict[str, Any]:
     """Test with prefixes of up to six of `samples`; `layers` are the layer ids of the stored states in order.
 
-    A sample that is unsound alone as well as batched is passed over for the next one: the run quarantines it.
-    Raises `SelfTestError` that says which state fails and by how much, also where most samples are unsound.
+    Checked: the row count, batched against alone (wrong padding, mask or kernels), each tap against the layer
+    it names (an off-by-one costs acceptance, never an error), health of every row. A sample that is unsound
+    alone as well as batched is passed over for the next one: the run quarantines it. Raises `SelfTestError`
+    that says which state fails and by how much, also where most samples are unsound.
+
+    Returns the manifest's record: the prefixes' `lengths`, the worst rel-L2 of each stored state
+    (`batched_error`, `layer_error`), what each may be (`tolerance`), and how many samples were `unsound`.
     """
     compare, lengths, unsound = Comparison(target, capture, layers), prefix_lengths(target), 0
     chosen, waiting = samples[: len(lengths)], samples[len(lengths) :]
@@ -322,7 +294,7 @@ def self_test(target: Target, capture: Capture, samples: list[np.ndarray], layer
     if sound:
         longest = prefixes[sound[-1]]
         tapped, layered = _against_layers(target, capture, longest, layers)
-        limit = [max(pair) for pair in zip(*(found[number].limit for number in sound))]
+        limit = worst([found[number].limit for number in sound])
         own = compare.limits(longest, [state[0] for state in tapped], layered)
         problems += [
             f"layer {layer}: the tap is not the output of that layer (rel-L2 {error:.3g})"
@@ -330,21 +302,30 @@ def self_test(target: Target, capture: Capture, samples: list[np.ndarray], layer
             if error > most
         ]
     if unsound > len(sound):
-        worst = [max(found[number].finding[index] for number in bad) for index in range(len(layers))]
-        tried = unsound + len(sound)
         problems += [
-            f"layer {layer}: {FINDINGS[finding]} row, alone as well as batched; {unsound} of {tried} samples "
-            "have such rows"
-            for layer, finding in zip(layers, worst, strict=True)
+            f"layer {layer}: {FINDINGS[finding]} row, alone as well as batched; {unsound} of "
+            f"{unsound + len(sound)} samples have such rows"
+            for layer, finding in zip(layers, worst([found[number].finding for number in bad]), strict=True)
             if finding
         ]
     if problems:
         _refuse(target, problems)
-    batched = [max(one.error[index] for one in found) for index in range(len(layers))]
-    return SelfTest([len(row) for row in prefixes], batched, layered, limit, [], unsound)
+    return {
+        "lengths": [len(row) for row in prefixes],
+        "batched_error": worst([one.error for one in found]),
+        "layer_error": layered,
+        "tolerance": limit,
+        "problems": [],
+        "unsound": unsound,
+    }
 
 
-def _refuse(target: Target, problems: list[str]) -> None:
+def worst(by_sample: list[list[Any]]) -> list[Any]:
+    """The largest value of each state, from a list of all states' values a sample."""
+    return [max(values) for values in zip(*by_sample, strict=True)]
+
+
+def _refuse(target: Target, problems: list[str]) -> NoReturn:
     raise SelfTestError(
         f"{target.name}: the self-test before extraction failed and nothing was stored.\n  "
         + "\n  ".join(problems)
@@ -407,11 +388,7 @@ class SpotChecks:
             self._rows, self._tokens = max(self._rows, len(lengths)), max(self._tokens, tokens)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Re-read a whole store and name everything that is not as its manifests say.
-#
-# `verify` only looks. `discard` gives damaged parts up, so that the next extraction redoes exactly their
-# samples.
+# Is the store as its manifests say? -----------------------------------------------------------------------
 
 
 _ROWS = 1 << 14  # tokens looked at together
@@ -433,171 +410,129 @@ def verify(store: Path | str, on_progress: Callable[[str, int, int], None] | Non
 
     Found and named: a missing, truncated, altered or unreadable part, a tensor of another shape or type than
     store.json says, offsets that do not add up, states that are not numbers, a sample stored twice, a part
-    that no manifest names, a line of a manifest that is none.
+    that no manifest names, a line of a manifest that is none. `discard` gives the damaged parts up.
     """
     store = Path(store)
-    identity = manifests.read_identity(store)
-    codec = find_codec(identity["storage"])
-    layout = Layout(tuple(identity["tap_ids"]), identity["hidden"], identity["has_final"], codec)
-    faults: list[Fault] = []
+    layout = Layout.of(read_identity(store))
+    broken: list[Broken] = []
+    parts = parts_of(store, broken)
+    faults = [Fault(f"{line.folder.name}/{MANIFEST_FILE}", str(line), part=False) for line in broken]
+    there = {str(p.relative_to(store)) for f in shard_folders(store) for p in f.glob("part-*.safetensors")}
+    for stray in sorted(there - {part.name for part in parts}):
+        faults.append(Fault(stray, "no manifest line names it (a crash before its line); ignored", False))
     seen: dict[bytes, str] = {}
-    folders = [(folder, _parts(folder, faults)) for folder in manifests.shard_folders(store)]
-    total, done = sum(part.bytes for _, parts in folders for part in parts), 0
-    for folder, parts in folders:
-        named = {part.file for part in parts}
-        for stray in sorted(
-            path.name for path in folder.glob("part-*.safetensors") if path.name not in named
-        ):
-            faults.append(
-                Fault(
-                    f"{folder.name}/{stray}",
-                    "no manifest line names it (a crash before its line); ignored",
-                    False,
-                )
-            )
-        for part in parts:
-            found = size_fault(folder, part) or checksum_fault(folder, part)
-            what = found or _content_fault(folder / part.file, part, layout)
-            what = what or _state_fault(folder / part.file, part, layout)
-            if what:
-                faults.append(Fault(part.name, what))
-            else:
-                with open_part(folder / part.file) as opened:
-                    keys = as_keys(opened.get_tensor("hashes"))
-                for key in keys:
-                    if (other := seen.setdefault(key.tobytes(), part.name)) != part.name:
-                        faults.append(
-                            Fault(
-                                part.name,
-                                f"sample {key.tobytes().hex()} is also in {other}; read once",
-                                False,
-                            )
-                        )
-            done += part.bytes
-            if on_progress:
-                on_progress("verify", done, total)
+    total, done = sum(part.bytes for part in parts), 0
+    for part in parts:
+        what = part.size_fault(store) or checksum_fault(store, part) or _content_fault(store, part, layout)
+        if what:
+            faults.append(Fault(part.name, what))
+        else:
+            with open_part(store / part.name) as opened:
+                keys = as_keys(opened.get_tensor("hashes"))
+            for key in keys:
+                if (other := seen.setdefault(key.tobytes(), part.name)) != part.name:
+                    told = f"sample {key.tobytes().hex()} is also in {other}; read once"
+                    faults.append(Fault(part.name, told, False))
+        done += part.bytes
+        if on_progress:
+            on_progress("verify", done, total)
     return faults
 
 
-def _parts(folder: Path, faults: list[Fault]) -> list[manifests.Part]:
-    """The sealed parts of a shard; lines of its manifest that are broken are added to `faults`."""
-    broken: list[manifests.Broken] = []
-    parts = manifests.sealed_parts(folder, broken)
-    file = f"{folder.name}/{manifests.MANIFEST_FILE}"
-    faults += [Fault(file, line.told(folder), part=False) for line in broken]
-    return parts
+def checksum_fault(store: Path, part: Part) -> str:
+    """What is wrong with a part by its bytes; "" if nothing is."""
+    if (found := files.checksum(store / part.name)) == part.checksum:
+        return ""
+    return f"checksum {found} where the manifest says {part.checksum}: bytes were altered"
 
 
-def size_fault(folder: Path, part: manifests.Part) -> str | None:
-    """What is wrong with a part by its presence and size alone, the check that every resume makes."""
-    path = folder / part.file
-    if not path.exists():
-        return "the part is missing"
-    if (size := path.stat().st_size) != part.bytes:
-        return f"{size} bytes where the manifest says {part.bytes}: the part is truncated or altered"
-    return None
-
-
-def checksum_fault(folder: Path, part: manifests.Part) -> str | None:
-    """What is wrong with a part by its bytes."""
-    found = files.checksum(folder / part.file)
-    return (
-        None
-        if found == part.checksum
-        else f"checksum {found} where the manifest says {part.checksum}: bytes were altered"
-    )
-
-
-def discard(store: Path | str, faults: list[Fault]) -> int:
-    """Give the damaged parts among `faults` up: a `discard` line, then the file goes. Return how
-    many parts.
+def _content_fault(store: Path, part: Part, layout: Layout) -> str:
+    """What is wrong with a part whose bytes are as sealed: tensors that do not fit the store, a defect of the
+    writer; states that are not numbers, as versions stored them that looked before the cast.
     """
-    store, names = Path(store), sorted({fault.file for fault in faults if fault.part})
-    for name in names:
-        drop_part(files.inside(store, name), next(fault.what for fault in faults if fault.file == name))
-    return len(names)
-
-
-def drop_part(path: Path, why: str) -> None:
-    """Record that a sealed part no longer counts and remove its file, in this order."""
-    manifests.append(path.parent, "discard", file=path.name, why=why)
-    path.unlink(missing_ok=True)
-
-
-def _content_fault(path: Path, part: manifests.Part, layout: Layout) -> str | None:
-    """A part whose bytes are as sealed but whose tensors do not fit the store: a defect of the writer."""
-    try:
-        with open_part(path) as opened:
-            names = list(opened.keys())
-            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
-            offsets = opened.get_tensor("offsets").numpy() if "offsets" in shapes else np.empty(0)
-    except StoreError as error:
-        return str(error)
     n, t = part.samples, part.tokens
     wanted: dict[str, tuple[int, ...]] = {region.name: (t, region.width) for region in layout.regions}
     wanted |= {"input_ids": (t,), "loss_mask": (t,), "offsets": (n + 1,), "hashes": (n, 16), "heldout": (n,)}
-    for name, shape in wanted.items():
-        if shapes.get(name) != shape:
-            return f"tensor {name} has shape {shapes.get(name)}, {shape} expected"
-    if offsets[0] != 0 or offsets[-1] != t or (np.diff(offsets) < 1).any():
-        return "offsets do not rise from 0 to the token count"
-    return None
-
-
-def _state_fault(path: Path, part: manifests.Part, layout: Layout) -> str | None:
-    """Samples whose states are not numbers, as versions stored them that looked before the cast."""
-    bad: set[int] = set()
-    with open_part(path) as opened:
-        owner = np.repeat(np.arange(part.samples), np.diff(opened.get_tensor("offsets").numpy()))
+    try:
+        opened = open_part(store / part.name)
+    except StoreError as error:
+        return str(error)
+    with opened:
+        names = set(opened.keys())
+        for name, shape in wanted.items():
+            found = tuple(opened.get_slice(name).get_shape()) if name in names else None
+            if found != shape:
+                return f"tensor {name} has shape {found}, {shape} expected"
+        offsets = opened.get_tensor("offsets").numpy()
+        if offsets[0] != 0 or offsets[-1] != t or (np.diff(offsets) < 1).any():
+            return "offsets do not rise from 0 to the token count"
+        owner, bad = np.repeat(np.arange(n), np.diff(offsets)), set[int]()
         slices = {region.name: opened.get_slice(region.name) for region in layout.regions}
-        for start in range(0, part.tokens, _ROWS):
+        for start in range(0, t, _ROWS):
             views = {name: rows[start : start + _ROWS] for name, rows in slices.items()}
             for index in range(layout.states):
                 finite = layout.read_state(views, index).isfinite().all(dim=-1).numpy()
                 bad.update(owner[start : start + _ROWS][~finite].tolist())
         hashes = opened.get_tensor("hashes").numpy()
     if not bad:
-        return None
+        return ""
     named = ", ".join(hashes[number].tobytes().hex() for number in sorted(bad)[:8])
     more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
     return f"states of sample {named}{more} are not numbers"
 
 
-def stored_keys(store: Path, *, check_bytes: bool = False) -> tuple[np.ndarray, list[Fault]]:
-    """Sorted 16-byte keys of every sample a store soundly holds, and what does not count: parts, and broken
-    lines of manifests.
-
-    Trusts manifest and size; with `check_bytes` the checksum of every part too.
+def discard(store: Path | str, faults: list[Fault]) -> int:
+    """Give the damaged parts among `faults` up: a `discard` line, then the file goes; the next extraction
+    redoes exactly their samples. Return how many parts.
     """
-    keys: list[np.ndarray] = []
-    faults: list[Fault] = []
-    for folder in manifests.shard_folders(store):
-        for part in _parts(folder, faults):
-            what = size_fault(folder, part) or (checksum_fault(folder, part) if check_bytes else None)
-            if what is None:
-                with open_part(folder / part.file) as opened:
-                    keys.append(as_keys(opened.get_tensor("hashes")))
-            else:
-                faults.append(Fault(part.name, what))
-    return np.unique(np.concatenate(keys)) if keys else as_keys(torch.empty(0, 16, dtype=torch.uint8)), faults
+    damaged = {fault.file: fault.what for fault in reversed(faults) if fault.part}
+    for name, what in damaged.items():
+        drop_part(files.inside(store, name), what)
+    return len(damaged)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Parts are read whole once before they are trained on, and remembered as sound.
+def trusted_keys(store: Path, folder: Path, *, recheck: bool) -> np.ndarray:
+    """Sorted 16-byte keys of every sample that a store soundly holds, by manifest and size; with `recheck` by
+    the checksum of every part too.
+
+    What does not count is given up, so that its samples are redone: of the shard in `folder`, whose lock is
+    held, and of shards of another count, which nobody runs any more. The rest is its own shard's business.
+    """
+    keys = [as_keys(torch.empty(0, 16, dtype=torch.uint8))]
+    broken: list[Broken] = []
+    parts = parts_of(store, broken)
+    for line in broken:
+        if shard_count(line.folder) == shard_count(folder):
+            log.warning("%s", line)  # that shard's next run mends it
+        else:
+            with shard_lock(line.folder):
+                mend(line.folder)
+    for part in parts:
+        path = store / part.name
+        what = part.size_fault(store) or (checksum_fault(store, part) if recheck else "")
+        if not what:
+            with open_part(path) as opened:
+                keys.append(as_keys(opened.get_tensor("hashes")))
+        elif path.parent == folder:
+            drop_part(path, what)
+        elif shard_count(path.parent) != shard_count(folder):
+            with shard_lock(path.parent):
+                drop_part(path, what)
+    return np.unique(np.concatenate(keys))
+
+
+# Parts are read whole once before they are trained on, and remembered as sound ----------------------------
 #
 # A part that was altered without a change of size loads, and trains on noise. Its checksum costs one read
-# of the store, far less than an epoch; so it is asked before the first step, never within one, and again
-# only for parts whose file has another size or time since, or another line in the manifest. The time of
-# change counts as well as that of writing: a copy that keeps the latter is another file, and is read. What
-# was found sound lies in `.checked.json`: hidden, for it says nothing about the store but how lately it was
-# read.
+# of the store, far less than an epoch; so it is asked before the first step, and again only for parts whose
+# file has another size or time since, or another line in the manifest. The time of change counts as well as
+# that of writing: a copy that keeps the latter is another file, and is read.
 
 
-CHECKED = ".checked.json"
+CHECKED = ".checked.json"  # hidden: it says nothing about the store but how lately it was read
 _THREADS = 4  # reading and hashing release the interpreter
 _BLOCK = 1 << 24  # bytes
 _TOLD_EVERY_S = 1.0
-logger = logging.getLogger(__name__)
 Stamp = list[Any]  # [bytes, mtime and ctime in ns, checksum in the manifest]
 
 
@@ -608,7 +543,7 @@ def check_parts(store: Path | str, on_progress: Callable[[str, int, int], None] 
     finished parts stay remembered. Raises `StoreError` naming each part whose bytes are not those sealed.
     """
     store = Path(store)
-    parts = [part for folder in manifests.shard_folders(store) for part in manifests.sealed_parts(folder)]
+    parts = parts_of(store)
     known = _remembered(store)
     stamps = {part.name: _stamp(store, part) for part in parts}
     todo = [part for part in parts if known.get(part.name) != stamps[part.name]]
@@ -643,14 +578,14 @@ def check_parts(store: Path | str, on_progress: Callable[[str, int, int], None] 
     return total
 
 
-def _stamp(store: Path, part: manifests.Part) -> Stamp:
+def _stamp(store: Path, part: Part) -> Stamp:
     path = store / part.name
     with naming(path):
         found = path.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, part.checksum]
 
 
-def _is_sound(store: Path, part: manifests.Part, done: dict[str, int], stop: threading.Event) -> bool:
+def _is_sound(store: Path, part: Part, done: dict[str, int], stop: threading.Event) -> bool:
     """Whether a part's bytes have its checksum; counted in `done`, given up (as not sound) on `stop`."""
     digest, path = xxhash.xxh3_128(), store / part.name
     with naming(path), open(path, "rb") as file:
@@ -674,4 +609,4 @@ def _remember(store: Path, sound: dict[str, Stamp]) -> None:
     try:
         files.write_json(store / CHECKED, files.sealed({"parts": sound}))
     except FileError as error:  # a store on a read-only disk
-        logger.warning("the next run reads the whole store again: %s", error)
+        log.warning("the next run reads the whole store again: %s", error)

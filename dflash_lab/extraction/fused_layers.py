@@ -9,7 +9,8 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,100 +20,205 @@ from torch import Tensor, nn
 from dflash_lab.errors import InputError
 from dflash_lab.extraction import fused_reference
 from dflash_lab.extraction.fused_reference import Gates
+from dflash_lab.models.hooks import TOLERANCE, layer_errors
 from dflash_lab.models.kv_cache import CACHE_KEYWORDS
-from dflash_lab.models.layer_proof import TOLERANCE, layer_errors
 from dflash_lab.models.load import Target
 from dflash_lab.models.spans import FULL, LINEAR, Span
 
-# ----------------------------------------------------------------------------------------------------
-# Which implementation of the fused operations a device gets: Triton and flash-linear-attention, or plain
-# torch.
-
-
-@dataclass(frozen=True)
-class Ops:
-    """The operations by name; signatures as in `reference`."""
-
-    name: str
-    rms_norm: Callable[..., Tensor]
-    add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
-    swiglu: Callable[..., Tensor]
-    conv_silu: Callable[..., Tensor]
-    delta_rule: Callable[..., Tensor] | None
-    gated_rms_norm: Callable[..., Tensor]
-    norm_rope: Callable[..., Tensor]
-    sigmoid_gate: Callable[..., Tensor]
-
-
-def reference_ops() -> Ops:
-    """Plain torch: to test the layers' wiring, not for speed."""
-    names = [field for field in Ops.__dataclass_fields__ if field != "name"]
-    return Ops("reference", **{name: getattr(fused_reference, name) for name in names})
-
-
-def triton_ops() -> Ops:
-    """Triton kernels, and the delta rule of flash-linear-attention (None where that is not installed)."""
-    if importlib.util.find_spec("triton") is None:
-        raise InputError("fast kernels need Triton, which is not installed here. Use fast=off.")
-    from dflash_lab.extraction import kernels
-
-    delta_rule: Callable[..., Tensor] | None = None
-    if importlib.util.find_spec("fla") is not None:
-        from dflash_lab.extraction import kernels as chunked
-
-        delta_rule = chunked.delta_rule
-    return Ops(
-        "triton",
-        rms_norm=kernels.rms_norm,
-        add_rms_norm=kernels.add_rms_norm,
-        swiglu=kernels.swiglu,
-        conv_silu=kernels.conv_silu,
-        delta_rule=delta_rule,
-        gated_rms_norm=kernels.gated_rms_norm,
-        norm_rope=kernels.norm_rope,
-        sigmoid_gate=kernels.sigmoid_gate,
-    )
-
-
-def ops_for(device: torch.device) -> Ops | None:
-    """Return the fused operations of a device, or None where there are none."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return None
-    return triton_ops()
-
-
-# ----------------------------------------------------------------------------------------------------
-# Several projections of one input as one matrix: a larger product, one read of the input, one launch.
-#
-# The merged matrix takes the place of the single ones: the modules' weights become views of its rows, so
-# nothing is stored twice and the plain forward still works on them.
-
-
+log = logging.getLogger(__name__)
+_PROBE = (2, 70)  # sequences x tokens: two chunks of 64, the second one short
 _ROWS = 128  # rows are filled up to whole tiles: a product with 16,480 columns runs like one with 16,512
 
 
-@torch.no_grad()
-def merge(modules: list[nn.Linear]) -> tuple[Tensor, list[int]]:
-    """Stack the weights of `modules` ([n_i, H]) and re-point them; return the matrix [N, H] and each one's
-    first row.
+def speed_up(target: Target, mode: str = "auto", ops: Ops | None = None) -> FastPath:
+    """Fuse the layers of `target` in place. mode: auto (whatever can be), on (`InputError` if a layer
+    cannot), off. ops: the operations to use, by default those of the target's device.
+
+    A layer that is not understood, or whose fused forward is not proven equal to the plain one, keeps its
+    plain forward, and the report names it and says why.
     """
-    weights: list[Tensor] = [module.weight for module in modules]
-    starts = [0, *torch.tensor([len(weight) for weight in weights]).cumsum(0).tolist()]
-    rows = math.ceil(starts[-1] / _ROWS) * _ROWS
-    merged = weights[0].new_zeros(rows, weights[0].shape[1])
-    for module, weight, start in zip(modules, weights, starts):
-        merged[start : start + len(weight)] = weight
-        module.weight = nn.Parameter(merged[start : start + len(weight)], requires_grad=False)
-    return merged, starts[:-1]
+    path = FastPath(_layers=target.layers)
+    ops = ops or ops_for(target.device)
+    if mode == "off" or ops is None:
+        if mode == "on":
+            raise InputError(
+                f"fast=on: no fused kernels for {target.device}: they need CUDA and Triton. Use fast=auto."
+            )
+        return path
+    path.ops = ops.name
+    fused: dict[int, FusedLayer] = {}
+    for index, (layer, span) in enumerate(zip(target.layers, target.spans, strict=True)):
+        try:
+            if span not in (Span(FULL), Span(LINEAR)):
+                raise NotUnderstood(str(span))
+            fused[index] = FusedLayer(layer, ops)
+        except (NotUnderstood, AttributeError) as error:
+            path.plain[index] = str(error)
+        else:
+            fused[index].prepare()
+    nets = [layer.mixer for layer in fused.values() if isinstance(layer.mixer, FusedDeltaNet)]
+    if nets and target.device.type == "cuda":
+        nets[0].tune(ops, target.device)
+    path.errors = _prove(target, fused)
+    limit = TOLERANCE.get(target.dtype, 1e-4)
+    for index, found in list(path.errors.items()):
+        if found > limit:
+            path.plain[index] = f"the fused layer differs by rel-L2 {found:.2g} (at most {limit:g})"
+            del path.errors[index], fused[index]
+    if path.plain and mode == "on":
+        listed = "; ".join(f"layer {index}: {why}" for index, why in list(path.plain.items())[:5])
+        raise InputError(
+            f"fast=on: {len(path.plain)} of {len(target.layers)} layers stay plain. {listed}. Use fast=auto."
+        )
+    for index, forward in fused.items():
+        target.layers[index].forward = forward
+    path._fused = fused
+    log.info("fast path: %s", path.summary())
+    return path
 
 
-# ----------------------------------------------------------------------------------------------------
-# The fused forward of a decoder layer: norms with their residual adds, merged projections, gates in one
-# kernel each.
+@torch.inference_mode()
+def _prove(target: Target, fused: dict[int, FusedLayer]) -> dict[int, float]:
+    """Return for each fused layer the rel-L2 error of what it adds to the stream, rounding of the stream
+    discounted: in one plain forward of random tokens it gets the same input as the plain layer.
+    """
+    rounding = torch.finfo(target.dtype).eps
+
+    def measure(before: Tensor, plain: Tensor, other: Tensor) -> float:
+        error = (other.double() - plain.double()).norm() - rounding * plain.double().norm()
+        added = (plain.double() - before.double()).norm().clamp_min(1e-30)
+        return max(0.0, float(error / added)) if bool(other.isfinite().all()) else float("inf")
+
+    def covered(layer: FusedLayer) -> Callable[..., Tensor | None]:
+        # a model that passes a mask or a cache: nothing would be fused
+        return lambda *args, **kwargs: layer(*args, **kwargs) if layer.covers(args[1:], kwargs) else None
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(target.vocab_size, _PROBE, generator=generator).to(target.device)
+    return layer_errors(
+        target.layers,
+        {index: covered(layer) for index, layer in fused.items()},
+        lambda: target.body(input_ids=ids, use_cache=False),
+        measure,
+    )
+
+
+@dataclass
+class FastPath:
+    """What `speed_up` did. `errors`: rel-L2 of what each fused layer adds; `plain`: layer -> why it was left
+    alone.
+    """
+
+    ops: str = "none"
+    errors: dict[int, float] = field(default_factory=dict)
+    plain: dict[int, str] = field(default_factory=dict)
+    _fused: dict[int, FusedLayer] = field(default_factory=dict, repr=False)
+    _layers: Any = field(default=None, repr=False)
+
+    def summary(self) -> dict[str, Any]:
+        """Return plain JSON values for a manifest."""
+        reasons = sorted(set(self.plain.values()))
+        worst = max(self.errors.values(), default=0.0)
+        return {
+            "ops": self.ops,
+            "fused_layers": len(self.errors),
+            "plain_because": reasons,
+            "worst_error": worst,
+        }
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Run with the plain forward for a while, to compare."""
+        for index in self._fused:
+            del self._layers[index].forward
+        try:
+            yield
+        finally:
+            for index, fused in self._fused.items():
+                self._layers[index].forward = fused
+
+
+def skip_tuning() -> Callable[[], None]:
+    """Let flash-linear-attention's kernels take their first tile shape instead of trying all, a minute a
+    process: for tests and measurements of memory, where their rate is no matter. What is returned undoes it.
+    """
+    tuned: list[tuple[Any, Any]] = []
+
+    def undo() -> None:
+        for kernel, configs in reversed(tuned):
+            kernel.configs = configs
+
+    if importlib.util.find_spec("fla") is None or not torch.cuda.is_available():
+        return undo
+    importlib.import_module("fla.ops.gated_delta_rule")
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import KernelInterface
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("fla.")]
+    for kernel in [value for module in modules for value in vars(module).values()]:
+        while isinstance(kernel, KernelInterface):
+            if isinstance(kernel, Autotuner):
+                tuned.append((kernel, kernel.configs))
+                kernel.configs = kernel.configs[:1]
+            kernel = getattr(kernel, "fn", None)
+    return undo
+
+
+# The fused forward of a decoder layer ---------------------------------------------------------------------
 #
-# A layer is understood by its parts (two norms, a gated MLP, attention or a gated delta net without
-# biases), never by its class name; `speed_up` then compares every fused layer with the plain one before it
-# is used.
+# A layer is understood by its parts (two norms, a gated MLP, attention or a gated delta net without biases),
+# never by its class name. Norms take the residual add with them, projections are merged, gates are one kernel
+# each.
+
+
+class FusedLayer:
+    """A decoder layer's forward; call it like the layer. Anything it does not cover goes to the plain
+    forward.
+    """
+
+    def __init__(self, layer: Any, ops: Ops) -> None:
+        self._ops, self._plain = ops, layer.forward
+        known = {"input_layernorm", "post_attention_layernorm", "mlp", "self_attn", "linear_attn"}
+        if strange := sorted({name for name, _ in layer.named_children()} - known):
+            raise NotUnderstood(f"the layer has {', '.join(strange)} besides norms, mixer and mlp")
+        self._before = read_norm(layer.input_layernorm, "input_layernorm")
+        self._between = read_norm(layer.post_attention_layernorm, "post_attention_layernorm")
+        if isinstance(mixer := getattr(layer, "linear_attn", None), nn.Module):
+            if ops.delta_rule is None:
+                raise NotUnderstood("the gated delta rule needs flash-linear-attention")
+            self.mixer: FusedDeltaNet | FusedAttention = FusedDeltaNet(mixer)
+        elif isinstance(mixer := getattr(layer, "self_attn", None), nn.Module):
+            self.mixer = FusedAttention(mixer)
+        else:
+            raise NotUnderstood("the layer has neither self_attn nor linear_attn")
+        try:
+            self.mlp: FusedMlp | PlainMlp = FusedMlp(layer.mlp)
+        except NotUnderstood:  # a mixture of experts: its routing stays its own
+            self.mlp = PlainMlp(layer.mlp)
+
+    def prepare(self) -> None:
+        """Merge weights: only now does anything change in the layer."""
+        self.mixer.prepare()
+        self.mlp.prepare()
+
+    @staticmethod
+    def covers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call (its arguments after the hidden states) has no mask and no cache."""
+        absent = ("attention_mask", *CACHE_KEYWORDS)
+        return not args and not kwargs.get("use_cache") and all(kwargs.get(name) is None for name in absent)
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the layer's output [B, L, H]."""
+        if not self.covers(args, kwargs):
+            return self._plain(hidden_states, *args, **kwargs)
+        batch, length, hidden = hidden_states.shape
+        x = hidden_states.reshape(batch * length, hidden)
+        before, between = self._before, self._between
+        normed = self._ops.rms_norm(x, before.weight, before.eps, before.offset)
+        mixed = self.mixer(self._ops, normed, batch, kwargs.get("position_embeddings"))
+        total, normed = self._ops.add_rms_norm(x, mixed, between.weight, between.eps, between.offset)
+        del mixed
+        return self.mlp.add_to(self._ops, total, normed).view(batch, length, hidden)
 
 
 class NotUnderstood(Exception):
@@ -297,8 +403,8 @@ class FusedDeltaNet:
         )
 
     def tune(self, ops: Ops, device: torch.device) -> None:
-        """Run the delta rule once at working size: its kernels choose their tiles at the first
-        call, for good.
+        """Run the delta rule once at working size: its kernels choose their tiles at the first call, for
+        good.
         """
         batch, length, dtype = 16, 512, self._weight.dtype
         shapes = ((self._key_heads, self._key_width),) * 2 + ((self._value_heads, self._value_width),)
@@ -308,207 +414,64 @@ class FusedDeltaNet:
         ops.delta_rule(q, k, v, rows, Gates(self._starts[2], self._starts[3], *self._decay))
 
 
-class FusedLayer:
-    """A decoder layer's forward; call it like the layer. Anything it does not cover goes to the plain
-    forward.
+@torch.no_grad()
+def merge(modules: list[nn.Linear]) -> tuple[Tensor, list[int]]:
+    """Stack the weights of `modules` ([n_i, H]) to one matrix: a larger product, one read of the input, one
+    launch. Return it, [N, H], and each one's first row.
+
+    It takes the place of the single ones: the modules' weights become views of its rows, so nothing is stored
+    twice and the plain forward still works on them.
     """
-
-    def __init__(self, layer: Any, ops: Ops) -> None:
-        self._ops, self._plain = ops, layer.forward
-        known = {"input_layernorm", "post_attention_layernorm", "mlp", "self_attn", "linear_attn"}
-        if strange := sorted({name for name, _ in layer.named_children()} - known):
-            raise NotUnderstood(f"the layer has {', '.join(strange)} besides norms, mixer and mlp")
-        self._before = read_norm(layer.input_layernorm, "input_layernorm")
-        self._between = read_norm(layer.post_attention_layernorm, "post_attention_layernorm")
-        if isinstance(mixer := getattr(layer, "linear_attn", None), nn.Module):
-            if ops.delta_rule is None:
-                raise NotUnderstood("the gated delta rule needs flash-linear-attention")
-            self._mixer: FusedDeltaNet | FusedAttention = FusedDeltaNet(mixer)
-        elif isinstance(mixer := getattr(layer, "self_attn", None), nn.Module):
-            self._mixer = FusedAttention(mixer)
-        else:
-            raise NotUnderstood("the layer has neither self_attn nor linear_attn")
-        try:
-            self._mlp: FusedMlp | PlainMlp = FusedMlp(layer.mlp)
-        except NotUnderstood:  # a mixture of experts: its routing stays its own
-            self._mlp = PlainMlp(layer.mlp)
-
-    def prepare(self) -> None:
-        """Merge weights: only now does anything change in the layer."""
-        self._mixer.prepare()
-        self._mlp.prepare()
-
-    @property
-    def tunes(self) -> bool:
-        """Whether the layer has kernels that tune themselves at their first call."""
-        return isinstance(self._mixer, FusedDeltaNet)
-
-    def tune(self, device: torch.device) -> None:
-        """Let them do so at working size."""
-        assert isinstance(self._mixer, FusedDeltaNet)
-        self._mixer.tune(self._ops, device)
-
-    @staticmethod
-    def covers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call (its arguments after the hidden states) has no mask and no cache."""
-        absent = ("attention_mask", *CACHE_KEYWORDS)
-        return not args and not kwargs.get("use_cache") and all(kwargs.get(name) is None for name in absent)
-
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the layer's output [B, L, H]."""
-        if not self.covers(args, kwargs):
-            return self._plain(hidden_states, *args, **kwargs)
-        batch, length, hidden = hidden_states.shape
-        x = hidden_states.reshape(batch * length, hidden)
-        before, between = self._before, self._between
-        normed = self._ops.rms_norm(x, before.weight, before.eps, before.offset)
-        mixed = self._mixer(self._ops, normed, batch, kwargs.get("position_embeddings"))
-        total, normed = self._ops.add_rms_norm(x, mixed, between.weight, between.eps, between.offset)
-        del mixed
-        return self._mlp.add_to(self._ops, total, normed).view(batch, length, hidden)
+    weights: list[Tensor] = [module.weight for module in modules]
+    starts = [0, *torch.tensor([len(weight) for weight in weights]).cumsum(0).tolist()]
+    rows = math.ceil(starts[-1] / _ROWS) * _ROWS
+    merged = weights[0].new_zeros(rows, weights[0].shape[1])
+    for module, weight, start in zip(modules, weights, starts):
+        merged[start : start + len(weight)] = weight
+        module.weight = nn.Parameter(merged[start : start + len(weight)], requires_grad=False)
+    return merged, starts[:-1]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Put the fused forward under the layers of a loaded target, after proving each one equal to the plain
-# forward.
-#
-# Proof: one plain forward of random tokens; at every layer the fused forward gets the same input, and what
-# it ADDS to the residual stream is compared (the stream itself would hide an error). A layer that is not
-# understood or not equal keeps its plain forward, and the report names it and says why.
+# The operations of a device -------------------------------------------------------------------------------
 
 
-log = logging.getLogger(__name__)
-_PROBE = (2, 70)  # sequences x tokens: two chunks of 64, the second one short
+@dataclass(frozen=True)
+class Ops:
+    """The operations by name; signatures as in `fused_reference`."""
+
+    name: str
+    rms_norm: Callable[..., Tensor]
+    add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
+    swiglu: Callable[..., Tensor]
+    conv_silu: Callable[..., Tensor]
+    delta_rule: Callable[..., Tensor] | None
+    gated_rms_norm: Callable[..., Tensor]
+    norm_rope: Callable[..., Tensor]
+    sigmoid_gate: Callable[..., Tensor]
 
 
-@dataclass
-class FastPath:
-    """What `speed_up` did. `errors`: rel-L2 of what each fused layer adds; `plain`: layer -> why it was left
-    alone.
-    """
-
-    ops: str = "none"
-    errors: dict[int, float] = field(default_factory=dict)
-    plain: dict[int, str] = field(default_factory=dict)
-    _fused: dict[int, FusedLayer] = field(default_factory=dict, repr=False)
-    _layers: Any = field(default=None, repr=False)
-
-    def summary(self) -> dict[str, Any]:
-        """Return plain JSON values for a manifest."""
-        reasons = sorted(set(self.plain.values()))
-        worst = max(self.errors.values(), default=0.0)
-        return {
-            "ops": self.ops,
-            "fused_layers": len(self.errors),
-            "plain_because": reasons,
-            "worst_error": worst,
-        }
-
-    @contextlib.contextmanager
-    def off(self) -> Iterator[None]:
-        """Run with the plain forward for a while, to compare."""
-        for index in self._fused:
-            del self._layers[index].forward
-        try:
-            yield
-        finally:
-            for index, fused in self._fused.items():
-                self._layers[index].forward = fused
+def _ops(name: str, module: ModuleType) -> Ops:
+    operations = {one.name: getattr(module, one.name) for one in fields(Ops) if one.name != "name"}
+    return Ops(name, **operations)
 
 
-def speed_up(target: Target, mode: str = "auto", ops: Ops | None = None) -> FastPath:
-    """Fuse the layers of `target` in place. mode: auto (whatever can be), on (`InputError` if a layer
-    cannot), off.
-
-    ops: the operations to use, by default those of the target's device.
-    """
-    path = FastPath(_layers=target.layers)
-    ops = ops or ops_for(target.device)
-    if mode == "off" or ops is None:
-        if mode == "on":
-            raise InputError(
-                f"fast=on: no fused kernels for {target.device}: they need CUDA and Triton. Use fast=auto."
-            )
-        return path
-    path.ops = ops.name
-    fused: dict[int, FusedLayer] = {}
-    for index, (layer, span) in enumerate(zip(target.layers, target.spans, strict=True)):
-        try:
-            if span not in (Span(FULL), Span(LINEAR)):
-                raise NotUnderstood(str(span))
-            fused[index] = FusedLayer(layer, ops)
-        except (NotUnderstood, AttributeError) as error:
-            path.plain[index] = str(error)
-        else:
-            fused[index].prepare()
-    tuned = next((layer for layer in fused.values() if layer.tunes), None)
-    if tuned is not None and target.device.type == "cuda":
-        tuned.tune(target.device)
-    path.errors = _prove(target, fused)
-    limit = TOLERANCE.get(target.dtype, 1e-4)
-    for index, found in list(path.errors.items()):
-        if found > limit:
-            path.plain[index] = f"the fused layer differs by rel-L2 {found:.2g} (at most {limit:g})"
-            del path.errors[index], fused[index]
-    if path.plain and mode == "on":
-        listed = "; ".join(f"layer {index}: {why}" for index, why in list(path.plain.items())[:5])
-        raise InputError(
-            f"fast=on: {len(path.plain)} of {len(target.layers)} layers stay plain. {listed}. Use fast=auto."
-        )
-    for index, forward in fused.items():
-        target.layers[index].forward = forward
-    path._fused = fused
-    log.info("fast path: %s", path.summary())
-    return path
+def reference_ops() -> Ops:
+    """Plain torch: to test the layers' wiring, not for speed."""
+    return _ops("reference", fused_reference)
 
 
-def skip_tuning() -> Callable[[], None]:
-    """Let flash-linear-attention's kernels take their first tile shape instead of trying all, a minute a
-    process: for tests and measurements of memory, where their rate is no matter. What is returned undoes it.
-    """
-    tuned: list[tuple[Any, Any]] = []
+def triton_ops() -> Ops:
+    """Triton kernels, and the delta rule of flash-linear-attention (None where that is not installed)."""
+    if importlib.util.find_spec("triton") is None:
+        raise InputError("fast kernels need Triton, which is not installed here. Use fast=off.")
+    from dflash_lab.extraction import kernels
 
-    def undo() -> None:
-        for kernel, configs in reversed(tuned):
-            kernel.configs = configs
-
-    if importlib.util.find_spec("fla") is None or not torch.cuda.is_available():
-        return undo
-    importlib.import_module("fla.ops.gated_delta_rule")
-    from triton.runtime.autotuner import Autotuner
-    from triton.runtime.jit import KernelInterface
-
-    modules = [module for name, module in sys.modules.items() if name.startswith("fla.")]
-    for kernel in [value for module in modules for value in vars(module).values()]:
-        while isinstance(kernel, KernelInterface):
-            if isinstance(kernel, Autotuner):
-                tuned.append((kernel, kernel.configs))
-                kernel.configs = kernel.configs[:1]
-            kernel = getattr(kernel, "fn", None)
-    return undo
+    found = _ops("triton", kernels)
+    return found if importlib.util.find_spec("fla") is not None else replace(found, delta_rule=None)
 
 
-@torch.inference_mode()
-def _prove(target: Target, fused: dict[int, FusedLayer]) -> dict[int, float]:
-    """Return for each fused layer the rel-L2 error of what it adds to the stream, rounding of the stream
-    discounted.
-    """
-    rounding = torch.finfo(target.dtype).eps
-
-    def measure(before: Tensor, plain: Tensor, other: Tensor) -> float:
-        error = (other.double() - plain.double()).norm() - rounding * plain.double().norm()
-        added = (plain.double() - before.double()).norm().clamp_min(1e-30)
-        return max(0.0, float(error / added)) if bool(other.isfinite().all()) else float("inf")
-
-    def covered(layer: FusedLayer) -> Callable[..., Tensor | None]:
-        # a model that passes a mask or a cache: nothing would be fused
-        return lambda *args, **kwargs: layer(*args, **kwargs) if layer.covers(args[1:], kwargs) else None
-
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(target.vocab_size, _PROBE, generator=generator).to(target.device)
-    return layer_errors(
-        target.layers,
-        {index: covered(layer) for index, layer in fused.items()},
-        lambda: target.body(input_ids=ids, use_cache=False),
-        measure,
-    )
+def ops_for(device: torch.device) -> Ops | None:
+    """Return the fused operations of a device, or None where there are none."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    return triton_ops()

@@ -1,8 +1,5 @@
-"""What each fused kernel must equal, in plain torch and float32 inside. Also the path on devices without
-Triton.
-
-Shapes: T = B * L rows, N columns of a merged projection, D a head's width. `rows` is always a 2-D tensor [T,
-N].
+"""What each fused kernel must equal, in plain torch and float32 inside. Shapes: T = B * L rows, N columns of
+a merged projection, D a head's width; `rows` is always [T, N].
 """
 
 from __future__ import annotations

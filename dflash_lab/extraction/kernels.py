@@ -1,7 +1,10 @@
-"""Triton kernels of the fused layers."""
+"""Triton kernels of the fused layers, imported only where Triton is. Each equals the function of its name in
+`fused_reference`. All are bound by memory: read once, write once, float32 in between, rounded at the end.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import math
 from typing import Any
@@ -13,12 +16,7 @@ from torch import Tensor
 
 from dflash_lab.extraction.fused_reference import Gates
 
-# ----------------------------------------------------------------------------------------------------
-# Triton kernels over rows: norms, SwiGLU, output gates. Each equals the function of the same name in
-# `reference`.
-#
-# All are bound by memory: read once, write once, float32 in between, one rounding at the end. Imported only
-# where Triton is.
+# Over rows: norms, SwiGLU, output gates -------------------------------------------------------------------
 
 
 @triton.jit
@@ -43,7 +41,7 @@ def _warps(block: int) -> int:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """See `reference.rms_norm`. x [T, H] contiguous."""
+    """`x` [T, H] contiguous."""
     out, block = torch.empty_like(x), triton.next_power_of_2(x.shape[1])
     _rms_norm[(x.shape[0],)](
         x, x, x, weight, out, x.shape[1], eps, offset, ADD=False, BLOCK=block, num_warps=_warps(block)
@@ -52,7 +50,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    """See `reference.add_rms_norm`. x, y [T, H] contiguous."""
+    """`x`, `y` [T, H] contiguous."""
     total, out, block = torch.empty_like(x), torch.empty_like(x), triton.next_power_of_2(x.shape[1])
     _rms_norm[(x.shape[0],)](
         x, y, total, weight, out, x.shape[1], eps, offset, ADD=True, BLOCK=block, num_warps=_warps(block)
@@ -72,7 +70,7 @@ def _swiglu(gate_up, out, width, stride, BLOCK: tl.constexpr):
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """See `reference.swiglu`. gate_up [T, 2 I], each row contiguous."""
+    """`gate_up` [T, 2 I], each row contiguous."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     block = next(
@@ -102,7 +100,7 @@ def _gated_rms_norm(
 
 
 def gated_rms_norm(x: Tensor, rows: Tensor, gate_at: int, weight: Tensor, eps: float) -> Tensor:
-    """See `reference.gated_rms_norm`. x [B, L, heads, D] and rows [T, N] contiguous."""
+    """`x` [B, L, heads, D] and `rows` [T, N] contiguous."""
     heads, width = x.shape[-2:]
     count = rows.shape[0]
     out = rows.new_empty(count, heads * width)
@@ -129,7 +127,7 @@ def _sigmoid_gate(
 
 
 def sigmoid_gate(x: Tensor, rows: Tensor, start: int, stride: int) -> Tensor:
-    """See `reference.sigmoid_gate`. rows [T, N] contiguous; x [B, L, heads, D] is made so."""
+    """`rows` [T, N] contiguous; `x` [B, L, heads, D] is made so."""
     heads, width = x.shape[-2:]
     count = rows.shape[0]
     x, out = x.contiguous(), rows.new_empty(count, heads * width)
@@ -141,11 +139,7 @@ def sigmoid_gate(x: Tensor, rows: Tensor, start: int, stride: int) -> Tensor:
     return out
 
 
-# ----------------------------------------------------------------------------------------------------
-# Triton kernels that look along the sequence or at positions: the causal convolution, and head norm with
-# rotary angles.
-#
-# Each equals the function of the same name in `reference`. Imported only where Triton is.
+# Along the sequence: the causal convolution, running gates, head norm with rotary angles -----------------
 
 
 @triton.jit
@@ -175,7 +169,7 @@ def _conv_silu(
 def conv_silu(
     rows: Tensor, start: int, weight: Tensor, batch: int, heads: int, width: int, normalise: bool
 ) -> Tensor:
-    """See `reference.conv_silu`. rows [T, N] contiguous, weight [heads * width, taps] contiguous."""
+    """`rows` [T, N] contiguous, `weight` [heads * width, taps] contiguous."""
     length = rows.shape[0] // batch
     out = rows.new_empty(batch, length, heads, width)
     block = 32
@@ -208,7 +202,7 @@ def _delta_gates(
 
 
 def delta_gates(rows: Tensor, gates: Gates, batch: int, chunk: int) -> tuple[Tensor, Tensor]:
-    """See `reference.delta_gates`. rows [T, N] contiguous; chunk is a power of two."""
+    """`rows` [T, N] contiguous; `chunk` is a power of two."""
     heads, length = gates.a_log.shape[0], rows.shape[0] // batch
     decay = torch.empty(batch, length, heads, dtype=torch.float32, device=rows.device)
     beta = torch.empty_like(decay)
@@ -259,7 +253,7 @@ def norm_rope(
     eps: float,
     offset: float,
 ) -> Tensor:
-    """See `reference.norm_rope`. rows [T, N] contiguous; cos and sin share strides, the last one 1."""
+    """`rows` [T, N] contiguous; `cos` and `sin` share strides, the last one 1."""
     length, rotary = cos.shape[1], cos.shape[-1]
     batch = rows.shape[0] // length
     if sin.stride() != cos.stride() or cos.stride(-1) != 1:
@@ -275,22 +269,25 @@ def norm_rope(
     return out
 
 
-# ----------------------------------------------------------------------------------------------------
-# The gated delta rule by flash-linear-attention's kernels, fed so that no shape makes them compile again.
+# The gated delta rule by flash-linear-attention's kernels -------------------------------------------------
 #
 # The library's entry point normalises q and k and sums the decay in kernels that are compiled anew for each
-# batch size (a second or two, hundreds of times in a long run). Both are done here, in the convolution and
-# in `delta_gates`, and the three chunk kernels are called directly. They are internals: with a version
-# other than 0.6 the entry point is used.
+# batch size (a second or two, hundreds of times in a long run). Both are done here, in the convolution and in
+# `delta_gates`, and the three chunk kernels are called directly. They are internals: with a version other
+# than 0.6 the entry point is used.
 
 
 CHUNK = 64
-_DIRECT = importlib.metadata.version("fla-core").startswith("0.6.")
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, gates: Gates) -> Tensor:
-    """See `reference.delta_rule`. q, k, v contiguous."""
-    return (_chunked if _DIRECT else _by_entry_point)(q, k, v, rows, gates)
+    """`q`, `k`, `v` contiguous."""
+    return (_chunked if _knows_internals() else _by_entry_point)(q, k, v, rows, gates)
+
+
+@functools.cache
+def _knows_internals() -> bool:
+    return importlib.metadata.version("fla-core").startswith("0.6.")
 
 
 def _chunked(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, gates: Gates) -> Tensor:

@@ -5,21 +5,95 @@ from __future__ import annotations
 import errno
 import math
 import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from dflash_lab.errors import LabError, chain
+from dflash_lab.machine import release
 
-# ----------------------------------------------------------------------------------------------------
-# Is an error a lack of memory? One classifier for every form it takes, asked wherever that matters.
+T = TypeVar("T")
+
+
+def halving(
+    batches: Iterable[Any],
+    run: Callable[[Any], T],
+    *,
+    longest: Callable[[Any], int] = lambda rows: 1,
+    device: torch.device | str = "cpu",
+) -> Iterator[tuple[Any, T | Failure]]:
+    """Call `run` on each batch, a sequence that can be sliced; yield each attempt: the batch, and what `run`
+    returned or, where the memory lacked, the `Failure`.
+
+    A batch that did not fit is yielded as such, then tried again in two halves; a single row that did not fit
+    is the caller's to deal with. What failed is remembered (`BucketBudgets`): later batches of a like padded
+    length, `longest(rows)` tokens, are cut before they fail. Raises `DeviceLost` when `device` is dead, and
+    whatever else `run` raises.
+    """
+    budgets = BucketBudgets()
+    for batch in batches:
+        waiting: deque[Any] = deque([batch])
+        while waiting:
+            rows = waiting.popleft()
+            allowed = budgets.rows(longest(rows), len(rows))
+            if allowed < len(rows):
+                waiting.appendleft(rows[allowed:])
+                rows = rows[:allowed]
+            found = attempt(run, rows, device=device)
+            if not isinstance(found, Failure):
+                budgets.fitted(longest(rows), len(rows))
+            elif len(rows) > 1:
+                budgets.failed(longest(rows), len(rows))
+                waiting.extendleft(reversed(halves(rows)))
+            yield rows, found
+            del found  # or the next batch would have to fit beside it
+
+
+def halves(rows: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+    """The two batches that `halving` makes of one, the first at most one row larger."""
+    half = (len(rows) + 1) // 2
+    return rows[:half], rows[half:]
+
+
+def attempt(run: Callable[..., T], *args: Any, device: torch.device | str = "cpu") -> T | Failure:
+    """Return ``run(*args)`` or, where the memory lacks, why, with what it held given back. Raises
+    `DeviceLost` when `device` is dead, and every other error of `run`.
+    """
+    try:
+        return run(*args)
+    except Exception as error:
+        failure = classify(error)
+        if failure.kind == "other":
+            raise
+    # Only here, after the `except`, is the exception gone, and with it the frames that held tensors.
+    if failure.kind == "memory":
+        release()
+    if lost := failure.message if failure.kind == "dead" else _dead(device):
+        raise DeviceLost(
+            f"{device} is lost ({lost}). Start again in a new process: what an extraction sealed stays, and "
+            "it goes on from there."
+        )
+    return failure
+
+
+def _dead(device: torch.device | str) -> str:
+    """Why a device no longer answers; "" if it does."""
+    if torch.device(device).type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            return classify(error).message
+    return ""
+
+
+# Is an error a lack of memory? ----------------------------------------------------------------------------
 #
 # Three answers, three actions. `memory`: fewer rows mend it, so try again with fewer; a launch beyond a
 # kernel's grid counts as well. `dead`: the device context is lost, every later call fails while the process
-# looks alive, so seal what is on the host and leave with an error. `other`: not ours to retry. An exception
-# keeps its frames, and the frames keep their tensors: classify inside `except`, keep only the strings, and
-# retry *after* the block.
+# looks alive, so seal what is on the host and leave with an error. `other`: not ours to retry.
 
 
 # Anchored at the start of a line of the library's own message: text of a user that quotes such words is no
@@ -63,9 +137,7 @@ class Failure:
 
 
 class DeviceLost(LabError, RuntimeError):
-    """The device context is dead: nothing in this process can use it again. What was sealed stays; run again
-    to go on.
-    """
+    """The device context is dead: nothing in this process can use it again. What was sealed stays."""
 
 
 class MemoryShort(LabError, RuntimeError):
@@ -106,31 +178,18 @@ def _first_line(error: BaseException) -> str:
     return text.splitlines()[0][:400] if text else "(no message)"
 
 
-def alive(device: torch.device | str) -> Failure | None:
-    """Return None when `device` still answers, else why it does not."""
-    if torch.device(device).type != "cuda":
-        return None
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError as error:
-        return Failure("dead", classify(error).message)
-    return None
+# What a batch may cost, learnt from failures --------------------------------------------------------------
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a batch may cost, learnt from failures: a limit for each length bucket, lowered at once and raised
-# slowly.
-#
-# A bucket is a power of two of the padded length. A batch that did not fit halves its bucket's limit; after
-# `PATIENCE` batches in a row at the limit it grows by a quarter, up to what the plan asks for, where it
-# stops to matter. One bad batch so costs one bucket a few splits, not the whole run its speed.
-
-
-PATIENCE = 32
+PATIENCE = 32  # batches in a row at a limit, before it grows
 
 
 class BucketBudgets:
-    """Limits in padded tokens (rows x longest) by length bucket; no entry means no limit was ever needed."""
+    """Limits in padded tokens (rows x longest) by length bucket; no entry means no limit was ever needed.
+
+    A batch that did not fit halves its bucket's limit; after `PATIENCE` at the limit it grows by a quarter,
+    up to where it limits nothing. One bad batch so costs one bucket a few splits, not the run its speed.
+    """
 
     def __init__(self) -> None:
         self._limit: dict[int, int] = {}
@@ -161,8 +220,3 @@ class BucketBudgets:
         self._streak[bucket] += 1
         if self._streak[bucket] >= PATIENCE:
             self._limit[bucket], self._streak[bucket] = limit + limit // 4 + 1, 0
-
-    @property
-    def limits(self) -> dict[int, int]:
-        """The limits in force, by bucket."""
-        return dict(self._limit)

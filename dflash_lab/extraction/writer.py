@@ -1,4 +1,6 @@
-"""Captured states on their way to disk: copied off the device, packed, written and committed by a thread."""
+"""Captured states on their way to disk: a batch through the target, checked, copied off the device in one
+piece, packed into parts and sealed by threads.
+"""
 
 from __future__ import annotations
 
@@ -9,353 +11,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dflash_lab.extraction import store as manifests
+from dflash_lab.extraction.manifest import add_line, next_part_index, part_name
 from dflash_lab.extraction.oom import classify
+from dflash_lab.extraction.report import ExtractionReport, Quarantined
+from dflash_lab.extraction.shard import SampleIndex
 from dflash_lab.extraction.store import FLAGS, Layout, hex_to_hashes, write_part
 from dflash_lab.models.hooks import Taps
 from dflash_lab.models.load import Target
 
-# ----------------------------------------------------------------------------------------------------
-# Is a captured state one that a model computes? NaN, infinite, all-zero and constant rows are kept out of
-# the store.
-#
-# Checked on the device in one pass over the rows, so that only a byte a sample and state travels to the
-# host.
-
-
-# By rank: the worst finding among a sample's rows is kept.
-FINDINGS = ("sound", "constant", "all zero", "infinite", "NaN")
-
-
-def check_rows(states: Tensor, owner: Tensor, samples: int) -> Tensor:
-    """Return the worst finding a sample, uint8 [samples] (index into FINDINGS).
-
-    `states` [T, H] are the rows of one tap, `owner` [T] int64 says which sample a row belongs to.
-    """
-    low, high = torch.aminmax(states, dim=-1)  # NaN propagates
-    found = (low == high).to(torch.uint8)
-    found.masked_fill_((low == 0) & (high == 0), 2)
-    found.masked_fill_(low.isinf() | high.isinf(), 3)
-    found.masked_fill_(low.isnan() | high.isnan(), 4)
-    return torch.zeros(samples, dtype=torch.uint8, device=states.device).scatter_reduce_(
-        0, owner, found, "amax"
-    )
-
-
-def describe(flags: np.ndarray, layout: Layout) -> str:
-    """Say in words what is wrong with a sample: `flags` [states] as `check_rows` gives them, worst first."""
-    names = [f"tap {tap}" for tap in layout.tap_ids] + ["the final state"]
-    worst = int(flags.max())
-    where = [name for name, flag in zip(names, flags) if flag == worst]
-    return f"{FINDINGS[worst]} row in {', '.join(where)}"
-
-
-# ----------------------------------------------------------------------------------------------------
-# From finished batches to sealed parts, on two threads of their own: one collects, one seals.
-#
-# The bytes in flight are bounded by construction: a batch lies in one of a fixed number of host buffers
-# (`HostBuffers`), pinned on CUDA, and the loop waits for a free one. The collecting thread waits for the
-# copy's event and copies the rows of each sound sample into the part under way. A part that is full or old
-# goes to the sealing thread (temporary name, hash and write, fsync, rename, manifest line) while the next
-# one is filled: a disk that takes a second for a part must not hold the buffers that the device waits for.
-# Parts are sealed one after another, in order. An error in either thread stops the run: the loop sees it at
-# its next batch, and nothing unsealed is ever named.
-
-
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class HostBatch:
-    """A batch on its way to disk. `buffer` belongs to the pool; `event` tells when its bytes have arrived."""
-
-    buffer: Tensor  # uint8, from HostBuffers
-    rows: np.ndarray  # [n] sample numbers
-    input_ids: list[np.ndarray]  # n arrays of int32
-    loss_mask: list[np.ndarray]  # n arrays of uint8
-    event: torch.cuda.Event | None = None
-
-
-class HostBuffers:
-    """`count` fixed uint8 buffers of `size` bytes. Pinned memory is rounded up to powers of two, so it is
-    taken once.
-    """
-
-    def __init__(self, count: int, size: int, *, pinned: bool) -> None:
-        self.size, self.count = size, count
-        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-        for _ in range(count):
-            self._free.put(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
-
-    def acquire(self, still_working: Callable[[], None]) -> Tensor:
-        """Wait for a free buffer; `still_working` raises when none can ever come."""
-        while True:
-            try:
-                return self._free.get(timeout=0.2)
-            except queue.Empty:
-                still_working()
-
-    def give_back(self, buffer: Tensor) -> None:
-        """Return a buffer to the pool."""
-        self._free.put(buffer)
-
-
-@dataclass(frozen=True)
-class Records:
-    """What the store keeps of the samples themselves, by sample number: ids and hashes to store and to
-    report.
-    """
-
-    ids: list[str]
-    lengths: np.ndarray
-    content_hashes: list[str]
-    heldout: np.ndarray
-
-
-@dataclass
-class Written:
-    """The writer's account so far."""
-
-    samples: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    parts: int = 0
-    write_seconds: float = 0.0
-    quarantined: dict[int, str] = field(default_factory=dict)  # sample number -> reason
-
-
-class _Rows:
-    """Memory for the rows of one part: `capacity` tokens of every region, their ids and masks."""
-
-    def __init__(self, layout: Layout, capacity: int) -> None:
-        self.states = {
-            region.name: torch.empty(capacity, region.width, dtype=region.dtype) for region in layout.regions
-        }
-        self.ids = torch.empty(capacity, dtype=torch.int32)
-        self.mask = torch.empty(capacity, dtype=torch.uint8)
-
-    def tensors(self, tokens: int) -> dict[str, Tensor]:
-        """Views of the first `tokens` rows, by their names in a part."""
-        found = {name: rows[:tokens] for name, rows in self.states.items()}
-        return found | {"input_ids": self.ids[:tokens], "loss_mask": self.mask[:tokens]}
-
-
-class PartWriter:
-    """Collects samples into one of two sets of rows and seals the other. `add`, `seal` and `finish` are
-    called by one thread.
-
-    part_bytes: bound of what is collected or being sealed, so each of the two parts may take half of it.
-    """
-
-    def __init__(
-        self, folder: Path, layout: Layout, records: Records, *, part_bytes: int, seal_seconds: float
-    ) -> None:
-        self._folder, self._layout, self._records = folder, layout, records
-        longest = int(records.lengths.max(initial=1))
-        self._capacity = max(part_bytes // 2 // (layout.token_bytes + 5), longest)
-        self._capacity = min(self._capacity, max(int(records.lengths.sum()), 1))
-        self._seal_seconds = seal_seconds
-        self._rows, self._other = _Rows(layout, self._capacity), _Rows(layout, self._capacity)
-        self._next = manifests.next_part_index(folder)
-        self._manifest = threading.Lock()  # both threads append lines
-        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="extraction-sealer")
-        self._sealing: Future[None] | None = None
-        self._start_part()
-        self.written = Written()
-
-    def _start_part(self) -> None:
-        self._samples: list[int] = []
-        self._offsets = [0]
-        self._began = time.monotonic()
-
-    def check(self) -> None:
-        """Raise what went wrong in sealing, if anything did; never waits."""
-        if self._sealing is not None and self._sealing.done():
-            self._sealing.result()
-
-    def add(self, batch: HostBatch) -> None:
-        """Take a batch whose bytes have arrived; samples with a bad flag go to quarantine."""
-        lengths = [len(ids) for ids in batch.input_ids]
-        views = self._layout.views(batch.buffer, sum(lengths), len(lengths))
-        flags, at = views[FLAGS].numpy(), 0
-        for number, row in enumerate(batch.rows):
-            length = lengths[number]
-            if flags[number].any():
-                self.quarantine(int(row), describe(flags[number], self._layout))
-            else:
-                self._append(int(row), batch, number, views, at)
-            at += length
-
-    def _append(self, row: int, batch: HostBatch, number: int, views: dict[str, Tensor], at: int) -> None:
-        length = len(batch.input_ids[number])
-        if self._offsets[-1] + length > self._capacity:
-            self.seal()
-        place = slice(self._offsets[-1], self._offsets[-1] + length)
-        for name, rows in self._rows.states.items():
-            rows[place].copy_(views[name][at : at + length])
-        self._rows.ids[place] = torch.from_numpy(batch.input_ids[number])
-        self._rows.mask[place] = torch.from_numpy(batch.loss_mask[number])
-        self._samples.append(row)
-        self._offsets.append(place.stop)
-
-    def seal_if_old(self) -> None:
-        """Seal a part that has been open too long, so that a slow run loses little to a crash."""
-        if self._samples and time.monotonic() - self._began > self._seal_seconds:
-            self.seal()
-
-    def seal(self) -> None:
-        """Hand the part under way to the sealing thread once that has done the one before; nothing happens
-        without samples. Raises what went wrong with the one before.
-        """
-        if not self._samples:
-            return
-        self._wait()
-        name, self._next = manifests.part_name(self._next), self._next + 1
-        tensors = self._rows.tensors(self._offsets[-1]) | {
-            "offsets": torch.tensor(self._offsets, dtype=torch.int64),
-            "hashes": hex_to_hashes([self._records.content_hashes[row] for row in self._samples]),
-            "heldout": torch.from_numpy(self._records.heldout[self._samples].astype(np.uint8)),
-        }
-        self._sealing = self._sealer.submit(self._seal, name, tensors)
-        self._rows, self._other = self._other, self._rows
-        self._start_part()
-
-    def finish(self) -> None:
-        """Seal what is left and wait until all is sealed."""
-        self.seal()
-        self._wait()
-
-    def close(self) -> None:
-        """Let a part that is being sealed finish; what is merely collected is given up."""
-        self._sealer.shutdown()
-
-    def _wait(self) -> None:
-        if self._sealing is not None:
-            self._sealing.result()
-
-    def _seal(self, name: str, tensors: dict[str, Tensor]) -> None:
-        began = time.perf_counter()
-        size, digest = write_part(self._folder / name, tensors)
-        samples, tokens = len(tensors["heldout"]), len(tensors["input_ids"])
-        self.record("part", file=name, bytes=size, checksum=digest, samples=samples, tokens=tokens)
-        done = self.written
-        done.samples += samples
-        done.tokens += tokens
-        done.bytes += size
-        done.parts += 1
-        done.write_seconds += time.perf_counter() - began
-
-    def quarantine(self, row: int, reason: str) -> None:
-        """Record that a sample is not stored, and why; it is tried again by the next run."""
-        records = self._records
-        digest, length = records.content_hashes[row], int(records.lengths[row])
-        self.record("quarantine", id=records.ids[row], hash=digest, length=length, reason=reason)
-        self.written.quarantined[row] = reason
-
-    def record(self, kind: str, **fields: object) -> None:
-        """Append a line to the shard's manifest."""
-        with self._manifest:
-            manifests.append(self._folder, kind, **fields)
-
-
-class BackgroundWriter:
-    """Runs a `PartWriter` on a thread. Leaving seals what is left, after an error too, then raises it."""
-
-    def __init__(self, writer: PartWriter, buffers: HostBuffers) -> None:
-        self._writer, self._buffers = writer, buffers
-        self._queue: queue.SimpleQueue[HostBatch | Callable[[], None] | None] = queue.SimpleQueue()
-        self._given_up = False
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="extraction-writer", daemon=True)
-        self._thread.start()
-
-    def check(self) -> None:
-        """Raise what went wrong in the thread, if anything did."""
-        if self._error is not None:
-            raise self._error
-        self._writer.check()
-        if not self._thread.is_alive():
-            raise RuntimeError("the writer thread has ended early")
-
-    def submit(self, batch: HostBatch) -> None:
-        """Hand a batch over; its buffer returns to the pool when its rows are in the part."""
-        self.check()
-        self._queue.put(batch)
-
-    def quarantine(self, row: int, reason: str) -> None:
-        """Hand a quarantined sample over, so that the manifest has one writer."""
-        self._queue.put(lambda: self._writer.quarantine(row, reason))
-
-    def record(self, kind: str, **fields: object) -> None:
-        """Hand a line of the manifest over."""
-        self._queue.put(lambda: self._writer.record(kind, **fields))
-
-    def give_up(self) -> None:
-        """Seal nothing more: what has been handed over is in doubt."""
-        self._given_up = True
-
-    def __enter__(self) -> BackgroundWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Wait until everything handed over is sealed. The thread's own error is raised unless another is
-        under way.
-        """
-        self._queue.put(None)
-        self._thread.join()
-        if self._error is None:
-            return
-        if error is None:
-            raise self._error
-        if error is not self._error:
-            log.error("the writer stopped as well", exc_info=self._error)
-
-    def _work(self) -> None:
-        try:
-            while True:
-                try:
-                    message = self._queue.get(timeout=1.0)
-                except queue.Empty:
-                    self._writer.seal_if_old()
-                    continue
-                if message is None and not self._given_up:
-                    self._writer.finish()
-                if message is None or self._given_up:
-                    return
-                self._take(message)
-        except BaseException as error:
-            self._error = error
-            if classify(error).kind == "dead":
-                self._writer.finish()  # what is on the host is sound; only the device is lost
-        finally:
-            self._writer.close()
-
-    def _take(self, message: HostBatch | Callable[[], None]) -> None:
-        if not isinstance(message, HostBatch):
-            message()
-            return
-        try:
-            if message.event is not None:
-                message.event.synchronize()
-            self._writer.add(message)
-        finally:
-            self._buffers.give_back(message.buffer)
-        self._writer.seal_if_old()
-
-
-# ----------------------------------------------------------------------------------------------------
-# One batch through the target: pad right, no mask, catch the taps, drop the padding, one copy to the host.
+# One batch through the target -----------------------------------------------------------------------------
 #
 # Right padding without a mask is exact for causal attention and for recurrent layers: a position sees only
-# what stands before it. The rows of all taps are gathered into one buffer on the device, which leaves in
-# one copy on a stream of its own while the next forward runs.
+# what stands before it. The rows of all taps are gathered into one buffer on the device, which leaves in one
+# copy on a stream of its own while the next forward runs.
 
 
 @dataclass(frozen=True)
@@ -402,11 +80,10 @@ class Capture:
 
     def __init__(self, target: Target, layout: Layout, buffers: HostBuffers) -> None:
         self._target, self._layout, self._buffers = target, layout, buffers
-        last = target.num_layers - 1
-        self._ids = sorted({*layout.tap_ids, *([last] if layout.has_final else [])})
-        wanted = [*layout.tap_ids, *([last] if layout.has_final else [])]
-        self._order = [self._ids.index(layer) for layer in wanted]  # caught state of each stored one
-        self._taps = Taps(target.layers, self._ids)
+        wanted = [*layout.tap_ids, *([target.num_layers - 1] if layout.has_final else [])]
+        ids = sorted(set(wanted))
+        self._order = [ids.index(layer) for layer in wanted]  # caught state of each stored one
+        self._taps = Taps(target, ids)
         self._stack = contextlib.ExitStack()
         self._cuda = target.device.type == "cuda"
         self._stream = torch.cuda.Stream(target.device) if self._cuda else None
@@ -510,3 +187,252 @@ def busy(spans: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> tuple[float,
     torch.cuda.synchronize()
     total = spans[0][0].elapsed_time(spans[-1][1])
     return total / 1e3, 100 * (1 - sum(begin.elapsed_time(end) for begin, end in spans) / total)
+
+
+# Is a captured state one that a model computes? -----------------------------------------------------------
+
+
+# By rank: the worst finding among a sample's rows is kept.
+FINDINGS = ("sound", "constant", "all zero", "infinite", "NaN")
+
+
+def check_rows(states: Tensor, owner: Tensor, samples: int) -> Tensor:
+    """Return the worst finding a sample, uint8 [samples] (index into FINDINGS).
+
+    `states` [T, H] are the rows of one tap, `owner` [T] int64 says which sample a row belongs to. One pass on
+    the device, so that only a byte a sample and state travels to the host.
+    """
+    low, high = torch.aminmax(states, dim=-1)  # NaN propagates
+    found = (low == high).to(torch.uint8)
+    found.masked_fill_((low == 0) & (high == 0), 2)
+    found.masked_fill_(low.isinf() | high.isinf(), 3)
+    found.masked_fill_(low.isnan() | high.isnan(), 4)
+    return torch.zeros(samples, dtype=torch.uint8, device=states.device).scatter_reduce_(
+        0, owner, found, "amax"
+    )
+
+
+def describe(flags: np.ndarray, layout: Layout) -> str:
+    """Say in words what is wrong with a sample: `flags` [states] as `check_rows` gives them, worst first."""
+    names = [f"tap {tap}" for tap in layout.tap_ids] + ["the final state"]
+    worst = int(flags.max())
+    where = [name for name, flag in zip(names, flags) if flag == worst]
+    return f"{FINDINGS[worst]} row in {', '.join(where)}"
+
+
+# From finished batches to sealed parts --------------------------------------------------------------------
+
+
+@dataclass
+class HostBatch:
+    """A batch on its way to disk. `buffer` belongs to the pool; `event` tells when its bytes have arrived."""
+
+    buffer: Tensor  # uint8, from HostBuffers
+    rows: np.ndarray  # [n] sample numbers
+    input_ids: list[np.ndarray]  # n arrays of int32
+    loss_mask: list[np.ndarray]  # n arrays of uint8
+    event: torch.cuda.Event | None = None
+
+
+class HostBuffers:
+    """`count` fixed uint8 buffers of `size` bytes. Pinned memory is rounded up to powers of two, so it is
+    taken once.
+    """
+
+    def __init__(self, count: int, size: int, *, pinned: bool) -> None:
+        self.size, self.count = size, count
+        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        for _ in range(count):
+            self._free.put(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
+
+    def acquire(self, still_working: Callable[[], None]) -> Tensor:
+        """Wait for a free buffer; `still_working` raises when none can ever come."""
+        while True:
+            try:
+                return self._free.get(timeout=0.2)
+            except queue.Empty:
+                still_working()
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Return a buffer to the pool."""
+        self._free.put(buffer)
+
+
+class Writer:
+    """Packs batches into parts and seals those, on two threads. Leaving it seals what is left, also after an
+    error, and raises what went wrong in the threads.
+
+    The bytes in flight are bounded: a batch lies in one of a fixed number of host buffers, and `part_bytes`
+    bounds the part being filled and the one being sealed together. One thread waits for a batch's copy and
+    packs the rows of its sound samples; a part that is full or `seal_seconds` old goes to the other
+    (temporary name, hash and write, fsync, rename, manifest line) while the next is filled: a disk that takes
+    a second for a part must not hold the buffers that the device waits for. What it did goes into `report`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        layout: Layout,
+        index: SampleIndex,
+        buffers: HostBuffers,
+        report: ExtractionReport,
+        *,
+        part_bytes: int,
+        seal_seconds: float,
+    ) -> None:
+        self._folder, self._layout, self._index, self._buffers = folder, layout, index, buffers
+        self._report, self._seal_seconds = report, seal_seconds
+        self._capacity = max(part_bytes // 2 // (layout.token_bytes + 5), int(index.lengths.max()))
+        self._capacity = min(self._capacity, int(index.lengths.sum()))
+        self._rows, self._other = self._new_rows(), self._new_rows()  # one is filled, one is sealed
+        self._next = next_part_index(folder)
+        self._start_part()
+        self._queue: queue.SimpleQueue[HostBatch | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="extraction-writer", daemon=True)
+        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="extraction-sealer")
+        self._sealing: Future[None] | None = None
+        self._manifest = threading.Lock()  # three threads append lines
+        self._given_up = False
+        self._error: BaseException | None = None
+
+    def _new_rows(self) -> dict[str, Tensor]:
+        states = {
+            region.name: torch.empty(self._capacity, region.width, dtype=region.dtype)
+            for region in self._layout.regions
+        }
+        ids = torch.empty(self._capacity, dtype=torch.int32)
+        return states | {"input_ids": ids, "loss_mask": torch.empty_like(ids, dtype=torch.uint8)}
+
+    def _start_part(self) -> None:
+        self._samples: list[int] = []
+        self._offsets = [0]
+        self._began = time.monotonic()
+
+    def __enter__(self) -> Writer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._queue.put(None)
+        self._thread.join()
+        if self._error is None:
+            return
+        if error is None:
+            raise self._error
+        if error is not self._error:
+            log.error("the writer stopped as well", exc_info=self._error)
+
+    def check(self) -> None:
+        """Raise what went wrong in the threads, if anything did; never waits."""
+        if self._error is not None:
+            raise self._error
+        if self._sealing is not None and self._sealing.done():
+            self._sealing.result()
+        if not self._thread.is_alive():
+            raise RuntimeError("the writer thread has ended early")
+
+    def submit(self, batch: HostBatch) -> None:
+        """Hand a batch over; its buffer returns to the pool when its rows are in the part."""
+        self.check()
+        self._queue.put(batch)
+
+    def quarantine(self, row: int, reason: str) -> None:
+        """Record that a sample is not stored, and why; it is tried again by the next run."""
+        length = int(self._index.lengths[row])
+        one = Quarantined(self._index.ids[row], self._index.content_hashes[row], length, reason)
+        self.record("quarantine", **asdict(one))
+        self._report.quarantined.append(one)
+
+    def record(self, kind: str, **fields: object) -> None:
+        """Append a line to the shard's manifest."""
+        with self._manifest:
+            add_line(self._folder, kind, **fields)
+
+    def give_up(self) -> None:
+        """Seal nothing more: what has been handed over is in doubt."""
+        self._given_up = True
+
+    def _work(self) -> None:
+        try:
+            while True:
+                try:
+                    batch = self._queue.get(timeout=1.0)
+                except queue.Empty:
+                    self._seal_if_old()
+                    continue
+                if self._given_up:
+                    return
+                if batch is None:
+                    return self._finish()
+                self._pack(batch)
+                self._seal_if_old()
+        except BaseException as error:
+            self._error = error
+            if classify(error).kind == "dead":
+                self._finish()  # what is on the host is sound; only the device is lost
+        finally:
+            self._sealer.shutdown()
+
+    def _pack(self, batch: HostBatch) -> None:
+        """Take a batch's rows into the part under way; samples with a bad flag go to quarantine."""
+        try:
+            if batch.event is not None:
+                batch.event.synchronize()
+            lengths = [len(ids) for ids in batch.input_ids]
+            views = self._layout.views(batch.buffer, sum(lengths), len(lengths))
+            flags, at = views.pop(FLAGS).numpy(), 0
+            for number, (row, length) in enumerate(zip(batch.rows.tolist(), lengths, strict=True)):
+                if flags[number].any():
+                    self.quarantine(row, describe(flags[number], self._layout))
+                else:
+                    if self._offsets[-1] + length > self._capacity:
+                        self._seal()
+                    place = slice(self._offsets[-1], self._offsets[-1] + length)
+                    for name, states in views.items():
+                        self._rows[name][place].copy_(states[at : at + length])
+                    self._rows["input_ids"][place] = torch.from_numpy(batch.input_ids[number])
+                    self._rows["loss_mask"][place] = torch.from_numpy(batch.loss_mask[number])
+                    self._samples.append(row)
+                    self._offsets.append(place.stop)
+                at += length
+        finally:
+            self._buffers.give_back(batch.buffer)
+
+    def _seal_if_old(self) -> None:
+        if time.monotonic() - self._began > self._seal_seconds:  # a slow run loses little to a crash
+            self._seal()
+
+    def _finish(self) -> None:
+        self._seal()
+        if self._sealing is not None:
+            self._sealing.result()
+
+    def _seal(self) -> None:
+        """Hand the part under way to the sealing thread once that has done the one before; nothing happens
+        without samples. Raises what went wrong with the one before.
+        """
+        if not self._samples:
+            return
+        if self._sealing is not None:
+            self._sealing.result()
+        name, self._next = part_name(self._next), self._next + 1
+        tensors = {region: rows[: self._offsets[-1]] for region, rows in self._rows.items()} | {
+            "offsets": torch.tensor(self._offsets, dtype=torch.int64),
+            "hashes": hex_to_hashes([self._index.content_hashes[row] for row in self._samples]),
+            "heldout": torch.from_numpy(self._index.heldout[self._samples].astype(np.uint8)),
+        }
+        self._sealing = self._sealer.submit(self._write, name, tensors)
+        self._rows, self._other = self._other, self._rows
+        self._start_part()
+
+    def _write(self, name: str, tensors: dict[str, Tensor]) -> None:
+        began = time.perf_counter()
+        size, digest = write_part(self._folder / name, tensors)
+        samples, tokens = len(tensors["heldout"]), len(tensors["input_ids"])
+        self.record("part", file=name, bytes=size, checksum=digest, samples=samples, tokens=tokens)
+        report = self._report
+        report.samples_stored += samples
+        report.tokens_stored += tokens
+        report.bytes_written += size
+        report.parts += 1
+        report.write_seconds += time.perf_counter() - began

@@ -1,7 +1,5 @@
-"""What an extraction batch holds, by closed formulas: named terms in bytes, live at the moment of the peak.
-
-A forward without gradients holds the token embeddings, the residual stream, what was captured before, and one
-sublayer's working set; the largest of those moments is the account. No torch, and a millisecond.
+"""What an extraction batch holds at its peak, by closed formulas: named terms in bytes. No torch, and a
+millisecond.
 """
 
 from __future__ import annotations
@@ -37,16 +35,12 @@ STATIC_TERMS = frozenset(
         "outside torch",
     )
 )
-
-# What the allocator holds beside live tensors.
-NOT_LIVE = ("fragmentation", "recorded forward's pool")
+NOT_LIVE = ("fragmentation", "recorded forward's pool")  # the allocator holds it beside live tensors
 
 
 @dataclass(frozen=True)
 class Account:
-    """Bytes by term at the peak. `formulas` says how each term was made; `moment` names when the peak
-    happens.
-    """
+    """Bytes by term at the peak, which comes in `moment`; `formulas` says how each term was made."""
 
     title: str
     terms: Mapping[str, int]
@@ -81,9 +75,7 @@ class Account:
 
     @property
     def live(self) -> int:
-        """Bytes of live tensors: the peak without fragments and without what only a recorded graph may
-        use.
-        """
+        """Bytes of live tensors: the peak without fragments and a recorded graph's pool."""
         return self.peak - sum(self.terms.get(name, 0) for name in NOT_LIVE)
 
     def largest(self, count: int = 3) -> list[tuple[str, int]]:
@@ -136,44 +128,32 @@ def account_of(title: str, moments: list[Moment], notes: tuple[str, ...] = ()) -
     )
 
 
-# An extraction batch ---------------------------------------------------------------------------------------
-# T = batch x length, H hidden, s bytes an element. Working sets are those of the eager transformers code; the
-# tests hold the formulas to the same modules run on fake tensors.
+# An extraction batch: T = batch x length, H hidden, s bytes an element. A forward without gradients holds the
+# token embeddings, the residual stream, what was captured before, and one sublayer's working set, which is
+# that of the eager transformers code; the tests hold the formulas to the same modules run on fake tensors.
 
-WORKSPACE = 32 * MIB  # cuBLAS keeps this on Hopper; 8 MiB before it
+WORKSPACE = 32 * MIB  # cuBLAS keeps this on Hopper for each thread that calls it; 8 MiB before it
 # Share of what a batch brings that the allocator needs beside it, by `expandable`: replays of counted runs
 # of the 27B, 8B and 135M shapes give 10 to 30% and 5 to 18%.
 FRAGMENTS = {False: 0.2, True: 0.12}
 OUTSIDE_TORCH = 550 * MIB  # CUDA context and loaded kernels: typical, `measure` says what it is here
 
 
-def predict_extraction(
-    config: Any,
-    *,
-    batch: int,
-    length: int,
-    tap_ids: tuple[int, ...] | list[int],
-    dtype: str = "bfloat16",
-    store_final: bool = False,
-    cuda: bool = True,
-    **options: Any,
-) -> Account:
-    """Predict the peak of one extraction batch from a transformers config or a `TargetShape`, in bytes by
-    term.
+def on_cuda(threads: int) -> Live:
+    """Return what CUDA holds beside tensors; `threads` call cuBLAS (a backward has its own)."""
+    return {
+        "workspace": (threads * WORKSPACE, "cuBLAS, a handle a thread"),
+        "outside torch": (OUTSIDE_TORCH, "CUDA context and loaded kernels, typical"),
+    }
 
-    `options` are the other fields of `ExtractionSetup` (capture, logits, use_cache, mask, stop_early,
-    packed, kernels). With `cuda` the library workspace and the memory outside torch are in. Raises
-    `UnsupportedTarget` by name.
+
+def predict_extraction(target: Any, setup: ExtractionSetup, *, cuda: bool = True) -> Account:
+    """Predict the peak of one extraction batch, in bytes by term.
+
+    target: a transformers config or a `TargetShape`. cuda: with fragments, the library's workspace and the
+    memory outside torch. Raises `UnsupportedTarget` for a structure that is not understood.
     """
-    setup = ExtractionSetup(
-        batch=batch, length=length, tap_ids=tuple(tap_ids), dtype=dtype, store_final=store_final, **options
-    )
-    shape = config if isinstance(config, TargetShape) else target_shape(config)
-    return extraction_account(shape, setup, cuda=cuda)
-
-
-def extraction_account(shape: TargetShape, setup: ExtractionSetup, *, cuda: bool = True) -> Account:
-    """Return the account of `setup` on a target of `shape`."""
+    shape = target_shape(target)
     size = dtype_bytes(setup.dtype)
     last = setup.last_layer(shape.layers)
     always = _always(shape, setup, last, size, cuda)
@@ -228,16 +208,11 @@ def _always(shape: TargetShape, setup: ExtractionSetup, last: int, size: int, cu
             setup.in_flight * states * tokens * hidden * size,
             f"{setup.in_flight} batches before x taps x T H s: launched, not yet copied",
         )
-    if cuda:
-        live["workspace"] = (WORKSPACE, "cuBLAS")
-        live["outside torch"] = (OUTSIDE_TORCH, "CUDA context and loaded kernels, typical")
-    return live
+    return live | (on_cuda(1) if cuda else {})
 
 
 def _worst_layers(shape: TargetShape, setup: ExtractionSetup, last: int) -> list[tuple[int, int]]:
-    """Return (layer, states captured before it) of the latest layer of each kind, fused or plain: more is
-    captured the later it runs.
-    """
+    """Return (layer, states captured before it) of the latest layer of each kind: the later, the more."""
     worst: dict[tuple[str, bool, bool], tuple[int, int]] = {}
     for index in range(last + 1):
         captured = sum(tap < index for tap in setup.tap_ids)
@@ -250,9 +225,7 @@ def _captured(shape: TargetShape, setup: ExtractionSetup, index: int, captured: 
     state = setup.tokens * shape.hidden * size
     if setup.capture == "output_hidden_states":
         # The embedding and the stream are themselves in the list: they are counted here, not twice.
-        return {
-            "stored hidden states": (max(0, index - 1) * state, "layers so far x T H s"),
-        }
+        return {"stored hidden states": (max(0, index - 1) * state, "layers so far x T H s")}
     # The state captured one layer ago IS the residual stream of this one.
     fresh = captured - (1 if index - 1 in setup.tap_ids else 0)
     return {"captured states": (fresh * state, "taps so far x T H s")}
@@ -290,8 +263,7 @@ def _mixer(shape: TargetShape, setup: ExtractionSetup, index: int, size: int) ->
 
 def _delta_net(shape: TargetShape, setup: ExtractionSetup, size: int) -> list[tuple[str, Live]]:
     delta = shape.delta
-    if delta is None:
-        return []
+    assert delta is not None
     tokens, heads = setup.tokens, delta.value_heads
     padded = setup.batch * CHUNK * -(-setup.length // CHUNK)
     state = setup.batch * heads * delta.key_dim * delta.value_dim
@@ -320,28 +292,14 @@ def _delta_net(shape: TargetShape, setup: ExtractionSetup, size: int) -> list[tu
     slices = 2 * setup.batch * CHUNK * wide * 4
     scan = padded * 4 * (9 * wide + 3 * heads * CHUNK) + slices + 4 * state * 4
     held = (tokens * projections, "T (qkv + z + a + b) s")
-    return [
-        (
-            "delta rule within chunks (torch)",
-            {
-                "gated delta net": held,
-                "gated delta net chunk states": (
-                    chunks,
-                    "B 64 ceil(L/64) x 4 (10 n_v k + 3 n_v 64) + B n_v k v 4",
-                ),
-            },
-        ),
-        (
-            "delta rule across chunks (torch)",
-            {
-                "gated delta net": held,
-                "gated delta net chunk states": (
-                    scan,
-                    "B 64 ceil(L/64) x 4 (9 n_v k + 3 n_v 64) + 4 B n_v k v 4",
-                ),
-            },
-        ),
-    ]
+    found: list[tuple[str, Live]] = []
+    for where, most, formula in (
+        ("within", chunks, "B 64 ceil(L/64) x 4 (10 n_v k + 3 n_v 64) + B n_v k v 4"),
+        ("across", scan, "B 64 ceil(L/64) x 4 (9 n_v k + 3 n_v 64) + 4 B n_v k v 4"),
+    ):
+        live = {"gated delta net": held, "gated delta net chunk states": (most, formula)}
+        found.append((f"delta rule {where} chunks (torch)", live))
+    return found
 
 
 def _feed_forward(
@@ -353,8 +311,7 @@ def _feed_forward(
         active = (tokens * 3 * shape.intermediate * size, "T 3 I s: act, up, product")
         return [("feed-forward", {"MLP": active, "residual stream": stream})]
     experts = shape.experts
-    if experts is None:
-        return []
+    assert experts is not None
     routed = tokens * experts.active
     index_bytes = routed * (4 * 8 + 4 + 2 * size) + tokens * experts.count * size
     shared = tokens * shape.hidden * size if experts.shared else 0
@@ -374,11 +331,8 @@ def _after_the_last(
     """Return the moments after the layers: the taps packed together, or the head over every position."""
     state = setup.tokens * shape.hidden * size
     taps = len(setup.tap_ids) + (1 if setup.store_final else 0)
-    kept = {
-        name: live
-        for name, live in always.items()
-        if name not in ("embedded tokens", "norms", "residual stream")
-    }
+    gone = ("embedded tokens", "norms", "residual stream")
+    kept = {name: live for name, live in always.items() if name not in gone}
     if setup.capture == "output_hidden_states":
         stored: Live = {"stored hidden states": ((last + 2) * state, "(layers + 1) x T H s")}
     else:
@@ -396,9 +350,7 @@ def _after_the_last(
 
 
 def cache_bytes(shape: TargetShape, setup: ExtractionSetup, index: int) -> int:
-    """Return the bytes that layer `index` leaves in the cache: keys and values, or conv tail and fp32
-    recurrent state.
-    """
+    """Return what layer `index` leaves in the cache: keys and values, or conv tail and fp32 state."""
     size = dtype_bytes(setup.dtype)
     if shape.layer_types[index] != LINEAR or shape.delta is None:
         return setup.tokens * 2 * shape.kv_heads * shape.head_dim * size
@@ -414,9 +366,8 @@ def target_weight_bytes(shape: TargetShape, setup: ExtractionSetup) -> int:
     return parameters * dtype_bytes(setup.dtype)
 
 
-# Fused layers (extraction/fused_layers.py) ------------------------------------------------------------------
-# Projections of one input are one tensor there, filled up to whole tiles, and no key is repeated. Their
-# feed-forward holds what transformers' own does.
+# Fused layers (extraction/fused_layers.py): projections of one input are one tensor, filled up to whole
+# tiles, and no key is repeated. Their feed-forward holds what transformers' own does.
 
 _TILE = 128  # columns: extraction/fused_layers.py
 

@@ -1,7 +1,5 @@
-"""Explain an out-of-memory: what was asked for, which tensor it was, what held the memory, what to do.
-
-The exception's message has the request and the device's state; a snapshot of the allocator has every live
-block, and `on_failure` takes it while the culprits still exist: after the `except` block they are gone.
+"""Explain an out-of-memory: what was asked for, which tensor it was, and what held the memory, from the
+exception's message and from a snapshot of the allocator.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ _ELEMENT_BYTES = {2: "bfloat16 or float16", 4: "float32"}
 
 @dataclass(frozen=True)
 class Holder:
-    """Live memory by where it was made: bytes, how many blocks, the innermost line outside torch; without
-    recorded frames, by the size of its blocks and the tensor they most likely are.
+    """Live memory by where it was made (the innermost line outside torch) or, without recorded frames, by the
+    size of its blocks and the tensor they most likely are.
     """
 
     size: int
@@ -52,15 +50,12 @@ class Holder:
 
 @dataclass(frozen=True)
 class Crash:
-    """What is known of a failed request, in bytes. `shapes` are readings of the request as a tensor,
-    likeliest first.
-    """
+    """A failed request, in bytes. `shapes` are readings of it as a tensor, likeliest first."""
 
     requested: int
     parts: Mapping[str, int]
     holders: tuple[Holder, ...]
     shapes: tuple[str, ...]
-    advice: tuple[str, ...]
     others: tuple[tuple[str, int], ...] = ()  # other processes on the device, and what they hold
 
     @property
@@ -89,8 +84,7 @@ class Crash:
         if self.holders:
             held = "; ".join(f"{h.size / GIB:.2f} GiB in {h.blocks} blocks{h.made}" for h in self.holders[:3])
             lines.append(f"most of what was live: {held}")
-        text = ". ".join(line[0].upper() + line[1:] for line in lines) + "."
-        return " ".join((text, *self.advice))
+        return ". ".join(line[0].upper() + line[1:] for line in lines) + "."
 
 
 def requested_bytes(message: str) -> int:
@@ -107,13 +101,11 @@ def explain_crash(
     snapshot: Path | str | Mapping[str, Any] | None = None,
     *,
     dimensions: Mapping[str, int] | None = None,
-    advice: Iterable[str] = (),
 ) -> Crash:
-    """Explain a crash from its message, a snapshot, or both.
+    """Explain a crash from its message, a snapshot (or its JSON file), or both.
 
     `dimensions` are names and sizes of the run (batch, length, hidden, vocabulary ...), with which the
-    request is read as a tensor shape; `advice` are sentences of `advise` to hand on. Raises `InputError`
-    when neither source tells the size of the request.
+    request is read as a tensor shape. Raises `InputError` when neither source tells the size of the request.
     """
     text = str(message)
     data = _load(snapshot) if snapshot is not None else {}
@@ -121,7 +113,7 @@ def explain_crash(
     if not requested:
         raise InputError(
             "No request found: give the text of the exception ('... Tried to allocate 2.00 GiB ...') or a "
-            "snapshot taken when it was raised (dflash_lab.memory.snapshot.on_failure)."
+            "snapshot taken when it was raised (dflash_lab.memory.crash.on_failure)."
         )
     parts = {name: _read(pattern, text) for name, pattern in _PARTS.items()}
     return Crash(
@@ -129,15 +121,12 @@ def explain_crash(
         parts={name: size for name, size in parts.items() if size},
         holders=tuple(_holders(data, dimensions or {})),
         shapes=tuple(read_shapes(requested, dimensions or {})),
-        advice=tuple(advice),
         others=tuple((pid, round(float(size) * _UNITS[unit])) for pid, size, unit in _OTHER.findall(text)),
     )
 
 
 def read_shapes(size: int, dimensions: Mapping[str, int]) -> list[str]:
-    """Name products of `dimensions` whose bytes are within 1% of `size` (messages round), fewest factors
-    first.
-    """
+    """Name products of `dimensions` within 1% of `size` bytes (messages round), fewest factors first."""
     names = [name for name, value in dimensions.items() if value > 1]
     found: list[tuple[int, float, str]] = []
 
@@ -218,10 +207,10 @@ def _where(frames: Iterable[Mapping[str, Any]]) -> str:
     return ""
 
 
-# What the CUDA allocator held when it refused a request ----------------------------------------------------
-# torch calls an observer before the failing frames unwind. It costs nothing until then and cannot be taken
-# off again, so one is attached for the life of the process and hands on to whoever listens. A whole snapshot
-# of a long run is tens of megabytes; kept are the largest live blocks, and the others summed by size.
+# What the CUDA allocator held when it refused a request. torch calls an observer before the failing frames
+# unwind: after the `except` block what they held is gone. It costs nothing until then and cannot be taken off
+# again, so one is attached for the life of the process and hands on to whoever listens. A whole snapshot of a
+# long run is tens of megabytes; kept are the largest live blocks, and the others summed by size.
 
 MOST_BLOCKS = 1500  # that keep an entry of their own; with 6 frames each about a megabyte of JSON
 MOST_FRAMES = 6

@@ -1,7 +1,5 @@
-"""The question a run asks before it starts: does it fit, and if not, what to change.
-
-A run that is predicted not to fit does not start unless it is forced. Where memory lacks all the same, what
-was live is explained; afterwards `outcome` says how right the prediction was.
+"""The question a run asks before it starts: does it fit, and if not, what to change. Where memory lacks all
+the same, what was live is explained; afterwards `outcome` says how right the prediction was.
 """
 
 from __future__ import annotations
@@ -15,11 +13,11 @@ from typing import Any
 
 from dflash_lab import files
 from dflash_lab.errors import InputError
-from dflash_lab.memory.account import Account, extraction_account
-from dflash_lab.memory.advice import Advice, advise_extraction, advise_training
+from dflash_lab.memory.account import Account, predict_extraction
+from dflash_lab.memory.advice import Advice, advise
 from dflash_lab.memory.crash import explain_crash, on_failure, requested_bytes
 from dflash_lab.memory.planner import MARGIN, extraction_budget, length_buckets, padded, usable
-from dflash_lab.memory.shapes import CHUNK, GIB, ExtractionSetup, Kernels, TrainingSetup, target_shape
+from dflash_lab.memory.shapes import CHUNK, GIB, ExtractionSetup, TargetShape, TrainingSetup, target_shape
 
 
 class DoesNotFit(InputError):
@@ -38,11 +36,8 @@ class DoesNotFit(InputError):
 
 @dataclass(frozen=True)
 class Clearance:
-    """A run that may start: budgets for its batches, the account of its worst batch or step, the memory it
-    had.
-
-    `forced` when it was predicted not to fit and starts all the same. For training, `token_budget` and
-    `max_batch` are 0.
+    """A run that may start: the account of its worst batch or step, the memory it had, budgets for its
+    batches (of training, 0). `forced`: it was predicted not to fit and starts all the same.
     """
 
     account: Account
@@ -61,82 +56,69 @@ class NotPredicted:
 
 
 def clear_extraction(
-    config: Any,
+    target: Any,
+    setup: ExtractionSetup,
     budget_gib: float,
     *,
-    tap_ids: Sequence[int],
-    longest: int,
-    dtype: str = "bfloat16",
-    store_final: bool = False,
-    kernels: Kernels = "fla",
-    fused: bool = False,
-    plain_layers: Sequence[int] = (),
-    in_flight: int = 0,
     token_budget: int = 0,
     max_batch: int = 512,
     cuda: bool = True,
     force: bool = False,
     margin: float = MARGIN,
 ) -> Clearance:
-    """Clear an extraction of samples of up to `longest` tokens; `token_budget` 0 takes the planner's.
+    """Clear an extraction of samples of up to `setup.length` tokens; `token_budget` 0 takes the planner's.
 
     Raises `DoesNotFit` when the worst batch under the budgets is predicted not to fit `budget_gib` and
     `force` is false; `InputError` when not even one sample fits.
     """
-    shape = target_shape(config)
-    setup = ExtractionSetup(
-        batch=1,
-        length=longest,
-        tap_ids=tuple(tap_ids),
-        dtype=dtype,
-        store_final=store_final,
-        kernels=kernels,
-        fused=fused,
-        plain_layers=tuple(plain_layers),
-        in_flight=in_flight,
-    )
+    shape = target_shape(target)
     if not token_budget:
-        planned = extraction_budget(
-            shape,
-            budget_gib,
-            tap_ids=tap_ids,
-            longest=longest,
-            dtype=dtype,
-            store_final=store_final,
-            kernels=kernels,
-            fused=fused,
-            plain_layers=plain_layers,
-            in_flight=in_flight,
-            max_batch=max_batch,
-            cuda=cuda,
-            margin=margin,
-        )
+        planned = extraction_budget(shape, setup, budget_gib, max_batch=max_batch, cuda=cuda, margin=margin)
         token_budget = planned.token_budget
         # Where one sample of the longest is all that fits, shorter ones may not fill its tokens.
         short = [rows for edge, rows in planned.batches.items() if rows * padded(shape, edge) < token_budget]
         max_batch = min(max_batch, planned.batches[min(planned.batches)], *short)
-    worst = worst_batch(config, setup, token_budget, max_batch, cuda=cuda)
-    account = extraction_account(shape, worst, cuda=cuda)
-    fits = account.peak <= usable(budget_gib, margin)
-    budget = f"{budget_gib:.2f} GiB ({100 * margin:.0f}% kept free)"
-    advice = advise_extraction(shape, worst, budget_gib, margin=margin, cuda=cuda)
-    if not fits and not force:
+    worst = worst_batch(shape, setup, token_budget, max_batch, cuda=cuda)
+    advice = advise(shape, worst, budget_gib, margin=margin, cuda=cuda)
+    what = f"batch of {worst.batch} x {worst.length:,} tokens"
+    forced = _forced(advice, what, margin, force, " Or lower token_budget or max_batch;")
+    return Clearance(advice.account, budget_gib, forced, token_budget, max_batch, advice)
+
+
+def clear_training(
+    target: Any,
+    drafter: Any,
+    setup: TrainingSetup,
+    budget_gib: float,
+    *,
+    cuda: bool = True,
+    force: bool = False,
+    margin: float = MARGIN,
+) -> Clearance:
+    """Clear a training run by its step. Raises `DoesNotFit` as above."""
+    advice = advise(target, setup, budget_gib, drafter=drafter, margin=margin, cuda=cuda)
+    forced = _forced(advice, f"step of {setup.anchors} anchors x {setup.block_size}", margin, force)
+    return Clearance(advice.account, budget_gib, forced, advice=advice)
+
+
+def _forced(advice: Advice, what: str, margin: float, force: bool, instead: str = "") -> bool:
+    """Return whether only `force` starts it; `DoesNotFit` where it does not fit and is not forced."""
+    if not advice.fits and not force:
         raise DoesNotFit(
-            f"A batch of {worst.batch} x {worst.length:,} tokens is predicted to need "
-            f"{account.peak_gib:.2f} GiB, the budget is {budget}. {suggestion(advice)} Or lower "
-            "token_budget or max_batch; ignore_memory starts it all the same.",
+            f"A {what} is predicted to need {advice.account.peak_gib:.2f} GiB, the budget is "
+            f"{_budget(advice.budget_gib, margin)}. {suggestion(advice)}{instead} ignore_memory starts it "
+            "all the same.",
             advice,
         )
-    return Clearance(account, budget_gib, not fits, token_budget, max_batch, advice)
+    return not advice.fits
+
+
+def _budget(budget_gib: float, margin: float) -> str:
+    return f"{budget_gib:.2f} GiB ({100 * margin:.0f}% kept free)"
 
 
 def worst_batch(
-    config: Any,
-    setup: ExtractionSetup,
-    token_budget: int,
-    max_batch: int,
-    *,
-    cuda: bool = True,
+    shape: TargetShape, setup: ExtractionSetup, token_budget: int, max_batch: int, *, cuda: bool = True
 ) -> ExtractionSetup:
     """Return the batch of the largest predicted peak that budgets allow, for samples of up to `setup.length`.
 
@@ -144,7 +126,6 @@ def worst_batch(
     Tried are both ends of each length bucket, the longest samples of which `max_batch` rows are allowed,
     and those that open a new chunk of 64 just behind.
     """
-    shape = target_shape(config)
     edges = length_buckets(setup.length)
     full = token_budget // max_batch
     lengths = {1, full, full + 1, CHUNK * -(-full // CHUNK) + 1, *edges, *(edge + 1 for edge in edges)}
@@ -153,35 +134,7 @@ def worst_batch(
         for length in lengths
         if 1 <= length <= setup.length
     ]
-    return max(batches, key=lambda batch: extraction_account(shape, batch, cuda=cuda).peak)
-
-
-def clear_training(
-    target_config: Any,
-    drafter_config: Any,
-    budget_gib: float,
-    *,
-    anchors: int,
-    context: int,
-    cuda: bool = True,
-    force: bool = False,
-    margin: float = MARGIN,
-    **options: Any,
-) -> Clearance:
-    """Clear a training run by its step; `options` are fields of `TrainingSetup`. Raises `DoesNotFit` as
-    above.
-    """
-    shape = target_shape(target_config)
-    setup = TrainingSetup(anchors=anchors, context=context, block_size=drafter_config.block_size, **options)
-    advice = advise_training(shape, drafter_config, setup, budget_gib, margin=margin, cuda=cuda)
-    if not advice.fits and not force:
-        raise DoesNotFit(
-            f"A step of {anchors} anchors x {setup.block_size} is predicted to need "
-            f"{advice.account.peak_gib:.2f} GiB, the budget is {budget_gib:.2f} GiB "
-            f"({100 * margin:.0f}% kept free). {suggestion(advice)} ignore_memory starts it all the same.",
-            advice,
-        )
-    return Clearance(advice.account, budget_gib, not advice.fits, advice=advice)
+    return max(batches, key=lambda batch: predict_extraction(shape, batch, cuda=cuda).peak)
 
 
 def suggestion(advice: Advice) -> str:
@@ -194,8 +147,8 @@ def suggestion(advice: Advice) -> str:
     return f"Nothing listed makes it fit; the largest part is {term}, {size / GIB:.2f} GiB."
 
 
-# Processes that share GPUs ---------------------------------------------------------------------------------
-# Each could ask for itself, but would find free what its neighbour is about to take.
+# Processes that share GPUs. Each could ask for itself, but would find free what its neighbour is about to
+# take.
 
 
 @dataclass(frozen=True)
@@ -250,10 +203,10 @@ def _refusal(
         account = told.account
         advice = Advice(account, budget_gib, False, 0, (), (), account, account.explain())
     holds = " + ".join(f"{process.name} {process.peak / GIB:.2f}" for process in here)
-    budget = f"{budget_gib:.2f} GiB ({100 * margin:.0f}% kept free)"
     error = DoesNotFit(
-        f"{device} is predicted to hold {holds} = {peak / GIB:.2f} GiB, the budget is {budget}. "
-        f"{suggestion(advice)} Or place a process elsewhere; ignore_memory starts it all the same.",
+        f"{device} is predicted to hold {holds} = {peak / GIB:.2f} GiB, the budget is "
+        f"{_budget(budget_gib, margin)}. {suggestion(advice)} Or place a process elsewhere; "
+        "ignore_memory starts it all the same.",
         advice,
     )
     parts = {process.name: round(process.peak / GIB, 3) for process in here}
@@ -262,7 +215,7 @@ def _refusal(
     return error
 
 
-# A lack of memory all the same, and how right the prediction was -------------------------------------------
+# A lack of memory all the same, and how right the prediction was
 
 
 @contextlib.contextmanager

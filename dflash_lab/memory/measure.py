@@ -17,7 +17,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_lab.drafter.attention import row_layout
-from dflash_lab.drafter.loss import ChunkPlan
 from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.drafter.model import Drafter, RMSNorm
 from dflash_lab.drafter.objective import Objective, TrainSettings
@@ -36,25 +35,19 @@ from dflash_lab.models.load import TargetHead
 
 @dataclass(frozen=True)
 class Measurement:
-    """Bytes of one point. `outside` is memory of the device that this process's torch does not manage:
-    context and libraries, and other processes if there are any.
-
-    `fragmentation` is reserved but in no live block at the moment of the reserved peak, as far as the
-    allocator tells: reserved peak - allocated peak. `failed` is the largest request that was refused; then
-    the peaks are those before it.
-    """
+    """Bytes of one point. `failed` is the request that was refused; then the peaks are those before it."""
 
     allocated: int
     reserved: int
     static: int  # live before the batch
-    outside: int
+    outside: int  # of the device, not this torch's: context, libraries, other processes
     failed: int
     out_of_memory: bool
     seconds: float
-    message: str = ""
 
     @property
     def fragmentation(self) -> int:
+        """Reserved but in no live block at the moment of the reserved peak, as far as the allocator tells."""
         return max(0, self.reserved - self.allocated)
 
     @property
@@ -63,24 +56,19 @@ class Measurement:
         return self.allocated - self.static
 
 
-def measure_cuda(
-    run: Callable[[], Any], device: torch.device | str = "cuda", *, warm: bool = True
-) -> Measurement:
-    """Run `run` twice (once without `warm`) from a clean state and return the second run's peaks.
+def measure_cuda(run: Callable[[], Any], device: torch.device) -> Measurement:
+    """Run `run` twice from a clean state and return the second run's peaks.
 
     A lack of memory, in whatever form the libraries report it, is returned; any other error is raised.
     """
-    device = torch.device(device)
     clean(device)
-    message = attempt(run) if warm else ""  # the first run pays for compilation and autotuning
-    if message:
+    if message := attempt(run):  # the first run pays for compilation and autotuning
         return _failed(device, torch.cuda.memory_allocated(device), message)
     clean(device)
     static = torch.cuda.memory_allocated(device)  # with the libraries' workspaces, which stay
     torch.cuda.reset_peak_memory_stats(device)
     start = time.perf_counter()
-    message = attempt(run)
-    if message:
+    if message := attempt(run):
         return _failed(device, static, message)
     torch.cuda.synchronize(device)
     seconds = time.perf_counter() - start
@@ -164,9 +152,7 @@ def _training_step(
 def training_parts(
     shape: TargetShape, drafter: Any, setup: TrainingSetup, device: torch.device
 ) -> tuple[Any, Any, Any]:
-    """Build the drafter, a head and one packed row of `setup` on `device` (values are zeros where they are
-    real).
-    """
+    """Build the drafter, a head and one packed row of `setup` on `device`; frozen values are zeros."""
     config = dataclasses.replace(drafter, block_size=setup.block_size)
     dtype = getattr(torch, setup.dtype)
     with device:
@@ -180,9 +166,7 @@ def training_parts(
 
 
 def _packed_row(config: Any, setup: TrainingSetup, device: torch.device) -> Any:
-    """Return a row of `setup.context` tokens with `setup.anchors` blocks in which every slot but the anchor
-    counts.
-    """
+    """Return a row of `setup.context` tokens with `setup.anchors` blocks, of which every draft counts."""
     context, anchors, block = setup.context, setup.anchors, setup.block_size
     if anchors > context - 1:
         raise InputError(f"{anchors} anchors need at least {anchors + 1} context tokens, not {context}.")
@@ -222,7 +206,7 @@ class TrainingStep:
             attention="dense" if model.fc.weight.device.type == "cpu" else "flex",
         )
         self.objective = Objective(head, model.config, settings)
-        self.objective.fused.plan = ChunkPlan(rows=max(setup.block_size, min(setup.chunk, setup.rows)))
+        self.objective.fused.chunk_rows = max(setup.block_size, min(setup.chunk, setup.rows))
         moments = "int8" if setup.optimizer == "adamw8bit" else "fp32"
         kind, offload = "muon" if setup.optimizer == "muon" else "adamw", setup.optimizer == "cpu-offload"
         config = OptimizerConfig(kind=kind, moments=moments, offload=offload)
@@ -256,7 +240,7 @@ def forward_once(
     `ids` [batch, length] on the target's device; by default random ones, which are copied there first.
     """
     ids = _tokens(target, setup, seed) if ids is None else ids
-    taps = Taps(target.layers, list(setup.tap_ids))
+    taps = Taps(target, list(setup.tap_ids))
     with torch.inference_mode(), taps:
         target.body(input_ids=ids, use_cache=setup.use_cache)
         states = taps.take()
@@ -377,14 +361,11 @@ def _read(device: torch.device, static: int, seconds: float, message: str) -> Me
         failed=requested_bytes(message) if message else 0,
         out_of_memory=bool(message),
         seconds=seconds,
-        message=message,
     )
 
 
 def capped(device: torch.device | str, limit_gib: float) -> None:
-    """Let this process use at most `limit_gib` of the device; the allocator then fails as a smaller card
-    would.
-    """
+    """Let this process use at most `limit_gib` of the device, as if it were a smaller card."""
     index = torch.device(device).index
     index = torch.cuda.current_device() if index is None else index  # this call takes no bare "cuda"
     total = torch.cuda.get_device_properties(index).total_memory

@@ -1,18 +1,17 @@
-"""What fits a budget: the largest batch of each length bucket, the largest number of anchors, yes or no.
-
-Answers come from the formulas, in milliseconds and without a device, and leave `MARGIN` of the budget free
-for what no account sees.
+"""What fits a budget: the largest batch of each length bucket, the largest number of anchors, yes or no. From
+the formulas, in milliseconds and without a device.
 """
 
 from __future__ import annotations
 
+import bisect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dflash_lab.errors import InputError
-from dflash_lab.memory.account import STATIC_TERMS, Account, extraction_account
+from dflash_lab.memory.account import STATIC_TERMS, Account, predict_extraction
 from dflash_lab.memory.shapes import (
     CHUNK,
     GIB,
@@ -23,24 +22,24 @@ from dflash_lab.memory.shapes import (
     TrainingSetup,
     target_shape,
 )
-from dflash_lab.memory.training import training_account
+from dflash_lab.memory.training import predict_training
 
-# Of a budget, left free: 4 % for fragmentation and kernel scratch, and what the formulas were further off
-# than that allows for, at worst 2.1 % (steps of the 27B shape on an H200: docs/memory.md).
+# Of a budget, left free for what no account sees: 4 % for fragmentation and kernel scratch, and what the
+# formulas were further off, at worst 2.1 % (steps of the 27B shape on an H200: docs/memory.md).
 MARGIN = 0.061
 KNEE_TOKENS = (8192, 65536)
 _KNEE_FLOP = 6.4e12  # of one layer: 16 ms at 400 TFLOP/s, beside which launches vanish
 CPU_KNEE_TOKENS = 2048
+MOST_ROWS = 4096  # of a batch that is looked for
 
 
 @dataclass(frozen=True)
 class ExtractionBudget:
-    """What `extract` may put into a batch. `batches`: bucket's longest sample (tokens) -> largest batch
-    that fits.
+    """What `extract` may put into a batch.
 
-    `limited_by`: bucket -> the term that fills the memory there, or "max_batch". `accounts`: bucket -> its
-    account at that batch. `fits_tokens` is what memory allows everywhere, `token_budget` the smaller of
-    that and the knee.
+    Of each length bucket (its longest sample, in tokens): the largest of `batches` that fits, the term that
+    it is `limited_by` (or "max_batch"), and its account there. `fits_tokens` is what memory allows
+    everywhere, `token_budget` the smaller of that and the knee.
     """
 
     token_budget: int
@@ -60,14 +59,11 @@ class ExtractionBudget:
 
 @dataclass(frozen=True)
 class TrainingFit:
-    """Whether a step fits, its account, and the largest number of anchors (multiple of 8, 0: none) that
-    would.
-    """
+    """Whether a step fits, its account, and the most anchors (a multiple of 8; 0: none) that would."""
 
     fits: bool
     account: Account
     largest_anchors: int
-    budget_gib: float
 
 
 def usable(budget_gib: float, margin: float = MARGIN) -> int:
@@ -78,9 +74,7 @@ def usable(budget_gib: float, margin: float = MARGIN) -> int:
 
 
 def knee(shape: TargetShape, *, cuda: bool = True) -> int:
-    """Return the tokens a batch beyond which the rate of `shape` is flat: what keeps one layer busy long
-    enough.
-    """
+    """Return the tokens a batch beyond which the rate of `shape` is flat: they keep a layer busy enough."""
     if not cuda:
         return CPU_KNEE_TOKENS
     low, high = KNEE_TOKENS
@@ -100,62 +94,32 @@ def length_buckets(longest: int) -> list[int]:
 
 
 def largest(fits: Callable[[int], bool], high: int) -> int:
-    """Return the largest n in 0..`high` with ``fits(n)``, for a `fits` that is true up to some n and false
-    beyond.
-    """
-    low = 0
-    if high >= 1 and fits(high):
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
+    """Return the largest n in 0..`high` with ``fits(n)``, which is true up to some n and false beyond."""
+    return bisect.bisect(range(1, high + 1), 0, key=lambda n: not fits(n))
 
 
 def extraction_budget(
-    config: Any,
+    target: Any,
+    setup: ExtractionSetup,
     budget_gib: float,
     *,
-    tap_ids: Sequence[int],
-    longest: int = 4096,
-    dtype: str = "bfloat16",
-    store_final: bool = False,
-    kernels: str = "fla",
-    fused: bool = False,
-    plain_layers: Sequence[int] = (),
-    in_flight: int = 0,
     max_batch: int = 512,
     knee_tokens: int = 0,
     cuda: bool = True,
     margin: float = MARGIN,
 ) -> ExtractionBudget:
-    """Plan the batches of an extraction of samples of up to `longest` tokens under `budget_gib` of device
-    memory.
+    """Plan the batches of an extraction of samples of up to `setup.length` tokens under `budget_gib`.
 
-    Raises `InputError` if not even one sample of `longest` tokens fits, saying what fills the memory.
+    target, cuda: as in `predict_extraction`; the batch of `setup` does not count. Raises `InputError` if not
+    even one sample of that length fits, saying what fills the memory.
     """
-    shape = config if isinstance(config, TargetShape) else target_shape(config)
+    shape, longest = target_shape(target), setup.length
     room = usable(budget_gib, margin)
     batches, limited_by, accounts = {}, {}, {}
     for length in length_buckets(longest):
-        setup = ExtractionSetup(
-            batch=1,
-            length=length,
-            tap_ids=tuple(tap_ids),
-            dtype=dtype,
-            store_final=store_final,
-            kernels=kernels,  # type: ignore[arg-type]
-            fused=fused,
-            plain_layers=tuple(plain_layers),
-            in_flight=in_flight,
-        )
 
-        def account(batch: int, setup: ExtractionSetup = setup) -> Account:
-            sized = replace(setup, batch=batch)
-            return extraction_account(shape, sized, cuda=cuda)
+        def account(batch: int, length: int = length) -> Account:
+            return predict_extraction(shape, replace(setup, batch=batch, length=length), cuda=cuda)
 
         found = largest(lambda batch, account=account: account(batch).peak <= room, max_batch)  # type: ignore[misc]
         one = account(max(found, 1))
@@ -180,33 +144,30 @@ def extraction_budget(
 
 
 def training_fits(
-    target_config: Any,
-    drafter_config: Any,
+    target: Any,
+    drafter: Any,
+    setup: TrainingSetup,
     budget_gib: float,
     *,
-    anchors: int,
-    context: int,
-    block_size: int = 0,
     cuda: bool = True,
     margin: float = MARGIN,
-    **options: Any,
 ) -> TrainingFit:
-    """Say whether a training step fits `budget_gib`, and how many anchors would. `options`: see
-    `TrainingSetup`.
-    """
-    shape = target_config if isinstance(target_config, TargetShape) else target_shape(target_config)
-    setup = TrainingSetup(
-        anchors=anchors, context=context, block_size=block_size or drafter_config.block_size, **options
-    )
+    """Say whether a training step fits `budget_gib`, and how many anchors would (see `predict_training`)."""
+    shape = target_shape(target)
     room = usable(budget_gib, margin)
+    asked = predict_training(shape, drafter, setup, cuda=cuda)
+    most = most_anchors(shape, drafter, setup, room, cuda=cuda)
+    return TrainingFit(asked.peak <= room, asked, most)
 
-    def account(count: int) -> Account:
-        sized = replace(setup, anchors=count)
-        return training_account(shape, drafter_config, sized, cuda=cuda)
 
-    eighths = largest(lambda count: account(8 * count).peak <= room, max(1, (context - 1) // 8))
-    asked = account(anchors)
-    return TrainingFit(asked.peak <= room, asked, 8 * eighths, budget_gib)
+def most_anchors(shape: TargetShape, drafter: Any, setup: TrainingSetup, room: int, *, cuda: bool) -> int:
+    """Return the most anchors, in eights and within the context, that take at most `room` bytes."""
+
+    def fits(eighths: int) -> bool:
+        sized = replace(setup, anchors=8 * eighths)
+        return predict_training(shape, drafter, sized, cuda=cuda).peak <= room
+
+    return 8 * largest(fits, max(1, (setup.context - 1) // 8))
 
 
 def expandable_segments() -> bool:
@@ -220,7 +181,7 @@ def _largest_moving(account: Account) -> str:
     return max(moving, key=lambda name: moving[name]) if moving else "target weights"
 
 
-# A slider's question ---------------------------------------------------------------------------------------
+# A slider's question
 
 
 @dataclass(frozen=True)
@@ -262,7 +223,6 @@ def answer(
     """Answer `question`; `extraction` and `training` hold what no slider moves."""
     room = usable(question.budget_gib, margin)
     target = replace(shape, vocab=question.vocabulary) if question.vocabulary else shape
-    one = replace(extraction, batch=question.batch, length=question.length)
     step = replace(
         training,
         anchors=question.anchors,
@@ -273,25 +233,21 @@ def answer(
     )
 
     def extracted(batch: int) -> Account:
-        setup = replace(one, batch=batch)
-        return extraction_account(target, setup, cuda=cuda)
+        setup = replace(extraction, batch=batch, length=question.length)
+        return predict_extraction(target, setup, cuda=cuda)
 
-    def trained(anchors: int) -> Account:
-        setup = replace(step, anchors=anchors)
-        return training_account(target, drafter, setup, cuda=cuda)
-
-    batch, anchors = extracted(question.batch), trained(question.anchors)
+    batch, anchors = extracted(question.batch), predict_training(target, drafter, step, cuda=cuda)
     return Answer(
         extraction=batch,
         training=anchors,
         extraction_fits=batch.peak <= room,
         training_fits=anchors.peak <= room,
-        largest_batch=largest(lambda count: extracted(count).peak <= room, 4096),
-        largest_anchors=8 * largest(lambda n: trained(8 * n).peak <= room, (step.context - 1) // 8),
+        largest_batch=largest(lambda count: extracted(count).peak <= room, MOST_ROWS),
+        largest_anchors=most_anchors(target, drafter, step, room, cuda=cuda),
     )
 
 
-def peak_map(
+def predicted_peaks(
     shape: TargetShape,
     setup: ExtractionSetup,
     batches: Sequence[int],
@@ -303,7 +259,7 @@ def peak_map(
 
     def peak(batch: int, length: int) -> float:
         sized = replace(setup, batch=batch, length=length)
-        return extraction_account(shape, sized, cuda=cuda).peak / GIB
+        return predict_extraction(shape, sized, cuda=cuda).peak / GIB
 
     return [[peak(batch, length) for batch in batches] for length in lengths]
 

@@ -1,7 +1,5 @@
-"""What is predicted: the numbers of a target that memory depends on, and a batch or a step of it.
-
-Only structures whose layers are understood are accepted; any other model type is refused by name, because an
-estimate made from a guessed structure looks exactly like a good one.
+"""What is predicted: the numbers of a target that memory depends on, and a batch or a step of it. Any model
+type that is not understood is refused by name: an estimate of a guessed structure looks like a good one.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ import functools
 import importlib
 import inspect
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from dflash_lab.errors import InputError, UnsupportedTarget
 from dflash_lab.models.spans import FULL, LINEAR, SLIDING, layer_spans
@@ -34,9 +32,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """Gated delta net dimensions: `key_heads` x `key_dim` and `value_heads` x `value_dim`, conv kernel in
-    tokens.
-    """
+    """Dimensions of a gated delta net; the conv kernel in tokens."""
 
     key_heads: int
     value_heads: int
@@ -60,9 +56,8 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class Experts:
-    """Routed experts: `count` of width `intermediate`, `active` a token; `shared` is the shared expert's
-    width (0: none).
-    """
+    """Routed experts: `count` of width `intermediate`, `active` a token; `shared`: the shared expert's
+    width, 0 for none."""
 
     count: int
     active: int
@@ -72,9 +67,8 @@ class Experts:
 
 @dataclass(frozen=True)
 class TargetShape:
-    """A decoder-only target: widths in elements, one entry of `layer_types`, of `windows` (tokens, None
-    without one) and of `sparse` a layer.
-    """
+    """A decoder-only target. Widths are in elements; `layer_types`, `windows` (tokens) and `sparse` have an
+    entry a layer."""
 
     model_type: str
     hidden: int
@@ -92,8 +86,8 @@ class TargetShape:
     qk_norm: bool
     gated_attention: bool  # the query projection also makes an output gate
     rotary_dim: int
-    delta: DeltaNet | None
-    experts: Experts | None
+    delta: DeltaNet | None  # of linear layers, if there are any
+    experts: Experts | None  # of sparse layers, if there are any
 
     @property
     def layers(self) -> int:
@@ -102,7 +96,8 @@ class TargetShape:
     def mixer_parameters(self, kind: str) -> int:
         """Count the parameters of one layer's attention or gated delta net."""
         if kind == LINEAR:
-            delta = _need_delta(self)
+            delta = self.delta
+            assert delta is not None
             projections = self.hidden * (delta.conv_channels + delta.values + 2 * delta.value_heads)
             conv = delta.conv_channels * delta.conv_kernel
             return projections + conv + 2 * delta.value_heads + delta.value_dim + delta.values * self.hidden
@@ -116,7 +111,8 @@ class TargetShape:
         """Count the parameters of one layer's MLP, or of its router, experts and shared expert."""
         if not sparse:
             return 3 * self.hidden * self.intermediate
-        experts = _need_experts(self)
+        experts = self.experts
+        assert experts is not None
         total = experts.count * (3 * self.hidden * experts.intermediate + self.hidden)
         return total + (3 * self.hidden * experts.shared + self.hidden if experts.shared else 0)
 
@@ -135,15 +131,14 @@ class TargetShape:
         return 0 if self.tied else self.vocab * self.hidden
 
     def flops_per_token(self, layers: int | None = None) -> float:
-        """Return matmul FLOP a token of the first `layers` layers: 2 x the weights a token meets (no
-        attention scores).
-        """
+        """Return matmul FLOP a token of the first `layers` layers: 2 x the weights that a token meets."""
         count = self.layers if layers is None else layers
         met = 0
         for index in range(count):
             met += self.mixer_parameters(self.layer_types[index])
             if self.sparse[index]:
-                experts = _need_experts(self)
+                experts = self.experts
+                assert experts is not None
                 met += 3 * self.hidden * (experts.active * experts.intermediate + experts.shared)
             else:
                 met += 3 * self.hidden * self.intermediate
@@ -151,11 +146,14 @@ class TargetShape:
 
 
 def target_shape(config: Any) -> TargetShape:
-    """Read a `TargetShape` from a transformers config (a multimodal wrapper's text config is used).
+    """Return the `TargetShape` of a transformers config (of its text config, if it has one); one that is a
+    `TargetShape` already is returned as it is.
 
     Raises `UnsupportedTarget` for a model type, layer type, activation, bias or quantisation whose memory is
     not understood.
     """
+    if isinstance(config, TargetShape):
+        return config
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     kind = getattr(config, "model_type", type(config).__name__)
     if kind not in KNOWN_TYPES:
@@ -164,7 +162,16 @@ def target_shape(config: Any) -> TargetShape:
             f"{', '.join(KNOWN_TYPES)}. Measure it instead (dflash_lab.memory.measure), or add its layers to "
             "dflash_lab/memory/shapes.py."
         )
-    _refuse_options(config, kind)
+    odd = {
+        f"hidden_act={config.hidden_act!r}": config.hidden_act not in ("silu", "swish"),
+        "mlp_bias=True": getattr(config, "mlp_bias", False),
+        "quantization_config": getattr(config, "quantization_config", None),
+    }
+    if named := [name for name, given in odd.items() if given]:
+        raise UnsupportedTarget(
+            f"Memory of {kind!r} with {', '.join(named)} is not understood, and it is not guessed. Measure "
+            "it instead (dflash_lab.memory.measure)."
+        )
     count = int(config.num_hidden_layers)
     spans = layer_spans(config)
     types = tuple(span.kind for span in spans)
@@ -199,37 +206,18 @@ def target_shape(config: Any) -> TargetShape:
 
 @functools.cache
 def repeats_keys(model_type: str) -> bool:
-    """Tell whether the installed transformers copies queries and keys to every value head before the delta
-    rule.
-    """
+    """Tell whether the installed transformers repeats queries and keys for the delta rule's value heads."""
     module = importlib.import_module(HYBRID_MODULES[model_type])
     layers = [value for name, value in vars(module).items() if name.endswith("GatedDeltaNet")]
     return any("repeat_interleave" in inspect.getsource(layer.forward) for layer in layers)
 
 
 def dtype_bytes(dtype: Any) -> int:
-    """Return bytes an element of ``"bfloat16"``, ``"float16"`` or ``"float32"`` (a torch dtype's name also
-    works).
-    """
+    """Return bytes an element of a dtype, given by its name or as torch's own."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise InputError(f"dtype {dtype!r}: memory is known for {', '.join(DTYPE_BYTES)}.")
     return DTYPE_BYTES[name]
-
-
-def _refuse_options(config: Any, kind: str) -> None:
-    """What a known type can be configured to, and the account does not know."""
-    activation = getattr(config, "hidden_act", "silu")
-    odd = {
-        f"hidden_act={activation!r}": activation not in ("silu", "swish"),
-        "mlp_bias=True": bool(getattr(config, "mlp_bias", False)),
-        "quantization_config": bool(getattr(config, "quantization_config", None)),
-    }
-    if named := [name for name, given in odd.items() if given]:
-        raise UnsupportedTarget(
-            f"Memory of {kind!r} with {', '.join(named)} is not understood, and it is not guessed. Measure "
-            "it instead (dflash_lab.memory.measure)."
-        )
 
 
 def _partial_rotary(config: Any) -> float:
@@ -266,29 +254,14 @@ def _delta(config: Any, kind: str) -> DeltaNet:
     )
 
 
-def _need_delta(shape: TargetShape) -> DeltaNet:
-    if shape.delta is None:
-        raise UnsupportedTarget(f"{shape.model_type!r} has a linear layer but no gated delta net dimensions.")
-    return shape.delta
-
-
-def _need_experts(shape: TargetShape) -> Experts:
-    if shape.experts is None:
-        raise UnsupportedTarget(f"{shape.model_type!r} has a sparse layer but no expert dimensions.")
-    return shape.experts
-
-
-# A batch and a step ----------------------------------------------------------------------------------------
+# A batch, and a step
 
 Kernels = Literal["fla", "torch"]  # of the gated delta rule
 Capture = Literal["hooks", "output_hidden_states"]
 LossPath = Literal["naive", "loop", "concat", "checkpoint", "fused"]
-LOSS_PATHS: tuple[LossPath, ...] = ("naive", "loop", "concat", "checkpoint", "fused")
 Placement = Literal["cached", "same device", "other device"]
-PLACEMENTS: tuple[Placement, ...] = ("cached", "same device", "other device")
-Checkpointing = Literal["none", "layers", "mlp", "head"]
+Checkpointing = Literal["none", "layers", "mlp"]
 Optimizer = Literal["adamw", "muon", "adamw8bit", "cpu-offload"]
-OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "muon", "adamw8bit", "cpu-offload")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +280,7 @@ class ExtractionSetup:
     stop_early: bool = True  # layers after the last one needed are not even loaded
     packed: bool = True  # taps are concatenated on the device into [T, K*H] before the one copy to the host
     kernels: Kernels = "fla"
-    fused: bool = False  # the lab's fused layers (extraction/fast) instead of transformers' own
+    fused: bool = False  # the lab's fused layers (extraction/fused_layers.py), not transformers' own
     plain_layers: tuple[int, ...] = ()  # of a fused target: layers that kept transformers' own forward
     in_flight: int = 0  # batches before this one whose packed states are still being copied to the host
     expandable: bool = False  # the allocator's expandable_segments:True
@@ -347,11 +320,9 @@ class TrainingSetup:
     chunk: int = 0  # rows of logits at a time; 0: as the loss plans it by itself
     checkpointing: Checkpointing = "none"
     optimizer: Optimizer = "adamw"
-    placement: Placement = (
-        "cached"  # where the target is: not at all (feature store), here, or on another device
-    )
-    target_logits_elsewhere: bool = False  # the target side of the loss is made on a second device
-    vocabulary_shards: int = 1  # the head's rows are split over this many devices
+    placement: Placement = "cached"  # the target: not there (feature store), here, or on another device
+    target_logits_elsewhere: bool = False  # made on a second device (`target_head_gpu`)
+    vocabulary_shards: int = 1  # the head's rows are split over this many devices (`head_parallel`)
     data_parallel: int = 1
     expandable: bool = False  # the allocator's expandable_segments:True
     compiled: bool = False  # every draft layer with its attention is one compiled graph
@@ -370,9 +341,9 @@ class TrainingSetup:
                 raise InputError(f"{name}={getattr(self, name)}: at least 1.")
         if self.chunk < 0:
             raise InputError(f"chunk={self.chunk}: rows of logits, or 0 to let the loss plan them.")
-        for name, known in (("loss", LOSS_PATHS), ("placement", PLACEMENTS), ("optimizer", OPTIMIZERS)):
-            if getattr(self, name) not in known:
-                raise InputError(f"{name}={getattr(self, name)!r} is none of {', '.join(known)}.")
+        for name, kind in (("loss", LossPath), ("placement", Placement), ("optimizer", Optimizer)):
+            if getattr(self, name) not in get_args(kind):
+                raise InputError(f"{name}={getattr(self, name)!r} is none of {', '.join(get_args(kind))}.")
         for dtype in (self.dtype, self.target_dtype or self.dtype):
             dtype_bytes(dtype)
 

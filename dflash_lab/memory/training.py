@@ -1,7 +1,5 @@
-"""What a training step holds, by closed formulas: drafter, loss, optimizer, and what the loop adds.
-
-Moments compete: the loss (all activations saved, and logits in some form), the backward of the last layer and
-of the first, the backward of the context's norm, the update, and a live target's forward of a row.
+"""What a training step holds at its peak, by closed formulas: drafter, loss, optimizer, and what the loop
+adds; and what processes beside it hold.
 """
 
 from __future__ import annotations
@@ -12,13 +10,12 @@ from typing import Any
 
 from dflash_lab.memory.account import (
     FRAGMENTS,
-    OUTSIDE_TORCH,
-    WORKSPACE,
     Account,
     Live,
     Moment,
     account_of,
-    extraction_account,
+    on_cuda,
+    predict_extraction,
 )
 from dflash_lab.memory.shapes import (
     ExtractionSetup,
@@ -37,31 +34,13 @@ STEP_FRAGMENTS = {False: 0.05, True: 0.03}  # as FRAGMENTS; large tensors return
 SELECTOR_ELEMENTS = 1 << 26  # logits that DFlash 2's selector holds at once: `drafter.selector_loss.ELEMENTS`
 
 
-def predict_training(
-    target_config: Any,
-    drafter_config: Any,
-    *,
-    anchors: int,
-    context: int,
-    block_size: int = 0,
-    cuda: bool = True,
-    **options: Any,
-) -> Account:
+def predict_training(target: Any, drafter: Any, setup: TrainingSetup, *, cuda: bool = True) -> Account:
     """Predict the peak of one training step, in bytes by term.
 
-    `target_config` is a transformers config (or `TargetShape`), `drafter_config` a `DrafterConfig`;
-    `block_size` 0 means the drafter's own. `options` are the other fields of `TrainingSetup`. Raises
-    `UnsupportedTarget` by name.
+    target: a transformers config or a `TargetShape`. drafter: a `DrafterConfig`. cuda: as in
+    `predict_extraction`. Raises `UnsupportedTarget` for a structure that is not understood.
     """
-    setup = TrainingSetup(
-        anchors=anchors, context=context, block_size=block_size or drafter_config.block_size, **options
-    )
-    shape = target_config if isinstance(target_config, TargetShape) else target_shape(target_config)
-    return training_account(shape, drafter_config, setup, cuda=cuda)
-
-
-def training_account(shape: TargetShape, drafter: Any, setup: TrainingSetup, *, cuda: bool = True) -> Account:
-    """Return the account of `setup` for a drafter of a target of `shape`."""
+    shape = target_shape(target)
     setup = with_chunk(setup, shape.vocab, cuda=cuda)
     parameters, largest = drafter_parameters(drafter)
     size, hidden_size = dtype_bytes(setup.dtype), drafter.hidden_size
@@ -145,13 +124,13 @@ def with_chunk(setup: TrainingSetup, vocab: int, *, cuda: bool = True) -> Traini
     return replace(setup, chunk=rows)
 
 
-@functools.cache
+@functools.cache  # sliders ask thousands of times
 def _planned_rows(vocab: int, block: int, dtype: str, soft: bool, rows: int, cuda: bool) -> int:
     import torch
 
-    from dflash_lab.drafter.loss import plan_chunks
+    from dflash_lab.drafter.loss import plan_chunk_rows
 
-    return plan_chunks(
+    return plan_chunk_rows(
         vocab=vocab,
         block=block,
         dtype=getattr(torch, dtype),
@@ -159,7 +138,7 @@ def _planned_rows(vocab: int, block: int, dtype: str, soft: bool, rows: int, cud
         soft=soft,
         rows=rows,
         free=1 << 50,
-    ).rows
+    )
 
 
 def drafter_parameters(drafter: Any) -> tuple[int, int]:
@@ -194,13 +173,7 @@ def _static(shape: TargetShape, drafter: Any, setup: TrainingSetup, cuda: bool) 
         "head and embedding": (0 if setup.head_elsewhere else ends, "V H s each (once if tied)"),
         "target weights": (resident_target_bytes(shape, setup), "target layers on this device"),
     }
-    if cuda:
-        live["workspace"] = (
-            2 * WORKSPACE,
-            "cuBLAS, a handle each for the forward's and the backward's thread",
-        )
-        live["outside torch"] = (OUTSIDE_TORCH, "CUDA context and loaded kernels, typical")
-    return live
+    return live | (on_cuda(2) if cuda else {})
 
 
 def _inputs(drafter: Any, setup: TrainingSetup) -> Live:
@@ -214,7 +187,7 @@ def _inputs(drafter: Any, setup: TrainingSetup) -> Live:
     }
 
 
-# Draft layers, plain and compiled --------------------------------------------------------------------------
+# Draft layers, plain and compiled
 
 
 def layers_kept(drafter: Any, setup: TrainingSetup, *, remade: bool = False, layers: int = 0) -> Live:
@@ -327,7 +300,7 @@ def _selector(drafter: Any, setup: TrainingSetup, *, loss: bool) -> Live:
     return live
 
 
-# Head and loss ---------------------------------------------------------------------------------------------
+# Head and loss
 
 
 def loss_terms(vocab: int, hidden: int, setup: TrainingSetup) -> Live:
@@ -374,10 +347,9 @@ def loss_terms(vocab: int, hidden: int, setup: TrainingSetup) -> Live:
     }
 
 
-# Optimizers ------------------------------------------------------------------------------------------------
-# `drafter/optim.py`: AdamW is one kernel a parameter on CUDA, and one for all norms, laid side by side;
-# Muon orthogonalises matrices of one shape together, up to 2^26 elements. `drafter/optim.py`: codes are
-# made in plain tensor operations. The tests hold both to the counted step.
+# Optimizers (drafter/optim.py): AdamW is one kernel a parameter on CUDA, and one for all norms, laid side by
+# side; Muon orthogonalises matrices of one shape together, up to 2^26 elements; the codes of byte moments are
+# made in plain tensor operations. The tests hold these to the counted step.
 
 MUON_ELEMENTS = 1 << 26
 _MOMENT_BYTES = {"adamw": 8.0, "adamw8bit": 2.03, "cpu-offload": 0.0}  # a parameter
@@ -438,7 +410,7 @@ def _together(drafter: Any) -> tuple[int, int]:
     return max((min(count, max(1, MUON_ELEMENTS // size)) * size, size) for count, size in groups)
 
 
-# Rows on their way, a live target, shards ------------------------------------------------------------------
+# Rows on their way, a live target, shards
 
 _ROW_BYTES = 2  # an element of a row's states: bf16 wherever they come from
 
@@ -479,7 +451,7 @@ def target_forward(shape: TargetShape, drafter: Any, setup: TrainingSetup, *, cu
         kernels="fla" if cuda else "torch",
         fused=cuda and shape.delta is not None,  # what the loop asks for (`speed_up`)
     )
-    account = extraction_account(shape, one, cuda=False)
+    account = predict_extraction(shape, one, cuda=False)
     size = account.live - account.terms["target weights"]
     return {"target's forward of a row": (size, f"1 x S tokens, in {account.moment}")}
 
@@ -515,11 +487,11 @@ def gathered(drafter: Any, setup: TrainingSetup, parameters: int, *, backward: b
     }
 
 
-# Processes that do not train: a target that feeds drafters, a head on a GPU of its own ---------------------
+# Processes that do not train: a target that feeds drafters, a head on a GPU of its own
 
 
 def target_process(shape: TargetShape, drafter: Any, setup: TrainingSetup, *, cuda: bool = True) -> Account:
-    """Return the account of a process that makes rows for drafters (`drafter.pipeline.serve`).
+    """Return the account of a process that makes rows for drafters (`drafter.pipeline.RowServer`).
 
     Of `setup` count the context, the target's dtype, and whether its forward is a recorded graph. While a row
     is made, the one before may still be on its way to its drafter's slot.
@@ -531,9 +503,7 @@ def target_process(shape: TargetShape, drafter: Any, setup: TrainingSetup, *, cu
     row = setup.context * (taps + 1) * hidden * _ROW_BYTES
     forward = target_forward(shape, drafter, setup, cuda=cuda)
     always: Live = {"target weights": (weights, "all layers, embedding and head")}
-    if cuda:
-        always["workspace"] = (WORKSPACE, "cuBLAS")
-        always["outside torch"] = (OUTSIDE_TORCH, "CUDA context and loaded kernels, typical")
+    always |= on_cuda(1) if cuda else {}
     sent: Live = {"rows on their way": (row, "S (K + 1) H 2: the row before")}
     moments = [Moment("the target's forward of a row", {**always, **forward, **sent})]
     if setup.recorded:
@@ -541,10 +511,7 @@ def target_process(shape: TargetShape, drafter: Any, setup: TrainingSetup, *, cu
         replayed: Live = {
             "recorded forward's states": (row, "S (K + 1) H 2: the graph's own outputs"),
             "recorded forward's pool": (pool, "one forward's tensors: reserved for the graph"),
-            "rows on their way": (
-                2 * row,
-                "2 S (K + 1) H 2: a copy of the graph's outputs, and the row before",
-            ),
+            "rows on their way": (2 * row, "2 S (K + 1) H 2: a copy of the outputs, and the row before"),
         }
         moments.append(Moment("a replay of the recorded forward", {**always, **replayed}))
     account = account_of(f"target, rows of {setup.context} tokens", moments)
@@ -563,10 +530,8 @@ def head_process(shape: TargetShape, drafter: Any, setup: TrainingSetup, *, cuda
         "block states": (2 * stream, "2 N H s: hidden states that came, and their gradient"),
         "target final states": (final, "S H s: a copy"),
         **loss_terms(shape.vocab, drafter.hidden_size, setup),
+        **(on_cuda(2) if cuda else {}),
     }
-    if cuda:
-        live["workspace"] = (2 * WORKSPACE, "cuBLAS, a handle each for forward and backward")
-        live["outside torch"] = (OUTSIDE_TORCH, "CUDA context and loaded kernels, typical")
     account = account_of(f"head of {setup.anchors} x {setup.block_size}", [Moment("the loss", live)])
     return account.fragmented(FRAGMENTS[setup.expandable]) if cuda else account
 
@@ -578,10 +543,8 @@ def target_head_process(shape: TargetShape, setup: TrainingSetup, *, cuda: bool 
         "head": (shape.vocab * shape.hidden * size, "V H s"),
         "target final states": (2 * setup.context * shape.hidden * size, "2 S H s: as they came, and normed"),
         "target logits": (chunk * shape.vocab * 4, "c V 4: of a chunk"),
+        **(on_cuda(1) if cuda else {}),
     }
-    if cuda:
-        live["workspace"] = (WORKSPACE, "cuBLAS")
-        live["outside torch"] = (OUTSIDE_TORCH, "CUDA context and loaded kernels, typical")
     return account_of("the target's side of the loss", [Moment("the target's logits", live)])
 
 

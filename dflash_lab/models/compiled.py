@@ -47,13 +47,10 @@ def captured(
     return graph.replay
 
 
-# ----------------------------------------------------------------------------------------------------
-# What to do when torch.compile cannot compile a part of ours on this machine.
-#
+# ---- When torch.compile cannot compile a part of ours here ----
 # A kernel may need more of a device than it has (flex attention of wide heads on cards with little shared
 # memory), or a compiler may be missing. The compiler says so with errors of its own, from deep inside, at
 # the first call of the part or of its backward pass: here they become a sentence with a way out.
-
 
 _COMPILERS = ("torch._inductor.", "torch._dynamo.", "triton.")
 

@@ -22,14 +22,14 @@ from dflash_lab.models.load import Target
 from dflash_lab.models.spans import FULL, besides
 from dflash_lab.models.template import closing_id, user_frame
 
-# ----------------------------------------------------------------------------------------------------
-# How a token is taken from logits or probabilities.
-#
+log = logging.getLogger(__name__)
+
+
+# ---- How a token is taken from logits or probabilities ----
 # A draw is a race of exponential clocks with the probabilities as rates: the first to ring has exactly its
 # rate's share of all races. Rates need no common scale, so logits race as they are, in logarithms: four
 # passes over them, where softmax first would make six. No step waits for the device, as
 # `torch.multinomial`, which runs the same race, does to check its rates.
-
 
 COLDEST, HOTTEST = 1e-4, 1e4  # beyond, logits of -inf or of thousands leave fp32's range
 
@@ -53,25 +53,239 @@ def choose(logits: Tensor, temperature: float, generator: torch.Generator | None
 
 
 def draw(rates: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw a token a row, [.., V] -> [..], each in proportion to its rate: fp32, not negative, and not all
-    zero.
-    """
+    """Draw a token a row, [.., V] -> [..], in proportion to its rate: fp32, not negative, not all zero."""
     return (rates / torch.empty_like(rates).exponential_(generator=generator)).argmax(-1)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Generation at the rate of the device: fixed slots, a static cache, one recorded step, no waiting for the
-# host.
+# ---- Generation: in slots where that goes, else in batches without padding and without masks ----
+# Attention-only targets on CUDA go through slots, which is faster by far. For all others, rows of a batch
+# start together with the first tokens of their prompts, as many as the shortest has, and then take one token
+# a step: the next one of their own prompt while it lasts, a generated one after that. So every row is at the
+# same position in every step. That is exact for attention and for recurrent layers alike, where left padding
+# changes a recurrent state and gives NaN in fully masked rows on CUDA. Prompts are sorted by length first,
+# and a batch ends where feeding the rest of longer prompts one by one would cost more than a batch of its
+# own.
 
+PLAIN_BATCH = 32
+# Prompt tokens that a row may take one by one, beside a quarter of the batch's shortest prompt.
+_SLACK_TOKENS = 16
+
+
+def generate(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    stop_ids: Sequence[int] | None = None,
+    batch: int = 0,
+    progress: Callable[..., None] | None = None,
+) -> list[list[int]]:
+    """Continue every prompt; return the new tokens in the order of the prompts.
+
+    A continuation ends with its stop token, which is included, or after `max_new_tokens` without one.
+    temperature 0 takes the most probable token; above 0 samples from softmax(logits / temperature) with a
+    generator seeded by `seed` (the draws depend on how prompts fall into batches). stop_ids: default
+    `target.stop_ids`. batch: rows at a time; 0 takes 32, or what a CUDA device has room for.
+    """
+    if max_new_tokens < 1 or batch < 0:
+        raise InputError(f"max_new_tokens={max_new_tokens} must be at least 1, batch={batch} at least 0.")
+    check_temperature(temperature)
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            raise InputError(f"Prompt {i} is empty: a model needs at least one token to continue.")
+        if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
+            raise InputError(f"Prompt {i} has token ids outside 0..{target.vocab_size - 1}.")
+    stop = torch.tensor(sorted(set(target.stop_ids if stop_ids is None else stop_ids)), device=target.device)
+    generator = torch.Generator(target.device).manual_seed(seed)
+    if slots := _slots(target, prompts, max_new_tokens, batch):
+        return generate_in_slots(
+            target,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            generator=generator,
+            stop=stop,
+            slots=slots,
+            progress=progress,
+        )
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    answers: list[list[int]] = [[] for _ in prompts]
+    done = 0
+    for rows in _batches([len(prompts[i]) for i in order], batch or PLAIN_BATCH):
+        chosen = [order[row] for row in rows]
+        new = _generate_batch(
+            target, [prompts[i] for i in chosen], max_new_tokens, temperature, generator, stop
+        )
+        for i, tokens in zip(chosen, new, strict=True):
+            answers[i] = tokens
+        done += len(chosen)
+        if progress is not None:
+            progress("generate", done, len(prompts))
+    return answers
+
+
+def usual_batch(target: Target) -> int:
+    """Prompts worth handing to `generate` at once: what fills its slots, or one plain batch."""
+    return MOST_SLOTS if target.device.type == "cuda" and takes_slots(target) else PLAIN_BATCH
+
+
+def _slots(target: Target, prompts: Sequence[Sequence[int]], max_new: int, batch: int) -> int:
+    """Slots to generate in on this device; 0: the plain way. Prompts enter slots a token a step, so they must
+    not be much longer than answers.
+    """
+    if target.device.type != "cuda" or not prompts or not takes_slots(target):
+        return 0
+    if sum(map(len, prompts)) > 2 * max_new * len(prompts):
+        return 0
+    free, _ = torch.cuda.mem_get_info(target.device)
+    free += torch.cuda.memory_reserved(target.device) - torch.cuda.memory_allocated(target.device)
+    room = int(0.7 * free) // slot_bytes(target, max(map(len, prompts)) + max_new)
+    if not room:
+        log.warning(
+            "%s: %.1f GiB free hold no prompt of %d tokens with its answer, so generation goes the slow way",
+            target.name, free / 2**30, max(map(len, prompts)),
+        )  # fmt: skip
+    return min(batch or MOST_SLOTS, room)
+
+
+def _batches(lengths: list[int], batch: int) -> list[range]:
+    """Cut sorted prompt lengths into runs of at most `batch` whose lengths are close."""
+    runs, start = [], 0
+    for i in range(1, len(lengths) + 1):
+        if i == len(lengths) or i - start == batch or lengths[i] > 1.25 * lengths[start] + _SLACK_TOKENS:
+            runs.append(range(start, i))
+            start = i
+    return runs
+
+
+@torch.inference_mode()
+def _generate_batch(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    max_new: int,
+    temperature: float,
+    generator: torch.Generator,
+    stop: torch.Tensor,
+) -> list[list[int]]:
+    """Generate for prompts of similar length; finished rows leave the cache when a quarter has."""
+    device = target.device
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    shortest = int(lengths.min())
+    width = int(lengths.max()) + max_new
+    text = torch.zeros(len(prompts), width, dtype=torch.long, device=device)  # prompt, then what is generated
+    for row, prompt in enumerate(prompts):
+        text[row, : len(prompt)] = torch.tensor(prompt, device=device)
+    ends = lengths + max_new  # [n] one past the last token of each row; pulled in by a stop token
+    alive = torch.arange(len(prompts), device=device)  # [R] rows in the cache
+    cache = growing_cache(target)
+    tokens = text[:, :shortest]
+    for position in range(shortest, width):
+        # Given, for some hybrids count places wrongly by themselves.
+        places = torch.arange(position - tokens.shape[1], position, device=device).expand_as(tokens)
+        normed = run_cached(target, cache, tokens, places)
+        chosen = choose(target.head.logits(normed[:, -1]), temperature, generator)  # [R]
+        in_prompt = position < lengths[alive]
+        chosen = torch.where(in_prompt, text[alive, position], chosen)
+        text[alive, position] = chosen
+        stopped = ~in_prompt & torch.isin(chosen, stop)
+        ends[alive] = torch.where(stopped & (ends[alive] > position), position + 1, ends[alive])
+        live = ends[alive] > position + 1
+        count = int(live.sum())
+        if count == 0:
+            break
+        if count <= 0.75 * len(alive):
+            kept = live.nonzero().squeeze(1)
+            cache.reorder_cache(cast(torch.LongTensor, kept))
+            alive, chosen = alive[kept], chosen[kept]
+        tokens = chosen.unsqueeze(1)
+    rows = text.tolist()
+    return [rows[i][len(prompts[i]) : int(end)] for i, end in enumerate(ends.tolist())]
+
+
+# ---- Prompts from nothing ----
+# An instruction-tuned model given only ``<|im_start|>user`` writes what users wrote in its training data, the
+# closest thing to a prompt set of the right distribution when there is none. Given the first words of a turn
+# as well, it writes turns of that kind.
+
+_ROUNDS = 8
+
+
+def self_prompts(
+    target: Target,
+    count: int,
+    *,
+    seed: int = 0,
+    temperature: float = 0.8,
+    max_new_tokens: int = 64,
+    batch: int = 0,
+    begin: Sequence[str] = ("",),
+    progress: Callable[..., None] | None = None,
+) -> list[str]:
+    """Return up to `count` different user turns that the target sampled, each ended by the model itself.
+
+    `begin`: first words of the turns, taken in turn, for turns of a kind; they are part of what is returned.
+    Turns that run past `max_new_tokens` new ones, are empty or repeat an earlier one are drawn again, in at
+    most 8 rounds; a shortfall is logged. Raises `InputError` for a template that closes user turns without a
+    special token.
+    """
+    tokenizer = target.tokenizer
+    closing = closing_id(tokenizer, "user")
+    if closing is None:
+        raise InputError(
+            f"{target.name}: its template closes a user turn without a special token, so a sampled turn "
+            "never ends. Give prompts from a file."
+        )
+    opening, _ = user_frame(tokenizer)
+    openings = [[*opening, *tokenizer(words, add_special_tokens=False)["input_ids"]] for words in begin]
+    special = set(tokenizer.all_special_ids)
+    found: dict[str, None] = {}
+    for attempt in range(_ROUNDS):
+        missing = count - len(found)
+        if missing <= 0:
+            break
+        asked = [openings[i % len(openings)] for i in range(missing)]
+        drawn = generate(
+            target,
+            asked,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed * _ROUNDS + attempt,
+            stop_ids=[*target.stop_ids, closing],
+            batch=batch,
+            progress=progress,
+        )
+        turns = [
+            [*first[len(opening) :], *tokens[:-1]]
+            for first, tokens in zip(asked, drawn, strict=True)
+            if tokens[-1] == closing and special.isdisjoint(tokens[:-1])
+        ]
+        for text in cast(list[str], tokenizer.batch_decode(turns)):
+            if text := text.strip():
+                found.setdefault(text)
+    if len(found) < count:
+        log.warning("%s: %d of %d user turns after %d rounds", target.name, len(found), count, _ROUNDS)
+    return list(found)[:count]
+
+
+def prompts_of(target: Target, texts: Sequence[str]) -> list[list[int]]:
+    """Return what `render_prompt` gives of a conversation of one user turn each, for many at once."""
+    if not texts:
+        return []
+    opening, ending = user_frame(target.tokenizer)
+    encoded = cast(list[list[int]], target.tokenizer(list(texts), add_special_tokens=False)["input_ids"])
+    return [[*opening, *ids, *ending] for ids in encoded]
+
+
+# ---- At the rate of the device: fixed slots, a static cache, one recorded step, no waiting for the host ----
 
 STEPS_A_LOOK = 32  # steps between two looks of the host at the counter
 MOST_SLOTS = 4096
 
 
 def takes_slots(target: Target) -> bool:
-    """Whether a target's layers can be run this way: attention over everything, and nothing whose shapes
-    depend on data (experts).
-    """
+    """Whether a target can be run this way: attention over everything, no shapes that follow the data."""
     capped = getattr(target.config, "attn_logit_softcapping", None)
     plain = not besides(target.spans, [FULL]) and not target.has_experts and not capped
     return plain and bool(target.body._supports_attention_backend)
@@ -159,7 +373,7 @@ def generate_in_slots(
     slots: int,
     progress: Callable[..., None] | None = None,
 ) -> list[list[int]]:
-    """Continue every prompt with `slots` of them at a time; arguments as in `generation.generate`.
+    """Continue every prompt with `slots` of them at a time; arguments as in `generate`.
 
     Shapes never change, so on CUDA the step is recorded once and replayed; the host looks at a counter every
     few steps. On a CPU the same step runs unrecorded, which is how it is tested.
@@ -197,7 +411,7 @@ def _attention(target: Target) -> Iterator[None]:
     """Let the target's layers attend through the slot cache meanwhile."""
     config = target.body.config
     before = config._attn_implementation
-    config._attn_implementation = NAME
+    config._attn_implementation = _SLOTS
     try:
         yield
     finally:
@@ -210,7 +424,7 @@ def _attention(target: Target) -> Iterator[None]:
 # query heads that share them, so nothing is repeated for grouped queries and padding costs nothing;
 # elsewhere the same rule is a boolean mask of scaled_dot_product_attention.
 
-NAME = "dflash_slots"  # under which transformers' models find `attend`
+_SLOTS = "dflash_slots"  # under which transformers' models find `attend`
 
 
 def attend(
@@ -224,9 +438,7 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [R, nq, 1, d] over key and value [R, nkv, W, d] up to each row's position; returns [R, 1, nq,
-    d].
-    """
+    """query [R, nq, 1, d] over key, value [R, nkv, W, d] up to each row's position -> [R, 1, nq, d]."""
     rows, heads, _, size = query.shape
     scale = size**-0.5 if scaling is None else scaling
     positions = position_ids[:, 0]  # [R]
@@ -240,7 +452,7 @@ def attend(
     return out.reshape(rows, 1, heads, size), None
 
 
-AttentionInterface.register(NAME, attend)
+AttentionInterface.register(_SLOTS, attend)
 
 
 # ---- RMS norms in two kernels instead of eight ----
@@ -276,242 +488,3 @@ def _is_llamas(module: Any) -> bool:
 
 def _normed(norm: Any, hidden: Tensor) -> Tensor:
     return norm.weight * F.rms_norm(hidden, hidden.shape[-1:], eps=norm.variance_epsilon)
-
-
-# ----------------------------------------------------------------------------------------------------
-# Plain generation in batches, without padding and without attention masks.
-#
-# Attention-only targets on CUDA go through `slots`, which is faster by far. For all others, rows of a batch
-# start together with the first tokens of their prompts, as many as the shortest has, and then take one
-# token a step: the next one of their own prompt while it lasts, a generated one after that. Every row is
-# therefore at the same position in every step. That is exact for attention and for recurrent layers alike,
-# where left padding changes a recurrent state and gives NaN in fully masked rows on CUDA. Prompts are
-# sorted by length first, and a batch ends where feeding the rest of longer prompts one by one would cost
-# more than a batch of its own.
-
-
-log = logging.getLogger(__name__)
-PLAIN_BATCH = 32
-_SLACK_TOKENS = (
-    16  # prompt tokens that a row may take one by one, plus a quarter of the batch's shortest prompt
-)
-
-
-def generate(
-    target: Target,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    seed: int = 0,
-    stop_ids: Sequence[int] | None = None,
-    batch: int = 0,
-    progress: Callable[..., None] | None = None,
-) -> list[list[int]]:
-    """Continue every prompt; return the new tokens in the order of the prompts.
-
-    A continuation ends with its stop token, which is included, or after `max_new_tokens` without one.
-    temperature 0 takes the most probable token; above 0 samples from softmax(logits / temperature) with a
-    generator seeded by `seed` (the draws depend on how prompts fall into batches). stop_ids: default
-    `target.stop_ids`. batch: rows at a time; 0 takes 32, or what a CUDA device has room for.
-    """
-    _check(target, prompts, max_new_tokens, temperature, batch)
-    stop = torch.tensor(sorted(set(target.stop_ids if stop_ids is None else stop_ids)), device=target.device)
-    generator = torch.Generator(target.device).manual_seed(seed)
-    if slots := _slots(target, prompts, max_new_tokens, batch):
-        return generate_in_slots(
-            target,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            generator=generator,
-            stop=stop,
-            slots=slots,
-            progress=progress,
-        )
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    answers: list[list[int]] = [[] for _ in prompts]
-    done = 0
-    for rows in _batches([len(prompts[i]) for i in order], batch or PLAIN_BATCH):
-        chosen = [order[row] for row in rows]
-        new = _generate_batch(
-            target, [prompts[i] for i in chosen], max_new_tokens, temperature, generator, stop
-        )
-        for i, tokens in zip(chosen, new, strict=True):
-            answers[i] = tokens
-        done += len(chosen)
-        if progress is not None:
-            progress("generate", done, len(prompts))
-    return answers
-
-
-def _check(
-    target: Target, prompts: Sequence[Sequence[int]], max_new: int, temperature: float, batch: int
-) -> None:
-    if max_new < 1 or batch < 0:
-        raise InputError(f"max_new_tokens={max_new} must be at least 1, batch={batch} at least 0.")
-    check_temperature(temperature)
-    for i, prompt in enumerate(prompts):
-        if not prompt:
-            raise InputError(f"Prompt {i} is empty: a model needs at least one token to continue.")
-        if not 0 <= min(prompt) <= max(prompt) < target.vocab_size:
-            raise InputError(f"Prompt {i} has token ids outside 0..{target.vocab_size - 1}.")
-
-
-def usual_batch(target: Target) -> int:
-    """Prompts worth handing to `generate` at once: what fills its slots, or one plain batch."""
-    return MOST_SLOTS if target.device.type == "cuda" and takes_slots(target) else PLAIN_BATCH
-
-
-def _slots(target: Target, prompts: Sequence[Sequence[int]], max_new: int, batch: int) -> int:
-    """Slots to generate in on this device; 0: the plain way. Prompts enter slots a token a step, so they must
-    not be much longer than answers.
-    """
-    if target.device.type != "cuda" or not prompts or not takes_slots(target):
-        return 0
-    if sum(map(len, prompts)) > 2 * max_new * len(prompts):
-        return 0
-    free, _ = torch.cuda.mem_get_info(target.device)
-    free += torch.cuda.memory_reserved(target.device) - torch.cuda.memory_allocated(target.device)
-    room = int(0.7 * free) // slot_bytes(target, max(map(len, prompts)) + max_new)
-    if not room:
-        log.warning(
-            "%s: %.1f GiB free hold no prompt of %d tokens with its answer, so generation goes the slow way",
-            target.name, free / 2**30, max(map(len, prompts)),
-        )  # fmt: skip
-    return min(batch or MOST_SLOTS, room)
-
-
-def _batches(lengths: list[int], batch: int) -> list[range]:
-    """Cut sorted prompt lengths into runs of at most `batch` whose lengths are close."""
-    runs, start = [], 0
-    for i in range(1, len(lengths) + 1):
-        if i == len(lengths) or i - start == batch or lengths[i] > 1.25 * lengths[start] + _SLACK_TOKENS:
-            runs.append(range(start, i))
-            start = i
-    return runs
-
-
-@torch.inference_mode()
-def _generate_batch(
-    target: Target,
-    prompts: Sequence[Sequence[int]],
-    max_new: int,
-    temperature: float,
-    generator: torch.Generator,
-    stop: torch.Tensor,
-) -> list[list[int]]:
-    """Generate for prompts of similar length. R rows are alive; finished rows leave the cache when a quarter
-    has.
-    """
-    device = target.device
-    lengths = torch.tensor([len(p) for p in prompts], device=device)
-    shortest = int(lengths.min())
-    width = int(lengths.max()) + max_new
-    text = torch.zeros(len(prompts), width, dtype=torch.long, device=device)  # prompt, then what is generated
-    for row, prompt in enumerate(prompts):
-        text[row, : len(prompt)] = torch.tensor(prompt, device=device)
-    ends = lengths + max_new  # [n] one past the last token of each row; pulled in by a stop token
-    alive = torch.arange(len(prompts), device=device)  # [R] rows in the cache
-    cache = growing_cache(target)
-    tokens = text[:, :shortest]
-    for position in range(shortest, width):
-        # Given, for some hybrids count places wrongly by themselves.
-        places = torch.arange(position - tokens.shape[1], position, device=device).expand_as(tokens)
-        normed = run_cached(target, cache, tokens, places)
-        chosen = choose(target.head.logits(normed[:, -1]), temperature, generator)  # [R]
-        in_prompt = position < lengths[alive]
-        chosen = torch.where(in_prompt, text[alive, position], chosen)
-        text[alive, position] = chosen
-        stopped = ~in_prompt & torch.isin(chosen, stop)
-        ends[alive] = torch.where(stopped & (ends[alive] > position), position + 1, ends[alive])
-        live = ends[alive] > position + 1
-        count = int(live.sum())
-        if count == 0:
-            break
-        if count <= 0.75 * len(alive):
-            kept = live.nonzero().squeeze(1)
-            cache.reorder_cache(cast(torch.LongTensor, kept))
-            alive, chosen = alive[kept], chosen[kept]
-        tokens = chosen.unsqueeze(1)
-    rows = text.tolist()
-    return [rows[i][len(prompts[i]) : int(end)] for i, end in enumerate(ends.tolist())]
-
-
-# ----------------------------------------------------------------------------------------------------
-# Prompts from nothing: let the target write the user's turn, by sampling from its own template's opening.
-#
-# An instruction-tuned model given only ``<|im_start|>user`` writes what users wrote in its training data,
-# which is the closest thing to a prompt set of the right distribution when there is none. Given the first
-# words of a turn as well, it writes turns of that kind.
-
-
-_ROUNDS = 8
-
-
-def self_prompts(
-    target: Target,
-    count: int,
-    *,
-    seed: int = 0,
-    temperature: float = 0.8,
-    max_new_tokens: int = 64,
-    batch: int = 0,
-    begin: Sequence[str] = ("",),
-    progress: Callable[..., None] | None = None,
-) -> list[str]:
-    """Return up to `count` different user turns that the target sampled, each ended by the model itself.
-
-    `begin`: first words of the turns, taken in turn, for turns of a kind; they are part of what is returned.
-    Turns that run past `max_new_tokens` new ones, are empty or repeat an earlier one are drawn again, in at
-    most 8 rounds; a shortfall is logged. Raises `InputError` for a template that closes user turns without a
-    special token.
-    """
-    tokenizer = target.tokenizer
-    closing = closing_id(tokenizer, "user")
-    if closing is None:
-        raise InputError(
-            f"{target.name}: its template closes a user turn without a special token, so a sampled turn "
-            "never ends. Give prompts from a file."
-        )
-    opening, _ = user_frame(tokenizer)
-    openings = [[*opening, *tokenizer(words, add_special_tokens=False)["input_ids"]] for words in begin]
-    special = set(tokenizer.all_special_ids)
-    found: dict[str, None] = {}
-    for attempt in range(_ROUNDS):
-        missing = count - len(found)
-        if missing <= 0:
-            break
-        asked = [openings[i % len(openings)] for i in range(missing)]
-        drawn = generate(
-            target,
-            asked,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed * _ROUNDS + attempt,
-            stop_ids=[*target.stop_ids, closing],
-            batch=batch,
-            progress=progress,
-        )
-        turns = [
-            [*first[len(opening) :], *tokens[:-1]]
-            for first, tokens in zip(asked, drawn, strict=True)
-            if tokens[-1] == closing and special.isdisjoint(tokens[:-1])
-        ]
-        for text in cast(list[str], tokenizer.batch_decode(turns)):
-            if text := text.strip():
-                found.setdefault(text)
-    if len(found) < count:
-        log.warning("%s: %d of %d user turns after %d rounds", target.name, len(found), count, _ROUNDS)
-    return list(found)[:count]
-
-
-def prompts_of(target: Target, texts: Sequence[str]) -> list[list[int]]:
-    """Ids of a conversation of one user turn each, up to where the answer begins: what `render_prompt` gives,
-    for many at once.
-    """
-    if not texts:
-        return []
-    opening, ending = user_frame(target.tokenizer)
-    encoded = cast(list[list[int]], target.tokenizer(list(texts), add_special_tokens=False)["input_ids"])
-    return [[*opening, *ids, *ending] for ids in encoded]

@@ -26,11 +26,6 @@ from dflash_lab.errors import UnsupportedTarget
 from dflash_lab.models.load import Target
 from dflash_lab.models.spans import CHUNKED, FULL, LINEAR, SLIDING, Span, besides
 
-# ----------------------------------------------------------------------------------------------------
-# What a target keeps between forwards, layer kind by layer kind: a cache that grows, one that is rolled
-# back and batched, and one of fixed size and address for CUDA graphs.
-
-
 # Names for a cache among a forward's arguments: the first from transformers 5.24 on, the other before.
 CACHE_KEYWORDS = ("cache", "past_key_values")
 
@@ -61,7 +56,7 @@ def additive_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-# ---- A cache that grows ----------------------------------------------------------------------------------
+# ---- A cache that grows ----
 
 # Layers known to keep all of theirs in transformers' cache. Others keep an index beside their keys, compress
 # them, or hold a state that no cache of transformers knows.
@@ -130,11 +125,14 @@ def _goes_on(target: Target, block: int) -> bool:
     return known[block]
 
 
-# ---- Rolled back, copied, batched ------------------------------------------------------------------------
+# ---- Rolled back, copied, batched ----
 # Facts this rests on, for transformers 5.17 to 5.24: `crop` takes a negative count (a positive one once meant
 # "keep" and raises now); sliding layers must record their past before they can be cropped, and want `crop(0)`
 # after every forward; linear layers keep `conv_states` and `recurrent_states` as dictionaries of tensors,
 # whose recurrent part `crop` does not restore.
+
+
+_STATES = ("conv_states", "recurrent_states")  # of a linear layer, dictionaries of tensors [R, ..] or None
 
 
 def rollback_cache(target: Target) -> DynamicCache:
@@ -178,8 +176,7 @@ def restore_states(cache: DynamicCache, saved: list[list[Tensor]]) -> None:
 
 
 def _states(layer: Any) -> list[Tensor]:
-    both = [*layer.conv_states.values(), *layer.recurrent_states.values()]
-    return [state for state in both if state is not None]
+    return [state for name in _STATES for state in getattr(layer, name).values() if state is not None]
 
 
 def shallow_copy(cache: DynamicCache) -> DynamicCache:
@@ -193,11 +190,9 @@ def select_rows(cache: DynamicCache, rows: Tensor) -> DynamicCache:
     """Return a cache whose batch rows are `rows` of `cache` (repeats allowed); the tensors are copies."""
     chosen = shallow_copy(cache)
     for layer in linear_layers(chosen):
-        for name in ("conv_states", "recurrent_states"):
-            states = getattr(layer, name)
-            setattr(
-                layer, name, {k: None if s is None else s.index_select(0, rows) for k, s in states.items()}
-            )
+        for name in _STATES:
+            states = getattr(layer, name).items()
+            setattr(layer, name, {k: None if s is None else s.index_select(0, rows) for k, s in states})
     for layer in attention_layers(chosen):
         layer.keys, layer.values = layer.keys.index_select(0, rows), layer.values.index_select(0, rows)
     return chosen
@@ -209,11 +204,9 @@ def stack_rows(caches: Sequence[DynamicCache]) -> DynamicCache:
     for number, layer in enumerate(whole.layers):
         parts: list[Any] = [cache.layers[number] for cache in caches]
         if isinstance(layer, LinearAttentionCacheLayerMixin):
-            for name in ("conv_states", "recurrent_states"):
-                states = [getattr(part, name) for part in parts]
-                joined = {
-                    k: None if v is None else torch.cat([s[k] for s in states]) for k, v in states[0].items()
-                }
+            for name in _STATES:
+                first, states = getattr(layer, name).items(), [getattr(part, name) for part in parts]
+                joined = {k: None if s is None else torch.cat([one[k] for one in states]) for k, s in first}
                 setattr(layer, name, joined)
         else:
             longest = max(part.keys.shape[2] for part in parts)
@@ -223,7 +216,7 @@ def stack_rows(caches: Sequence[DynamicCache]) -> DynamicCache:
     return whole
 
 
-# ---- Of fixed size and address ---------------------------------------------------------------------------
+# ---- Of fixed size and address ----
 
 
 class StaticCache(Cache):

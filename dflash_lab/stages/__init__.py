@@ -1,5 +1,6 @@
-"""The six stages in order, found by name: `stages/extract.py` has ExtractParams, run_extract and
-ExtractResult.
+"""The six stages in order, found by name: `extract.py` has ExtractParams, run_extract and ExtractResult.
+
+A stage is imported only when it is asked for, so that listing them stays instant.
 """
 
 from __future__ import annotations
@@ -13,12 +14,6 @@ from dflash_lab.errors import InputError, near
 
 if TYPE_CHECKING:
     from dflash_lab.params import StageParams
-
-# ----------------------------------------------------------------------------------------------------
-# The six stages in order, found by name: `stages/extract.py` has ExtractParams, run_extract, ExtractResult.
-#
-# Modules are imported only when asked for, so that listing the stages stays instant.
-
 
 PURPOSES = {
     "prepare": "turn conversations into tokenised samples with a loss mask",

@@ -1,9 +1,5 @@
-"""Stage `acceptance`: does the drafter work? Measured by decoding with it.
-
-Plain decoding, the trained drafter and an untrained one of the same shape answer the same prompts, one at a
-time; greedy outputs must be equal token for token. The offline metrics of the same answers, from the feature
-store, must agree with what was decoded; where they do not, checks are run that name the likely cause.
-Measured costs tell the block size and the tree budget that pay; both are then decoded with.
+"""Stage `acceptance`: does the drafter work? Measured by decoding with it, beside plain decoding and an
+untrained drafter, and held against the offline metrics of the same answers.
 """
 
 from __future__ import annotations
@@ -16,8 +12,8 @@ from typing import Any, ClassVar
 from dflash_lab import files
 from dflash_lab.acceptance.results import Evaluation
 from dflash_lab.acceptance.settings import EvaluationSettings
-from dflash_lab.judgement import of_acceptance
 from dflash_lab.params import StageParams, param
+from dflash_lab.stages.judgement import of_acceptance
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from dflash_lab.drafter.rows import DEPTH
 from dflash_lab.errors import InputError, StoreError, UnsupportedTarget
 from dflash_lab.extraction.loop import BUFFERS
 from dflash_lab.memory.account import OUTSIDE_TORCH, Account
-from dflash_lab.memory.advice import advise_training
+from dflash_lab.memory.advice import advise
 from dflash_lab.memory.gate import (
     Clearance,
     GpuProcess,
@@ -31,8 +31,8 @@ from dflash_lab.memory.gate import (
     outcome,
 )
 from dflash_lab.memory.planner import MARGIN, expandable_segments, training_fits
-from dflash_lab.memory.shapes import GIB, TrainingSetup, target_shape
-from dflash_lab.memory.training import head_process, target_head_process, target_process, training_account
+from dflash_lab.memory.shapes import GIB, ExtractionSetup, TrainingSetup, target_shape
+from dflash_lab.memory.training import head_process, predict_training, target_head_process, target_process
 from dflash_lab.models.load import choose_dtype
 from dflash_lab.models.spans import Span
 from dflash_lab.stages.training_inputs import TrainingInputs, optimizer_of, placed
@@ -68,25 +68,26 @@ def ask_extraction(
     Every layer but `plain_layers` is taken to be fused where any can be; `budget_gib` 0 is what is free now.
     """
     cuda = device.type == "cuda"
-    layers: dict[str, Any] = dict(
+    setup = ExtractionSetup(
+        batch=1,
+        length=longest,
+        tap_ids=tuple(tap_ids),
         dtype=_name(choose_dtype(params.dtype, config)),
+        store_final=params.store_final,
         kernels="fla" if cuda and not params.allow_slow_kernels else "torch",
         fused=cuda and params.fast != "off",
+        plain_layers=tuple(plain_layers),
+        in_flight=BUFFERS if cuda else 0,
     )
     try:
         return clear_extraction(
             config,
+            setup,
             budget_gib or machine.device_budget_gib(device),
-            tap_ids=tap_ids,
-            longest=longest,
-            store_final=params.store_final,
-            plain_layers=plain_layers,
-            in_flight=BUFFERS if cuda else 0,
             token_budget=params.token_budget,
             max_batch=params.max_batch,
             cuda=cuda,
             force=params.ignore_memory,
-            **layers,
         )
     except UnsupportedTarget as error:
         return _unpredicted(error)
@@ -136,19 +137,22 @@ def ask_training(
     """
     params, device = inputs.params, inputs.device
     try:
-        options = setup_options(inputs, rows=rows)
         return clear_training(
             inputs.target,
             inputs.drafter,
+            _setup(inputs, setup_options(inputs, rows=rows)),
             budget_gib or machine.device_budget_gib(device),
-            anchors=params.anchors,
-            context=params.context_tokens,
             cuda=device.type == "cuda",
             force=params.ignore_memory,
-            **options,
         )
     except UnsupportedTarget as error:
         return _unpredicted(error)
+
+
+def _setup(inputs: TrainingInputs, options: dict[str, Any]) -> TrainingSetup:
+    params, size = inputs.params, inputs.drafter.block_size
+    anchors = params.anchors or 8  # 0: to be planned, from the least that is worth a run
+    return TrainingSetup(anchors=anchors, context=params.context_tokens, block_size=size, **options)
 
 
 def setup_options(inputs: TrainingInputs, *, rows: str = "") -> dict[str, Any]:
@@ -234,14 +238,14 @@ def with_anchors(inputs: TrainingInputs) -> TrainingInputs:
             raise StoreError(f"{path}: no planned anchors. Put the file back, or remove it to plan again.")
         if planned.get("asked") == asked:
             return dataclasses.replace(inputs, params=params.changed(anchors=anchors))
-    sizes: dict[str, Any] = dict(context=params.context_tokens, cuda=inputs.device.type == "cuda", **options)
-    budget_gib = _least_budget_gib(inputs)
+    setup = _setup(inputs, options)
+    cuda, budget_gib = inputs.device.type == "cuda", _least_budget_gib(inputs)
     margin = MARGIN + _SPARE
-    found = training_fits(inputs.target, inputs.drafter, budget_gib, anchors=8, margin=margin, **sizes)
+    found = training_fits(inputs.target, inputs.drafter, setup, budget_gib, margin=margin, cuda=cuda)
     anchors = min(found.largest_anchors, params.context_tokens - 1)
     if not anchors:  # refused with advice, or forced to the least
         force = params.ignore_memory
-        clear_training(inputs.target, inputs.drafter, budget_gib, anchors=8, force=force, **sizes)
+        clear_training(inputs.target, inputs.drafter, setup, budget_gib, force=force, cuda=cuda)
         anchors = min(8, params.context_tokens - 1)
     logger.info("anchors = %d: the most that %.2f GiB are predicted to hold", anchors, budget_gib)
     params.folder.mkdir(parents=True, exist_ok=True)
@@ -302,18 +306,13 @@ def gpu_processes(inputs: TrainingInputs) -> list[GpuProcess]:
     found = []
     for number, gpu in enumerate(gpus):
         device = placed(home, gpu)
-        setup = TrainingSetup(
-            anchors=params.anchors,
-            context=params.context_tokens,
-            block_size=drafter.block_size,
-            **setup_options(dataclasses.replace(inputs, device=device)),
-        )
+        setup = _setup(inputs, setup_options(dataclasses.replace(inputs, device=device)))
         found.append(
             GpuProcess(
                 f"drafter-{number}",
                 str(device),
-                training_account(shape, drafter, setup, cuda=cuda),
-                partial(advise_training, shape, drafter, setup, cuda=cuda),
+                predict_training(shape, drafter, setup, cuda=cuda),
+                partial(advise, shape, setup, drafter=drafter, cuda=cuda),
                 OUTSIDE_TORCH if cuda and len(gpus) > 1 else 0,  # NCCL's buffers
             )
         )
@@ -334,12 +333,7 @@ def gpu_processes(inputs: TrainingInputs) -> list[GpuProcess]:
 
 def _target_account(inputs: TrainingInputs, rows: str = "") -> Account:
     """Return the account of a target's process on the inputs' device; `rows` as in `ask_training`."""
-    setup = TrainingSetup(
-        anchors=1,
-        context=inputs.params.context_tokens,
-        block_size=inputs.drafter.block_size,
-        **_target_options(inputs, rows),
-    )
+    setup = dataclasses.replace(_setup(inputs, _target_options(inputs, rows)), anchors=1)
     return target_process(
         target_shape(inputs.target), inputs.drafter, setup, cuda=inputs.device.type == "cuda"
     )

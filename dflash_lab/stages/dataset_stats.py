@@ -1,25 +1,25 @@
-"""How long the samples are and what batching them would waste; reads lengths and masks, never tokens.
+"""Stage `dataset_stats`: how long the samples are and what batching them would waste; reads no tokens.
 
-Everything shown is exact over all samples, but for the comparison of batching policies, which plans at most a
-million of them.
+Everything is exact over all samples, but for the comparison of policies, which plans at most a million.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
+import polars as pl
+
+from dflash_lab import files
+from dflash_lab.data.batching import Limits, policy_waste
+from dflash_lab.data.lengths import by_source, ecdf, histogram, length_counts, percentiles, tail
 from dflash_lab.errors import InputError
 from dflash_lab.params import StageParams, param
 from dflash_lab.progress import ProgressCallback
 
-if TYPE_CHECKING:
-    import numpy as np
-    import polars as pl
-
 PLANNED = 1_000_000  # samples that the policies are compared on
-_TABLES = ("counts", "ecdf", "percentiles", "sources", "histogram", "tail", "policies", "lengths", "summary")
 
 
 class DatasetStatsParams(StageParams):
@@ -47,6 +47,11 @@ class DatasetStatsParams(StageParams):
         """The file that is measured."""
         return self.path_or(self.samples, "samples.parquet")
 
+    @property
+    def limits(self) -> Limits:
+        """What policies are compared at."""
+        return Limits(self.token_budget, self.max_batch, self.fixed_batch, self.chunk, self.seed)
+
     def inputs(self) -> list[Path]:
         return [self.samples_path]
 
@@ -54,9 +59,76 @@ class DatasetStatsParams(StageParams):
         return [(self.samples_path, "" if self.samples else "prepare")]
 
 
+def run_dataset_stats(
+    params: DatasetStatsParams, progress: ProgressCallback | None = None
+) -> DatasetStatsResult:
+    """Measure `params.samples_path`. `InputError` if it is empty."""
+    report = progress or (lambda *args, **fields: None)
+    path = params.samples_path
+    report("lengths", 0, 3)
+    counts = length_counts(path)
+    if not counts.height:
+        raise InputError(
+            f"{path}: no samples in it. See problems.parquet of the prepare stage for the reasons."
+        )
+    report("lengths", 1, 3, samples=int(counts["count"].sum()))
+    lengths = _planned_lengths(path, params.seed)
+    policies = policy_waste(lengths["length"].to_numpy(), params.limits)
+    report("lengths", 2, 3)
+    tables = {
+        "counts": counts,
+        "ecdf": ecdf(counts),
+        "percentiles": percentiles(counts),
+        "sources": by_source(counts),
+        "histogram": histogram(counts),
+        "tail": tail(counts, sorted(set(params.tail_limits))),
+        "policies": policies,
+        "lengths": lengths,
+    }
+    tables["summary"] = _summary(tables, params)
+    report("lengths", 3, 3)
+    return DatasetStatsResult(**tables)
+
+
+def _planned_lengths(path: Path, seed: int) -> pl.DataFrame:
+    """Read lengths in file order; of more than a million, a random million in file order."""
+    lengths = pl.scan_parquet(path, glob=False).select(pl.col("length").cast(pl.Int32)).collect()
+    if lengths.height <= PLANNED:
+        return lengths
+    chosen = np.random.default_rng(seed).choice(lengths.height, PLANNED, replace=False)
+    return lengths[np.sort(chosen).tolist()]
+
+
+def _summary(tables: dict[str, pl.DataFrame], params: DatasetStatsParams) -> pl.DataFrame:
+    counts = tables["counts"]
+    samples = int(counts["count"].sum())
+    tokens = int((counts["count"] * counts["length"]).sum())
+    at = dict(tables["percentiles"].select("percent", "length").iter_rows())
+    waste = dict(tables["policies"].select("policy", "waste_pct").iter_rows())
+    beyond = counts.filter(pl.col("length") > params.max_length) if params.max_length else counts.clear()
+    ours = waste["sort in 32,768 windows"]
+    figures: dict[str, Any] = {
+        "samples": samples,
+        "tokens": tokens,
+        "mean_tokens": tokens / samples,
+        "median_tokens": at[50],
+        "p99_tokens": at[99],
+        "longest_tokens": at[100],
+        "sources": tables["sources"].height,
+        "over_max_length_samples": int(beyond["count"].sum()),
+        "over_max_length_tokens_pct": 100 * int((beyond["count"] * beyond["length"]).sum()) / tokens,
+        "waste_shuffled_pct": waste["shuffled, fixed batch"],
+        "waste_8k_windows_pct": waste["sort in 8,192 windows"],
+        "waste_32k_windows_pct": ours,
+        "policy_samples": tables["lengths"].height,
+        "predicted_hours": tokens / (1 - ours / 100) / params.tokens_per_s / 3600,
+    }
+    return pl.DataFrame([figures])
+
+
 @dataclass(frozen=True)
 class DatasetStatsResult:
-    """Tables behind the figures (see `data.lengths` and `data.policies` for their columns)."""
+    """Tables behind the figures; `data.lengths` and `data.batching` say their columns."""
 
     counts: pl.DataFrame
     ecdf: pl.DataFrame
@@ -80,97 +152,13 @@ class DatasetStatsResult:
 
     def save(self, folder: Path) -> None:
         """Leave the tables in a folder."""
-        from dflash_lab import files
-
-        for name in _TABLES:
+        for name, table in vars(self).items():
             with files.atomic_path(folder / f"{name}.parquet") as temporary:
-                getattr(self, name).write_parquet(temporary)
+                table.write_parquet(temporary)
 
     @classmethod
     def load(cls, folder: Path | str) -> DatasetStatsResult:
         """Read a finished stage's tables."""
-        import polars as pl
-
-        return cls(**{name: pl.read_parquet(Path(folder) / f"{name}.parquet") for name in _TABLES})
-
-
-def run_dataset_stats(
-    params: DatasetStatsParams, progress: ProgressCallback | None = None
-) -> DatasetStatsResult:
-    """Measure `params.samples_path`. `InputError` if it is empty."""
-    from dflash_lab.data import lengths as stats
-    from dflash_lab.data.batching import policy_waste
-
-    report = progress or (lambda *args, **fields: None)
-    path = params.samples_path
-    report("lengths", 0, 3)
-    counts = stats.length_counts(path)
-    if not counts.height:
-        raise InputError(
-            f"{path}: no samples in it. See problems.parquet of the prepare stage for the reasons."
+        return cls(
+            **{name: pl.read_parquet(Path(folder) / f"{name}.parquet") for name in cls.__dataclass_fields__}
         )
-    report("lengths", 1, 3, samples=int(counts["count"].sum()))
-    lengths = _planned_lengths(path, params.seed)
-    policies = policy_waste(
-        lengths["length"].to_numpy(),
-        token_budget=params.token_budget,
-        max_batch=params.max_batch,
-        fixed_batch=params.fixed_batch,
-        chunk=params.chunk,
-        seed=params.seed,
-    )
-    report("lengths", 2, 3)
-    tables = {
-        "counts": counts,
-        "ecdf": stats.ecdf(counts),
-        "percentiles": stats.percentiles(counts),
-        "sources": stats.by_source(counts),
-        "histogram": stats.histogram(counts),
-        "tail": stats.tail(counts, sorted(set(params.tail_limits))),
-        "policies": policies,
-        "lengths": lengths,
-    }
-    tables["summary"] = _summary(tables, params)
-    report("lengths", 3, 3)
-    return DatasetStatsResult(**tables)
-
-
-def _planned_lengths(path: Path, seed: int) -> pl.DataFrame:
-    """Read lengths in file order; of more than a million, a random million in file order."""
-    import numpy as np
-    import polars as pl
-
-    lengths = pl.scan_parquet(path, glob=False).select(pl.col("length").cast(pl.Int32)).collect()
-    if lengths.height <= PLANNED:
-        return lengths
-    chosen = np.random.default_rng(seed).choice(lengths.height, PLANNED, replace=False)
-    return lengths[np.sort(chosen).tolist()]
-
-
-def _summary(tables: dict[str, pl.DataFrame], params: DatasetStatsParams) -> pl.DataFrame:
-    import polars as pl
-
-    counts, policies = tables["counts"], tables["policies"]
-    samples = int(counts["count"].sum())
-    tokens = int((counts["count"] * counts["length"]).sum())
-    at = dict(tables["percentiles"].select("percent", "length").iter_rows())
-    waste = dict(policies.select("policy", "waste_pct").iter_rows())
-    beyond = counts.filter(pl.col("length") > params.max_length) if params.max_length else counts.clear()
-    ours = waste["sort in 32,768 windows"]
-    figures: dict[str, Any] = {
-        "samples": samples,
-        "tokens": tokens,
-        "mean_tokens": tokens / samples,
-        "median_tokens": at[50],
-        "p99_tokens": at[99],
-        "longest_tokens": at[100],
-        "sources": tables["sources"].height,
-        "over_max_length_samples": int(beyond["count"].sum()),
-        "over_max_length_tokens_pct": 100 * int((beyond["count"] * beyond["length"]).sum()) / tokens,
-        "waste_shuffled_pct": waste["shuffled, fixed batch"],
-        "waste_8k_windows_pct": waste["sort in 8,192 windows"],
-        "waste_32k_windows_pct": ours,
-        "policy_samples": tables["lengths"].height,
-        "predicted_hours": tokens / (1 - ours / 100) / params.tokens_per_s / 3600,
-    }
-    return pl.DataFrame([figures])

@@ -1,8 +1,4 @@
-"""Stage `extract`: run every sample of a shard through the target once and keep the tapped states.
-
-The stage is a thin shell around `dflash_lab.extraction`: preflight, load, extract, and then, with everything
-sealed, fail if a sample had to be quarantined.
-"""
+"""Stage `extract`: run every sample of a shard through the target once and keep the tapped states."""
 
 from __future__ import annotations
 
@@ -17,21 +13,30 @@ import polars as pl
 
 from dflash_lab import files
 from dflash_lab.errors import InputError
-from dflash_lab.extraction import store as manifests
+from dflash_lab.extraction.manifest import (
+    MANIFEST_FILE,
+    STORE_FILE,
+    Broken,
+    finished_draws,
+    open_identity,
+    other_setup,
+    read_lines,
+    sealed_parts,
+    shard_folders,
+    shard_lock,
+    shard_name,
+    trial_of,
+)
 from dflash_lab.files import Move, beside
 from dflash_lab.params import BROKEN, StageParams, param
 from dflash_lab.results import FAILURE, RESULT
 from dflash_lab.stage_run import LOCK
 
-BATCHES, QUARANTINE, STATES, SELFTEST, FIGURES = (
-    "batches.parquet",
-    "quarantined.parquet",
-    "states.parquet",
-    "selftest.json",
-    "figures.json",
-)
+TABLES = ("batches", "quarantined", "states")  # Parquet files of the result
+SELFTEST, FIGURES = "selftest.json", "figures.json"
 log = logging.getLogger(__name__)
 _EXAMINED = 64  # samples of the shard whose stored states are summed up for the figure
+_QUANTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "max": 1.0}
 
 
 class ExtractParams(StageParams):
@@ -113,10 +118,7 @@ class ExtractParams(StageParams):
     @property
     def folder(self) -> Path:
         """One result folder a shard: runs of several shards stand side by side."""
-        return self._shard_result(self.shard)
-
-    def _shard_result(self, shard: int) -> Path:
-        return self.run_folder / f"extract-{shard}"
+        return self.run_folder / f"extract-{self.shard}"
 
     def inputs(self) -> list[Path]:
         """The samples decide whether a finished shard still counts."""
@@ -163,7 +165,7 @@ class ExtractParams(StageParams):
 
     def outputs(self) -> list[Path]:
         """The store's file and the shard's manifest; without them the stage runs again."""
-        return [self.store_path / manifests.STORE_FILE, self._shard_folder / manifests.MANIFEST_FILE]
+        return [self.store_path / STORE_FILE, self._shard_folder / MANIFEST_FILE]
 
     def lacks(self) -> str:
         """A part that is gone, cut short or given up, or a broken line of the manifest, means that the stage
@@ -175,13 +177,12 @@ class ExtractParams(StageParams):
             return "every stored byte is to be read again (recheck)"
         if gone := super().lacks():
             return gone
-        broken: list[manifests.Broken] = []
-        lines = manifests.read_lines(folder, broken)
-        parts = ((folder / part.file, part.bytes) for part in manifests.sealed_parts(folder, broken))
-        whole = all(path.is_file() and path.stat().st_size == size for path, size in parts)
-        if not whole or broken or [line["kind"] for line in lines][-1:] != ["end"]:
+        broken: list[Broken] = []
+        ended = [line["kind"] for line in read_lines(folder, broken)][-1:] == ["end"]
+        faults = any(part.size_fault(self.store_path) for part in sealed_parts(folder, broken))
+        if faults or broken or not ended:
             return BROKEN
-        draws = manifests.finished_draws(folder)
+        draws = finished_draws(folder)
         if any(not one["max_samples"] or self._within(one) for one in draws):
             return ""
         had = max((one["max_samples"] for one in draws), default=0)
@@ -190,8 +191,8 @@ class ExtractParams(StageParams):
 
     def remains(self) -> str:
         """A trial goes on to the other samples."""
-        of = manifests.trial_of(self.store_path)
-        had = max((one["max_samples"] for one in manifests.finished_draws(self._shard_folder)), default=0)
+        of = trial_of(self.store_path)
+        had = max((one["max_samples"] for one in finished_draws(self._shard_folder)), default=0)
         return f"a trial of {had:,} of {of:,} samples; -p max_samples 0 goes on to the others" if of else ""
 
     def _within(self, drawn: dict[str, Any]) -> bool:
@@ -200,7 +201,7 @@ class ExtractParams(StageParams):
 
     @property
     def _shard_folder(self) -> Path:
-        return self.store_path / manifests.shard_name(self.shard, self.num_shards)
+        return self.store_path / shard_name(self.shard, self.num_shards)
 
 
 @dataclass(frozen=True)
@@ -220,9 +221,9 @@ class ExtractResult:
 
     def save(self, folder: Path) -> None:
         """Leave the result in the stage's folder."""
-        for name, frame in ((BATCHES, self.batches), (QUARANTINE, self.quarantined), (STATES, self.states)):
-            with files.atomic_path(folder / name) as temporary:
-                frame.write_parquet(temporary)
+        for name in TABLES:
+            with files.atomic_path(folder / f"{name}.parquet") as temporary:
+                getattr(self, name).write_parquet(temporary)
         files.write_json(folder / SELFTEST, self.selftest)
         files.write_json(folder / FIGURES, files.plain(self.figures))
 
@@ -231,10 +232,8 @@ class ExtractResult:
         """Read a finished result again."""
         return cls(
             figures=files.read_json(folder / FIGURES),
-            batches=pl.read_parquet(folder / BATCHES),
-            quarantined=pl.read_parquet(folder / QUARANTINE),
-            states=pl.read_parquet(folder / STATES),
             selftest=files.read_json(folder / SELFTEST),
+            **{name: pl.read_parquet(folder / f"{name}.parquet") for name in TABLES},
         )
 
 
@@ -242,7 +241,8 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
     """Extract one shard and seal it; raises `QuarantineError` at the end if samples could not be stored."""
     from dflash_lab.extraction.checks import preflight
     from dflash_lab.extraction.fused_layers import speed_up
-    from dflash_lab.extraction.loop import drawn, extract, read_index
+    from dflash_lab.extraction.loop import extract
+    from dflash_lab.extraction.shard import drawn, read_index
     from dflash_lab.memory.gate import Clearance, explained
     from dflash_lab.models.hooks import default_tap_ids
     from dflash_lab.models.load import choose_device, load_target
@@ -338,31 +338,29 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
 
 
 def _store_to_fill(params: ExtractParams, config: Any, tap_ids: list[int], samples_hash: str) -> Path:
-    """Return the folder to extract into: the store, or beside one of another setup the one that will replace
-    it.
+    """Return the folder to extract into: the store, or beside one of another setup the one to replace it.
 
     `StoreError` names the differences where nobody asked for that (`force`). Asked before weights are read.
     """
-    from dflash_lab.extraction.loop import store_identity
     from dflash_lab.extraction.store import Layout, find_codec
     from dflash_lab.models.load import choose_dtype
     from dflash_lab.models.source import identify, resolve
 
     layout = Layout(tuple(tap_ids), config.hidden_size, params.store_final, find_codec(params.storage))
     target = identify(resolve(params.target), seed=params.seed)
-    identity = store_identity(target, choose_dtype(params.dtype, config), layout, samples_hash)
-    changed = manifests.other_setup(params.store_path, identity)
+    identity = layout.identity(target, choose_dtype(params.dtype, config), samples_hash)
+    changed = other_setup(params.store_path, identity)
     if not changed:
         _give_up_new_store(params)
         return params.store_path
     if not params.force:
-        manifests.open_identity(params.store_path, identity)  # raises, with the differences
+        open_identity(params.store_path, identity)  # raises, with the differences
     if os.path.ismount(params.store_path):
         raise InputError(
             f"{params.store_path}: a disk is mounted here, so that nothing can take the place of the whole "
             f"folder. Give a folder in it: store={params.store_path / 'store'}"
         )
-    if manifests.other_setup(params.new_store, identity):
+    if other_setup(params.new_store, identity):
         _give_up_new_store(params)
     log.info(
         "a new store grows beside %s and replaces it when it is whole: %s", params.store_path, changed[0]
@@ -372,11 +370,9 @@ def _store_to_fill(params: ExtractParams, config: Any, tap_ids: list[int], sampl
 
 def _give_up_new_store(params: ExtractParams) -> None:
     """Remove a store that was to replace another and was never finished, with the results of its shards."""
-    from dflash_lab.extraction.loop import shard_lock
-
     if not params.new_store.exists():
         return
-    for folder in manifests.shard_folders(params.new_store):
+    for folder in shard_folders(params.new_store):
         with shard_lock(folder):  # refuses where another process is writing it
             log.info("%s was begun with another setup and not finished: removed", folder)
     for fresh in params.run_folder.glob("extract-*/.fresh"):
@@ -397,13 +393,7 @@ _QUARANTINE_SCHEMA: dict[str, Any] = {
     "length": pl.Int64,
     "reason": pl.String,
 }
-_STATE_SCHEMA: dict[str, Any] = {
-    "state": pl.String,
-    "p5": pl.Float64,
-    "p50": pl.Float64,
-    "p95": pl.Float64,
-    "max": pl.Float64,
-}
+_STATE_SCHEMA: dict[str, Any] = {"state": pl.String, **dict.fromkeys(_QUANTILES, pl.Float64)}
 
 
 def _state_rms(path: Path) -> pl.DataFrame:
@@ -413,16 +403,18 @@ def _state_rms(path: Path) -> pl.DataFrame:
     from dflash_lab.extraction.store import open_store
 
     store = open_store(path)
-    items = [store[index] for index in range(0, len(store), max(1, len(store) // _EXAMINED))]
-    names = [*(f"tap {tap}" for tap in store.tap_ids), *(["final"] if store.has_final else [])]
-    sizes: list[list[Any]] = [[] for _ in names]
-    for item in items:
-        states = list(item.taps.float().split(store.hidden_size, dim=-1))
-        states += [item.final.float()] if item.final is not None else []
-        for rows, state in zip(sizes, states):
-            rows.append(state.square().mean(dim=-1).sqrt())
-    marks = torch.tensor([0.05, 0.5, 0.95, 1.0])
+    sizes: dict[str, list[Any]] = {}
+    for index in range(0, len(store), max(1, len(store) // _EXAMINED)):
+        item = store[index]
+        names = [f"tap {tap}" for tap in store.tap_ids]
+        states = dict(zip(names, item.taps.float().split(store.hidden_size, dim=-1), strict=True))
+        if item.final is not None:
+            states["final"] = item.final.float()
+        for name, state in states.items():
+            sizes.setdefault(name, []).append(state.square().mean(dim=-1).sqrt())
+    marks = torch.tensor([*_QUANTILES.values()])
     found = [
-        (name, *torch.cat(rows)[:1_000_000].quantile(marks).tolist()) for name, rows in zip(names, sizes)
+        (name, *torch.cat(rows)[:1_000_000].quantile(marks).tolist())  # quantile takes 16 million at most
+        for name, rows in sizes.items()
     ]
     return pl.DataFrame(found, schema=_STATE_SCHEMA, orient="row")

@@ -1,7 +1,5 @@
-"""Stage `memory_sweep`: what a batch and a step take, predicted before a weight is loaded, then measured.
-
-Formulas predict and a measurement checks them: on CUDA what the allocator took, on a CPU a count of the live
-tensors of a real run. A lack of memory is a result.
+"""Stage `memory_sweep`: what a batch and a step take, predicted before a weight is loaded, then measured. A
+lack of memory is a result.
 """
 
 from __future__ import annotations
@@ -12,25 +10,28 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import polars as pl
 
 from dflash_lab import files
+from dflash_lab.memory.account import Account, predict_extraction
+from dflash_lab.memory.advice import advise
+from dflash_lab.memory.crash import requested_bytes
+from dflash_lab.memory.planner import expandable_segments, extraction_budget
+from dflash_lab.memory.shapes import GIB, ExtractionSetup, Placement, TargetShape, TrainingSetup, target_shape
+from dflash_lab.memory.training import predict_training
 from dflash_lab.params import StageParams, param
 from dflash_lab.progress import duration
 
 if TYPE_CHECKING:
     from dflash_lab.drafter.config import DrafterConfig
-    from dflash_lab.memory.account import Account
-    from dflash_lab.memory.shapes import ExtractionSetup, TargetShape, TrainingSetup
 
 logger = logging.getLogger(__name__)
-GIB = 2**30
 FRAMES = ("points", "steps", "terms", "advice", "buckets")
-PLACEMENTS = ("cached", "same device", "other device")
+PLACEMENTS = get_args(Placement)
 ADVICE_FIELDS = ("name", "saves_gib", "peak_gib", "time_pct", "fits", "same_goal", "built_in", "why")
 POINTS_SHARE = 0.6  # of the time to measure for, where training steps are measured too
 POINT_SCHEMA: dict[str, Any] = {
@@ -129,12 +130,11 @@ class SweepInputs:
 
 @dataclass(frozen=True)
 class MemorySweepResult:
-    """Headline figures and tables.
+    """Headline figures and tables, of extraction and training (`what`).
 
-    `points`: POINT_SCHEMA. `steps`: STEP_SCHEMA, measured on CUDA only. `terms`: what (extraction,
-    training), title, term, gib, formula. `advice`: what, name, saves_gib, peak_gib, time_pct, fits,
-    same_goal, built_in, why. `buckets`: length, batch, tokens, limited_by, gib. `texts`: a paragraph each
-    for extraction and training.
+    `points`: POINT_SCHEMA. `steps`: STEP_SCHEMA, measured on CUDA only. `terms`: what, title, term, gib,
+    formula. `advice`: what, and ADVICE_FIELDS. `buckets`: length, batch, planned, gib, limited_by. `texts`: a
+    paragraph each.
     """
 
     figures: dict[str, float | int | str]
@@ -166,12 +166,8 @@ class MemorySweepResult:
 
 def sweep_inputs(params: MemorySweepParams) -> SweepInputs:
     """Settle shapes, setups and budget from the parameters; no weight is read."""
-    from dataclasses import replace
-
     from dflash_lab.drafter.config import DrafterConfig
     from dflash_lab.machine import device_budget_gib
-    from dflash_lab.memory.planner import expandable_segments
-    from dflash_lab.memory.shapes import ExtractionSetup, TrainingSetup, target_shape
     from dflash_lab.models.hooks import default_tap_ids
     from dflash_lab.models.load import choose_device, choose_dtype
     from dflash_lab.models.source import load_config
@@ -246,23 +242,18 @@ def _silent(description: str, done: int, total: int, **fields: Any) -> None:
     """Report to nobody."""
 
 
-# Extraction batches: batch x length -------------------------------------------------------------------------
+# Extraction batches: batch x length
 
 
 def predict_points(
     params: MemorySweepParams, inputs: SweepInputs, progress: Progress
 ) -> list[dict[str, Any]]:
     """Return a row (POINT_SCHEMA) a grid point, as predicted."""
-    from dataclasses import replace
-
-    from dflash_lab.memory.account import extraction_account
-
-    lengths = sorted(set(params.lengths))
-    grid = [(batch, length) for batch in sorted(set(params.batches)) for length in lengths]
+    grid = [(b, length) for b in sorted(set(params.batches)) for length in sorted(set(params.lengths))]
     rows = []
     for batch, length in grid:
         setup = replace(inputs.extraction, batch=batch, length=length)
-        account = extraction_account(inputs.shape, setup, cuda=inputs.cuda)
+        account = predict_extraction(inputs.shape, setup, cuda=inputs.cuda)
         rows.append({"batch": batch, "length": length, **_predicted(account)})
     progress("predicting", len(grid), len(grid))
     return rows
@@ -294,10 +285,7 @@ def measure_points(
     A target whose weights alone do not fit is a result too: every point is marked as out of memory. Raises
     what `progress` raises between points, so a stop takes effect there.
     """
-    from dataclasses import replace
-
     from dflash_lab.extraction.fused_layers import skip_tuning, speed_up
-    from dflash_lab.memory.crash import requested_bytes
     from dflash_lab.memory.measure import attempt, measure_extraction
     from dflash_lab.models.load import load_target
 
@@ -385,28 +373,24 @@ def _is(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return (one["batch"], one["length"]) == (other["batch"], other["length"])
 
 
-# Training steps: anchors x block size -----------------------------------------------------------------------
-# The step that is measured is the training loop's own: real drafter, loss and optimizer, a head and an
-# embedding of the target's shape without its values; its layers are plain, or compiled (`compile_steps`). On
-# a CPU the loop takes other paths (dense attention, widened products), so a measurement there would say
-# nothing about a device.
+# Training steps: anchors x block size. The step that is measured is the training loop's own: real drafter,
+# loss and optimizer, a head and an embedding of the target's shape without its values. On a CPU the loop
+# takes other paths (dense attention, widened products), so a measurement there would say nothing about a
+# device.
 
 
 def step_points(params: MemorySweepParams, inputs: SweepInputs, progress: Progress) -> list[dict[str, Any]]:
     """Return a row (STEP_SCHEMA) a grid point; on CUDA one each that it was measured in, rising and falling
     sizes as `orders` say, until time is up.
     """
-    from dataclasses import replace
-
     from dflash_lab.memory.measure import measure_training
-    from dflash_lab.memory.training import training_account
 
     grid = [(a, b) for a in sorted(set(params.step_anchors)) for b in sorted(set(params.step_blocks))]
     rows, points = [], []
     for anchors, block in grid:
         setup = replace(inputs.measured_step, anchors=anchors, block_size=block)
         drafter = replace(inputs.drafter, block_size=block)
-        account = training_account(inputs.shape, drafter, setup, cuda=inputs.cuda)
+        account = predict_training(inputs.shape, drafter, setup, cuda=inputs.cuda)
         rows.append({"anchors": anchors, "block_size": block, **_predicted(account)})
         points.append((setup, drafter))
     progress("training steps", len(grid), len(grid))
@@ -428,23 +412,20 @@ def step_points(params: MemorySweepParams, inputs: SweepInputs, progress: Progre
     return [*measured, *(row for row in rows if (row["anchors"], row["block_size"]) not in done)]
 
 
-# Tables and figures -----------------------------------------------------------------------------------------
+# Tables and figures
+
+
+def largest_batch(params: MemorySweepParams, inputs: SweepInputs) -> ExtractionSetup:
+    """Return the largest batch of the grid."""
+    return replace(inputs.extraction, batch=max(params.batches), length=max(params.lengths))
 
 
 def term_frame(params: MemorySweepParams, inputs: SweepInputs) -> pl.DataFrame:
-    """Return terms of the largest batch of the grid and of the training step; where layers are compiled, also
-    as they are without.
-    """
-    from dataclasses import replace
-
-    from dflash_lab.memory.account import extraction_account
-    from dflash_lab.memory.training import training_account
-
-    batch = replace(inputs.extraction, batch=max(params.batches), length=max(params.lengths))
+    """Return terms of the largest batch and of the training step; of compiled layers, also as plain ones."""
     step, cuda = inputs.training, inputs.cuda
     ways = [step, replace(step, compiled=False)] if step.compiled else [step]
-    accounts = [("extraction", extraction_account(inputs.shape, batch, cuda=cuda))]
-    accounts += [("training", training_account(inputs.shape, inputs.drafter, way, cuda=cuda)) for way in ways]
+    accounts = [("extraction", predict_extraction(inputs.shape, largest_batch(params, inputs), cuda=cuda))]
+    accounts += [("training", predict_training(inputs.shape, inputs.drafter, way, cuda=cuda)) for way in ways]
     rows = [
         {
             "what": what,
@@ -461,42 +442,28 @@ def term_frame(params: MemorySweepParams, inputs: SweepInputs) -> pl.DataFrame:
 
 def advice_frame(params: MemorySweepParams, inputs: SweepInputs) -> tuple[pl.DataFrame, dict[str, str]]:
     """Return the changes ranked for both kinds of run, and a paragraph each."""
-    from dataclasses import replace
-
-    from dflash_lab.memory.advice import advise_extraction, advise_training
-
-    setup = replace(inputs.extraction, batch=max(params.batches), length=max(params.lengths))
-    extraction = advise_extraction(inputs.shape, setup, inputs.budget_gib, cuda=inputs.cuda)
-    training = advise_training(
-        inputs.shape, inputs.drafter, inputs.training, inputs.budget_gib, cuda=inputs.cuda
-    )
+    setups: dict[str, Any] = {"extraction": largest_batch(params, inputs), "training": inputs.training}
+    advices = {
+        what: advise(inputs.shape, setup, inputs.budget_gib, drafter=inputs.drafter, cuda=inputs.cuda)
+        for what, setup in setups.items()
+    }
     rows = [
         {"what": what, **{name: getattr(change, name) for name in ADVICE_FIELDS}}
-        for what, advice in (("extraction", extraction), ("training", training))
+        for what, advice in advices.items()
         for change in advice.changes
     ]
-    texts = {"extraction": extraction.paragraph, "training": training.paragraph}
-    return pl.DataFrame(rows), texts
+    return pl.DataFrame(rows), {what: advice.paragraph for what, advice in advices.items()}
 
 
 def bucket_frame(params: MemorySweepParams, inputs: SweepInputs) -> pl.DataFrame:
     """Return the largest batch of each length bucket under the budget."""
     from dflash_lab.extraction.loop import BUFFERS
-    from dflash_lab.memory.planner import extraction_budget
 
-    setup = inputs.extraction
+    # As `extract` asks, which counts the fragments of an allocator without expandable segments.
+    longest = replace(inputs.extraction, length=max(params.lengths), expandable=False)
+    longest = replace(longest, in_flight=BUFFERS if inputs.cuda else 0)
     budget = extraction_budget(
-        inputs.shape,
-        inputs.budget_gib,
-        tap_ids=setup.tap_ids,
-        longest=max(params.lengths),
-        dtype=setup.dtype,
-        store_final=setup.store_final,
-        kernels=setup.kernels,
-        fused=setup.fused,
-        in_flight=BUFFERS if inputs.cuda else 0,
-        max_batch=params.max_batch,
-        cuda=inputs.cuda,
+        inputs.shape, longest, inputs.budget_gib, max_batch=params.max_batch, cuda=inputs.cuda
     )
     rows = [
         {
@@ -514,9 +481,7 @@ def bucket_frame(params: MemorySweepParams, inputs: SweepInputs) -> pl.DataFrame
 def headline(
     inputs: SweepInputs, points: pl.DataFrame, steps: pl.DataFrame, buckets: pl.DataFrame
 ) -> dict[str, float | int | str]:
-    """Return the flat figures: the largest measured point, the errors over all, and the largest batch that
-    fits.
-    """
+    """Return the flat figures: the largest measured point, errors over all, the largest batch that fits."""
     figures: dict[str, float | int | str] = {"budget_gib": round(inputs.budget_gib, 3)}
     measured = _measured(points)
     largest = points.sort(pl.col("batch") * pl.col("length"), descending=True).row(0, named=True)

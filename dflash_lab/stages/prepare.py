@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import functools
@@ -16,34 +15,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+import polars as pl
+import xxhash
+
 from dflash_lab import files
-from dflash_lab.errors import InputError, naming
-from dflash_lab.files import Move, read_json, too_wide
+from dflash_lab.data.conversations import (
+    Conversation,
+    Ingredient,
+    amounts,
+    check_vocabulary,
+    draw,
+    read_conversations,
+    read_mixture,
+)
+from dflash_lab.data.lengths import by_source, length_counts
+from dflash_lab.data.records import BadRecord, Problem
+from dflash_lab.data.regenerate import AnswerFile, Speaker, regenerate, sealed_lines
+from dflash_lab.data.samples import MASK_RULES, Sample, WriteReport, fitted, scan_samples, write_samples
+from dflash_lab.errors import InputError
+from dflash_lab.files import Move
 from dflash_lab.params import StageParams, param
 from dflash_lab.progress import ProgressCallback
+from dflash_lab.provenance import provenance
 
 if TYPE_CHECKING:
-    import polars as pl
-
-    from dflash_lab.data.conversations import Conversation, Ingredient
-    from dflash_lab.data.records import Problem
-    from dflash_lab.data.regenerate import Speaker
-    from dflash_lab.data.samples import Sample, WriteReport
     from dflash_lab.models.load import Target
-    from dflash_lab.models.template import Dialogue, Rendered
-
-# ----------------------------------------------------------------------------------------------------
-# Conversations to tokenised samples: read, render with the target's template, mask, optionally answer anew,
-# store.
-#
-# Whatever is not stored is in `problems.parquet` with file, line and reason; the numbers add up or the
-# stage fails.
-
+    from dflash_lab.models.template import Dialogue
 
 log = logging.getLogger(__name__)
 _PREVIEWS = 3  # samples shown with their mask
 _PREVIEW_CHOICE = 256  # of so many
 _PREVIEW_TOKENS = 400
+_EXTRA_ROUNDS = 8  # of drawing prompts again where the target repeated itself
 
 
 class PrepareParams(StageParams):
@@ -78,10 +82,16 @@ class PrepareParams(StageParams):
         """The file this stage makes."""
         return self.run_folder / "samples.parquet"
 
-    def check(self) -> None:
-        from dflash_lab.data.conversations import read_mixture
+    @property
+    def ingredients(self) -> list[Ingredient]:
+        """The inputs to read: those of the mixture, else the one input, if there is one."""
+        return read_mixture(self.mixture) or ([Ingredient(self.input)] if self.input else [])
 
-        self.require(_is_day(self.date), "date", "give year-month-day, such as 2026-01-01")
+    def check(self) -> None:
+        try:
+            datetime.date.fromisoformat(self.date)
+        except ValueError:
+            self.require(False, "date", "give year-month-day, such as 2026-01-01")
         try:
             read_mixture(self.mixture)
         except ValueError as error:
@@ -89,7 +99,7 @@ class PrepareParams(StageParams):
         given = bool(self.ingredients)
         self.require(given or self.self_prompts > 0, "input", "give one, or self_prompts above 0")
         for one in self.ingredients:
-            why = too_wide(one.name) if os.path.isdir(os.path.expanduser(one.name)) else ""
+            why = files.too_wide(one.name) if os.path.isdir(os.path.expanduser(one.name)) else ""
             self.require(not why, "mixture" if self.mixture else "input", why)
         if self.self_prompts:
             self.require(self.regenerate != "off", "self_prompts", "prompts need answers: set regenerate")
@@ -98,13 +108,6 @@ class PrepareParams(StageParams):
             self.require(
                 enough, "max_new_tokens", f"leaves no room for a prompt in max_length={self.max_length}"
             )
-
-    @property
-    def ingredients(self) -> list[Ingredient]:
-        """The inputs to read: those of the mixture, else the one input, if there is one."""
-        from dflash_lab.data.conversations import Ingredient, read_mixture
-
-        return read_mixture(self.mixture) or ([Ingredient(self.input)] if self.input else [])
 
     def inputs(self) -> list[Path]:
         paths = [os.path.expanduser(one.name) for one in self.ingredients]
@@ -124,51 +127,8 @@ class PrepareParams(StageParams):
     def taken(self) -> list[Path]:
         """Samples that `dflash-lab merge` put together."""
         made = self.samples_path.with_suffix(".json")
-        record = read_json(made) if made.exists() else {}
+        record = files.read_json(made) if made.exists() else {}
         return [self.samples_path] if isinstance(record, dict) and "merged" in record else []
-
-
-def _is_day(text: str) -> bool:
-    try:
-        return bool(datetime.date.fromisoformat(text))
-    except ValueError:
-        return False
-
-
-@dataclass(frozen=True)
-class PrepareResult:
-    """`problems`: file, line, kind, reason, records (lost by it); `previews`: pieces of samples, `trained` or
-    not."""
-
-    figures: dict[str, Any]
-    problems: pl.DataFrame
-    previews: pl.DataFrame
-
-    def save(self, folder: Path) -> None:
-        """Leave the result in a folder."""
-        import polars as pl
-
-        from dflash_lab import files
-
-        tables = {
-            "problems": self.problems,
-            "previews": self.previews,
-            "summary": pl.DataFrame([self.figures]),
-        }
-        for name, table in tables.items():
-            with files.atomic_path(folder / f"{name}.parquet") as temporary:
-                table.write_parquet(temporary)
-
-    @classmethod
-    def load(cls, folder: Path | str) -> PrepareResult:
-        """Read a finished stage."""
-        import polars as pl
-
-        folder = Path(folder)
-        tables = {
-            name: pl.read_parquet(folder / f"{name}.parquet") for name in ("problems", "previews", "summary")
-        }
-        return cls(tables["summary"].row(0, named=True), tables["problems"], tables["previews"])
 
 
 class NothingStored(InputError):
@@ -183,11 +143,10 @@ class NothingStored(InputError):
 def run_prepare(params: PrepareParams, progress: ProgressCallback | None = None) -> PrepareResult:
     """Write `samples.parquet` and `samples.json`, ready to take their place in the run's folder.
 
-    Raises `InputError` when nothing can be read, or nothing is left to store (its details list the problems).
+    Whatever is not stored is in the result's `problems`: the numbers add up, or the stage fails. Raises
+    `InputError` when nothing can be read, or nothing is left to store (its details list the problems).
     """
-    from dflash_lab.data.samples import MASK_RULES, write_samples
     from dflash_lab.models.source import load_tokenizer, template_hash, tokenizer_hash
-    from dflash_lab.provenance import provenance
 
     work = Preparation(params, progress or (lambda *args, **fields: None))
     tokenizer = load_tokenizer(params.target)
@@ -217,227 +176,42 @@ def run_prepare(params: PrepareParams, progress: ProgressCallback | None = None)
         raise NothingStored(", ".join(names), work.problems())
     if params.heldout_fraction and not 0 < report.heldout < report.stored:
         log.warning("%d of %d samples are held out: too few samples to split", report.heldout, report.stored)
-    problems = _problem_table(work.problems())
-    return PrepareResult(figures, problems, _previews(staged, tokenizer))
-
-
-def _problem_table(problems: list[Problem]) -> pl.DataFrame:
-    import polars as pl
-
-    schema = {
-        "file": pl.String,
-        "line": pl.Int64,
-        "kind": pl.String,
-        "reason": pl.String,
-        "records": pl.Int64,
-    }
-    rows = [(p.file, p.line, p.kind, p.reason, p.records) for p in problems]
-    return pl.DataFrame(rows, schema=schema, orient="row").sort("file", "line", maintain_order=True)
-
-
-def _previews(path: Path, tokenizer: Any) -> pl.DataFrame:
-    """Return the first samples, and of the first few hundred the one with most answers, as runs of text that
-    is trained on or not.
-    """
-    import numpy as np
-    import polars as pl
-
-    from dflash_lab.data.samples import scan_samples
-
-    rows: list[tuple[str, int, str, bool]] = []
-    head = scan_samples(path).select("id", "input_ids", "loss_mask").head(_PREVIEW_CHOICE).collect()
-    answers = [int((np.diff(np.asarray(mask), prepend=0) == 1).sum()) for mask in head["loss_mask"]]
-    most = [answers.index(max(answers))] if answers else []
-    shown = list(dict.fromkeys([*most, *range(min(_PREVIEWS, head.height))]))[:_PREVIEWS]
-    for name, ids, mask in head[sorted(shown)].iter_rows():
-        ids, mask = ids[:_PREVIEW_TOKENS], np.asarray(mask[:_PREVIEW_TOKENS])
-        edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
-        for number, (start, end) in enumerate(itertools.pairwise(edges)):
-            rows.append((name, number, tokenizer.decode(ids[start:end]), bool(mask[start])))
-    schema = {"id": pl.String, "piece": pl.Int64, "text": pl.String, "trained": pl.Boolean}
-    return pl.DataFrame(rows, schema=schema, orient="row")
-
-
-# ----------------------------------------------------------------------------------------------------
-# The target as the data room sees it: functions that render and answer, and prompts it writes itself.
-#
-# Prompts and answers are appended to files as they come, so that a stopped `prepare` goes on where it was.
-
-
-logger = logging.getLogger(__name__)
-_EXTRA_ROUNDS = 8  # of drawing prompts again where the target repeated itself
-
-
-def rendered(tokenizer: Any, conversation: Conversation, thinking: bool, date: str) -> Rendered:
-    """Return ids and assistant mask; `BadRecord` when the template refuses."""
-    from dflash_lab.models.template import render
-
-    with _bad_record():
-        return render(
-            tokenizer, conversation.messages, tools=conversation.tools, thinking=thinking, date=date
-        )
-
-
-@contextlib.contextmanager
-def _bad_record() -> Iterator[None]:
-    """Turn a template's refusal into a record that cannot be used."""
-    from dflash_lab.data.records import BadRecord
-    from dflash_lab.models.template import TemplateFailure
-
-    try:
-        yield
-    except TemplateFailure as error:
-        raise BadRecord(error.kind, str(error)) from error
-
-
-class AskedRecord:
-    """A dialogue whose refusals are bad records."""
-
-    def __init__(self, dialogue: Dialogue) -> None:
-        self.dialogue = dialogue
-        self.notes = dialogue.notes
-
-    def prompt(self) -> list[int] | None:
-        with _bad_record():
-            return self.dialogue.prompt()
-
-    def answer(self, tokens: list[int]) -> None:
-        with _bad_record():
-            self.dialogue.answer(tokens)
-
-    def finished(self) -> tuple[list[int], list[int], bool]:
-        with _bad_record():
-            return self.dialogue.finished()
-
-
-def speaker_of(
-    target: Target,
-    *,
-    thinking: bool,
-    date: str,
-    temperature: float,
-    max_new_tokens: int,
-    batch: int,
-    seed: int,
-) -> Speaker:
-    """Return the functions of `target`; each batch of answers has its own seed, made from the prompts in
-    it."""
-    import numpy as np
-    import xxhash
-
-    from dflash_lab.data.regenerate import Speaker
-    from dflash_lab.models.generate import generate
-    from dflash_lab.models.template import Dialogue
-
-    stop_ids = frozenset(target.stop_ids)
-
-    def ask(conversation: Conversation) -> AskedRecord:
-        return AskedRecord(
-            Dialogue(
-                target.tokenizer,
-                conversation.messages,
-                tools=conversation.tools,
-                thinking=thinking,
-                date=date,
-                stop_ids=stop_ids,
-            )
-        )
-
-    def answers_to(prompts: list[list[int]]) -> list[list[int]]:
-        digest = xxhash.xxh3_64(
-            np.concatenate([np.asarray(ids, "<i4") for ids in prompts]).tobytes(), seed=seed
-        )
-        return generate(
-            target,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=digest.intdigest() >> 1,
-            batch=batch,
-        )
-
-    settings = {
-        "target": target.identity,
-        "dtype": str(target.dtype),
-        "thinking": thinking,
-        "temperature": temperature,
-        "max_new_tokens": max_new_tokens,
-        "seed": seed if temperature else 0,
-    }
-    return Speaker(ask=ask, generate=answers_to, settings=json.dumps(settings, sort_keys=True))
-
-
-def own_prompts(
-    target: Target,
-    count: int,
-    path: Path,
-    *,
-    max_new_tokens: int,
-    batch: int,
-    seed: int,
-    report: ProgressCallback,
-) -> list[str]:
-    """Return up to `count` different user turns sampled by the target; rounds that `path` holds are not drawn
-    again."""
-    from dflash_lab.models.generate import self_prompts
-
-    settings = json.dumps([target.identity, max_new_tokens, batch, seed], sort_keys=True)
-    stored = _stored_rounds(path, settings)
-    found: dict[str, None] = {}
-    rounds = -(-count // batch) + _EXTRA_ROUNDS
-    for number in range(rounds):
-        if len(found) >= count:
-            break
-        if number not in stored:
-            stored[number] = self_prompts(
-                target, batch, seed=seed * 100_003 + number, max_new_tokens=max_new_tokens, batch=batch
-            )
-            record = {"settings": settings, "round": number, "texts": stored[number]}
-            files.append_line(path, files.sealed(record))
-        found.update(dict.fromkeys(stored[number]))
-        report("prompts", min(len(found), count), count)
-    return list(found)[:count]
-
-
-def _stored_rounds(path: Path, settings: str) -> dict[int, list[str]]:
-    """Read finished rounds; what follows the last whole line was torn by a crash and is cut off, and a
-    damaged line is a round to be drawn again.
-    """
-    if not path.exists():
-        return {}
-    with naming(path):
-        data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:
-        files.write_bytes(path, whole)
-    rounds = [files.unsealed(line) or {} for line in whole.split(b"\n")[:-1]]
-    sound = [one for one in rounds if {"settings", "round", "texts"} <= one.keys()]
-    if damaged := len(rounds) - len(sound):
-        logger.warning("%s: %d damaged lines, whose prompts are written again", path, damaged)
-    return {one["round"]: one["texts"] for one in sound if one["settings"] == settings}
-
-
-# ----------------------------------------------------------------------------------------------------
-# One run of `prepare`: the counts, the problems, and the two ways a conversation becomes a sample.
+    return PrepareResult(figures, _problem_table(work.problems()), _previews(staged, tokenizer))
 
 
 class Preparation:
-    """The counts and problems of one run, and the two ways a conversation becomes a sample."""
+    """The counts and problems of one run, and the two ways a conversation becomes a sample: `rendered` as it
+    is, or `answered` by the target.
+    """
 
     def __init__(self, params: PrepareParams, report: ProgressCallback) -> None:
         self.params = params
         self.report = report
-        self._readings: list[list[Problem]] = []  # what each input fills while it is read
-        # Conversations that never became a sample, and notes on those that did.
-        self.unfit: list[Problem] = []
-        self.conversations = self.cut = self.truncated = self.generated = self.reused = 0
-        self.kinds: Counter[str] = Counter()  # conversations read with reasoning, tools, several turns
-        self.noted: dict[tuple[str, str], list[int]] = {}  # file, kind -> first line, number
+        self._unread: list[list[Problem]] = []  # what each input fills while it is read
+        self._unfit: list[Problem] = []  # conversations that became no sample, and notes on some that did
+        self._counts: Counter[str] = Counter()
+        self._noted: dict[tuple[str, str], list[int]] = {}  # file, kind -> first line, number
 
-    @property
-    def unread(self) -> list[Problem]:
-        """Records that never became a conversation, or one that was not drawn."""
-        return [problem for problems in self._readings for problem in problems]
+    def rendered(self, tokenizer: Any) -> Iterator[Sample]:
+        """Render conversations as they are; tokens made elsewhere are taken so."""
+        from dflash_lab.models.template import render
+
+        params = self.params
+        for one in self._read():
+            try:
+                if one.tokens is not None:
+                    ids, mask = one.tokens
+                    notes: tuple[str, ...] = ()
+                    check_vocabulary(ids, self._vocabulary)
+                else:
+                    found = render(
+                        tokenizer, one.messages, tools=one.tools, thinking=params.thinking, date=params.date
+                    )
+                    ids, mask, notes = found.input_ids, found.loss_mask, found.notes
+                yield self._sample(one, ids, mask)
+                self._note(one, notes)
+            except BadRecord as error:
+                self._unfit.append(one.problem(error))
 
     @functools.cached_property
     def _vocabulary(self) -> int:
@@ -446,98 +220,76 @@ class Preparation:
 
         return int(load_config(self.params.target).vocab_size)
 
-    def rendered(self, tokenizer: Any) -> Iterator[Sample]:
-        """Render conversations as they are; tokens made elsewhere are taken so."""
-        from dflash_lab.data.conversations import check_vocabulary
-        from dflash_lab.data.records import BadRecord
-        from dflash_lab.data.regenerate import problem_of
-
-        for one in self._read():
-            try:
-                if one.tokens is None:
-                    found = rendered(tokenizer, one, self.params.thinking, self.params.date)
-                    ids, mask, notes = found.input_ids, found.loss_mask, found.notes
-                else:
-                    (ids, mask), notes = one.tokens, ()
-                    check_vocabulary(ids, self._vocabulary)
-                yield self._sample(one.id, one.source, ids, mask)
-                self._note(one.id, notes)
-            except BadRecord as error:
-                self.unfit.append(problem_of(one.id, error))
-
     def answered(self) -> Iterator[Sample]:
         """Let the target write the prompts asked for, and all answers."""
-        from dflash_lab.data.records import BadRecord
-        from dflash_lab.data.regenerate import AnswerFile, problem_of, regenerate
         from dflash_lab.models.generate import usual_batch
         from dflash_lab.models.load import load_target
 
         params = self.params
         target = load_target(params.target, device=params.device, dtype=params.dtype)
-        temperature = params.temperature if params.regenerate == "sampled" else 0.0
-        speaker = speaker_of(
-            target,
-            thinking=params.thinking,
-            date=params.date,
-            temperature=temperature,
-            max_new_tokens=params.max_new_tokens,
-            batch=params.batch_size,
-            seed=params.seed,
-        )
+        speaker = speaker_of(target, params)
         answers = AnswerFile(params.folder / "answers.jsonl", speaker.settings)
 
         def generated(count: int) -> None:
-            self.generated += count
-            self.report("answers", self.generated, 0, reused=answers.reused)
+            self._counts["answers_generated"] += count
+            self.report("answers", self._counts["answers_generated"], 0, reused=answers.reused)
 
-        for one in regenerate(
+        for found in regenerate(
             self._prompts(target),
             speaker,
             answers,
-            self.unfit,
+            self._unfit,
             batch=params.batch_size or usual_batch(target),
             max_prompt=params.max_length - params.max_new_tokens if params.max_length else 0,
             on_answers=generated,
         ):
-            self.cut += one.cut
-            self.reused = answers.reused
-            told = one.conversation
+            one = found.conversation
+            self._counts["answers_cut"] += found.cut
+            self._counts["answers_reused"] = answers.reused
             try:
-                yield self._sample(told.id, told.source, one.input_ids, one.loss_mask)
-                self._note(told.id, one.notes)
+                yield self._sample(one, found.input_ids, found.loss_mask)
+                self._note(one, found.notes)
             except BadRecord as error:
-                self.unfit.append(problem_of(told.id, error))
+                self._unfit.append(one.problem(error))
+
+    def _prompts(self, target: Target) -> Iterator[Conversation]:
+        """Read the input, then let the target write prompts."""
+        yield from self._read()
+        wanted = self.params.self_prompts
+        texts = own_prompts(target, self.params, self.report) if wanted else []
+        if len(texts) < wanted:
+            reason = f"the target wrote only {len(texts)} different prompts of {wanted}; allow longer ones"
+            self._unfit.append(Problem("self_prompts", 0, reason, "too few prompts", records=0))
+        for number, text in enumerate(texts, 1):
+            self._counts["conversations"] += 1
+            yield Conversation(f"self_prompts:{number}", [{"role": "user", "content": text}], "self_prompts")
 
     def _read(self) -> Iterator[Conversation]:
         """Read the input, or what is drawn of those of the mixture, reporting now and then."""
-        from dflash_lab.data.conversations import amounts
-
         mixture = self.params.ingredients
         opened = [self._open(one) for one in mixture]  # all of them: what is not there is told at once
         counts = [0 if one.whole else self._counted(one) for one in mixture]
         wanted = amounts(mixture, counts)
         total = sum(wanted) or self.params.limit
-        self._readings = [problems for _, problems in opened]
+        self._unread = [problems for _, problems in opened]
         for one, (found, problems), count, number in zip(mixture, opened, counts, wanted, strict=True):
             if not one.whole:
                 found = self._drawn(one, found, problems, count, number)
             for conversation in found:
-                self.conversations += 1
                 self._count(conversation)
-                if self.conversations % 256 == 0:
-                    self._told(total)
+                if self._counts["conversations"] % 256 == 0:
+                    self._tell(total)
                 if self.params.mixture:
                     conversation = dataclasses.replace(conversation, source=one.name)
                 yield conversation
-        self._told(self.conversations)
+        self._tell(self._counts["conversations"])
 
-    def _told(self, total: int) -> None:
-        self.report("conversations", self.conversations, total, problems=sum(map(len, self._readings)))
+    def _tell(self, total: int) -> None:
+        problems = sum(map(len, self._unread))
+        self.report("conversations", self._counts["conversations"], total, problems=problems)
 
     def _open(self, one: Ingredient) -> tuple[Iterator[Conversation], list[Problem]]:
         """Return what `read_conversations` does of an input, at most `limit` of it."""
-        from dflash_lab.data.conversations import read_conversations
-
         found, problems = read_conversations(
             one.name,
             name=one.name if self.params.mixture else "",
@@ -563,9 +315,6 @@ class Preparation:
         wanted: int,
     ) -> Iterator[Conversation]:
         """Yield the conversations of an input that are drawn; the others become one problem."""
-        from dflash_lab.data.conversations import draw
-        from dflash_lab.data.records import Problem
-
         left = 0
         for conversation in draw(found, count, wanted, seed=self.params.seed, name=one.name):
             if conversation is None:
@@ -576,90 +325,56 @@ class Preparation:
             reason = f"{left:,} of {count:,} conversations were left out for the mixture's weights and caps"
             problems.append(Problem(one.name, 0, reason, "not drawn", records=left))
 
-    def _prompts(self, target: Any) -> Iterator[Conversation]:
-        """Read the input, then let the target write prompts."""
-        from dflash_lab.data.conversations import Conversation
-        from dflash_lab.data.records import Problem
-        from dflash_lab.models.generate import PLAIN_BATCH, usual_batch
-
-        yield from self._read()
-        wanted = self.params.self_prompts
-        if not wanted:
-            return
-        texts = own_prompts(
-            target,
-            wanted,
-            self.params.folder / "self_prompts.jsonl",
-            max_new_tokens=self.params.self_prompt_tokens,
-            batch=self.params.batch_size or max(PLAIN_BATCH, min(wanted, usual_batch(target))),
-            seed=self.params.seed,
-            report=self.report,
-        )
-        if len(texts) < wanted:
-            reason = f"the target wrote only {len(texts)} different prompts of {wanted}; allow longer ones"
-            self.unfit.append(Problem("self_prompts", 0, reason, "too few prompts", records=0))
-        for number, text in enumerate(texts, 1):
-            self.conversations += 1
-            yield Conversation(f"self_prompts:{number}", [{"role": "user", "content": text}], "self_prompts")
-
-    def _sample(self, name: str, source: str, ids: list[int], mask: list[int]) -> Sample:
+    def _sample(self, one: Conversation, ids: list[int], mask: list[int]) -> Sample:
         """Apply the length limit; a cut is noted among the problems, though it loses no record."""
-        import numpy as np
-
-        from dflash_lab.data.records import BadRecord
-        from dflash_lab.data.regenerate import problem_of
-        from dflash_lab.data.samples import Sample, fitted
-
         limit = self.params.max_length
         kept, kept_mask = fitted(ids, mask, limit, self.params.over_long)
         if len(kept) < len(ids):
             reason = f"{len(ids):,} tokens cut to max_length={limit:,}; what is left is stored"
-            note = problem_of(name, BadRecord("truncated to max_length", reason))
-            self.unfit.append(dataclasses.replace(note, records=0))
-            self.truncated += 1
-        return Sample(name, np.asarray(kept), np.asarray(kept_mask), source)
+            self._unfit.append(one.problem(BadRecord("truncated to max_length", reason, records=0)))
+            self._counts["truncated"] += 1
+        return Sample(one.id, np.asarray(kept), np.asarray(kept_mask), one.source)
 
     def _count(self, one: Conversation) -> None:
         answers = [message for message in one.messages if message["role"] == "assistant"]
-        self.kinds["with_reasoning"] += any("reasoning_content" in message for message in answers)
-        self.kinds["with_tools"] += bool(one.tools) or any("tool_calls" in message for message in answers)
-        self.kinds["with_several_turns"] += len(answers) > 1
+        calls = any("tool_calls" in message for message in answers)
+        self._counts["conversations"] += 1
+        self._counts["with_reasoning"] += any("reasoning_content" in message for message in answers)
+        self._counts["with_tools"] += bool(one.tools) or calls
+        self._counts["with_several_turns"] += len(answers) > 1
 
-    def _note(self, name: str, kinds: Iterable[str]) -> None:
+    def _note(self, one: Conversation, kinds: Iterable[str]) -> None:
         """Count what the template does not show as it was given; a record has a line of its own for none."""
-        file, _, line = name.rpartition(":")
+        file, _, line = one.id.rpartition(":")
         for kind in kinds:
-            self.noted.setdefault((file, kind), [int(line), 0])[1] += 1
-
-    def _noted_by_kind(self) -> Counter[str]:
-        found: Counter[str] = Counter()
-        for (_, kind), (_, count) in self.noted.items():
-            found[kind] += count
-        return found
+            self._noted.setdefault((file, kind), [int(line), 0])[1] += 1
 
     def problems(self) -> list[Problem]:
         """Return all problems, and a note on each kind of thing not shown as it was given, by file."""
-        from dflash_lab.data.records import Problem
-
         notes = [
             Problem(file, line, f"{count:,} conversations, of which this is the first", kind, records=0)
-            for (file, kind), (line, count) in self.noted.items()
+            for (file, kind), (line, count) in self._noted.items()
         ]
-        return [*self.unread, *self.unfit, *notes]
+        return [*itertools.chain(*self._unread), *self._unfit, *notes]
 
     def figures(self, report: WriteReport, samples: Path) -> dict[str, Any]:
         """Return the headline figures; every kind of problem that lost records has its own, and of a mixture
         every input's share of the `samples` file.
         """
-        by_kind: Counter[str] = Counter()
-        for problem in [*self.unread, *self.unfit]:
-            by_kind[problem.kind] += problem.records
-        return {
-            "samples_in": self.conversations + sum(problem.records for problem in self.unread),
+        lost: Counter[str] = Counter()
+        for problem in self.problems():
+            lost[problem.kind] += problem.records
+        noted: Counter[str] = Counter()
+        for (_, kind), (_, count) in self._noted.items():
+            noted[kind] += count
+        unread = sum(problem.records for problem in itertools.chain(*self._unread))
+        counts = self._counts
+        found = {
+            "samples_in": counts["conversations"] + unread,
             "samples_stored": report.stored,
             "duplicates": report.duplicates,
-            "lost": by_kind.total(),
-            "truncated": self.truncated,
+            "lost": lost.total(),
+            "truncated": counts["truncated"],
             "train": report.stored - report.heldout,
             "heldout": report.heldout,
             "tokens": report.tokens,
@@ -667,28 +382,127 @@ class Preparation:
             "answer_tokens_pct": 100 * report.answer_tokens / max(report.tokens, 1),
             "mean_tokens": report.tokens / max(report.stored, 1),
             "longest_tokens": report.longest,
-            **{name: self.kinds[name] for name in ("with_reasoning", "with_tools", "with_several_turns")},
-            "forged_tokens": by_kind["control tokens"],
-            **{
-                f"noted_{kind.replace(' ', '_')}": number
-                for kind, number in sorted(self._noted_by_kind().items())
-            },
-            "answers_generated": self.generated,
-            "answers_reused": self.reused,
-            "answers_cut": self.cut,
-            **{f"lost_{kind.replace(' ', '_')}": lost for kind, lost in sorted(by_kind.items()) if lost},
-            **self._shares(samples),
+            **{name: counts[name] for name in ("with_reasoning", "with_tools", "with_several_turns")},
+            "forged_tokens": lost["control tokens"],
+            **{f"noted_{kind.replace(' ', '_')}": number for kind, number in sorted(noted.items())},
+            **{name: counts[name] for name in ("answers_generated", "answers_reused", "answers_cut")},
+            **{f"lost_{kind.replace(' ', '_')}": count for kind, count in sorted(lost.items()) if count},
         }
+        if self.params.mixture:
+            for row in by_source(length_counts(samples)).iter_rows(named=True):
+                for name in ("samples", "samples_pct", "tokens_pct", "answer_tokens_pct"):
+                    found[f"{name}_of_{row['source']}"] = row[name]
+        return found
 
-    def _shares(self, samples: Path) -> dict[str, Any]:
-        """Return what each input of a mixture is of the stored samples, by its name."""
-        from dflash_lab.data.lengths import by_source, length_counts
 
-        if not self.params.mixture:
-            return {}
-        names = ("samples", "samples_pct", "tokens_pct", "answer_tokens_pct")
-        return {
-            f"{name}_of_{row['source']}": row[name]
-            for row in by_source(length_counts(samples)).iter_rows(named=True)
-            for name in names
-        }
+# ---- The target as the data room sees it: functions that ask and answer, and prompts it writes itself ----
+
+
+def speaker_of(target: Target, params: PrepareParams) -> Speaker:
+    """Return the functions of `target`; each batch of answers is seeded by the prompts in it."""
+    from dflash_lab.models.generate import generate
+    from dflash_lab.models.template import Dialogue
+
+    temperature = params.temperature if params.regenerate == "sampled" else 0.0
+    stop_ids = frozenset(target.stop_ids)
+
+    def ask(one: Conversation) -> Dialogue:
+        options: dict[str, Any] = {"thinking": params.thinking, "date": params.date, "stop_ids": stop_ids}
+        return Dialogue(target.tokenizer, one.messages, tools=one.tools, **options)
+
+    def answers_to(prompts: list[list[int]]) -> list[list[int]]:
+        tokens = np.concatenate([np.asarray(ids, "<i4") for ids in prompts])
+        return generate(
+            target,
+            prompts,
+            max_new_tokens=params.max_new_tokens,
+            temperature=temperature,
+            seed=xxhash.xxh3_64(tokens.tobytes(), seed=params.seed).intdigest() >> 1,
+            batch=params.batch_size,
+        )
+
+    settings = {
+        "target": target.identity,
+        "dtype": str(target.dtype),
+        "thinking": params.thinking,
+        "temperature": temperature,
+        "max_new_tokens": params.max_new_tokens,
+        "seed": params.seed if temperature else 0,
+    }
+    return Speaker(ask=ask, generate=answers_to, settings=json.dumps(settings, sort_keys=True))
+
+
+def own_prompts(target: Target, params: PrepareParams, report: ProgressCallback) -> list[str]:
+    """Return up to `self_prompts` different user turns sampled by the target; rounds that the stage's folder
+    holds are not drawn again.
+    """
+    from dflash_lab.models.generate import PLAIN_BATCH, self_prompts, usual_batch
+
+    count, seed, longest = params.self_prompts, params.seed, params.self_prompt_tokens
+    batch = params.batch_size or max(PLAIN_BATCH, min(count, usual_batch(target)))
+    path = params.folder / "self_prompts.jsonl"
+    settings = json.dumps([target.identity, longest, batch, seed], sort_keys=True)
+    lines = sealed_lines(path, {"settings", "round", "texts"})
+    stored = {one["round"]: one["texts"] for _, one in lines if one["settings"] == settings}
+    found: dict[str, None] = {}
+    for number in range(-(-count // batch) + _EXTRA_ROUNDS):
+        if len(found) >= count:
+            break
+        if number not in stored:
+            stored[number] = self_prompts(
+                target, batch, seed=seed * 100_003 + number, max_new_tokens=longest, batch=batch
+            )
+            record = {"settings": settings, "round": number, "texts": stored[number]}
+            files.append_line(path, files.sealed(record))
+        found.update(dict.fromkeys(stored[number]))
+        report("prompts", min(len(found), count), count)
+    return list(found)[:count]
+
+
+@dataclass(frozen=True)
+class PrepareResult:
+    """`problems`: file, line, kind, reason, records lost; `previews`: pieces of samples, `trained` or not."""
+
+    figures: dict[str, Any]
+    problems: pl.DataFrame
+    previews: pl.DataFrame
+
+    def save(self, folder: Path) -> None:
+        """Leave the result in a folder."""
+        summary = pl.DataFrame([self.figures])
+        tables = {"problems": self.problems, "previews": self.previews, "summary": summary}
+        for name, table in tables.items():
+            with files.atomic_path(folder / f"{name}.parquet") as temporary:
+                table.write_parquet(temporary)
+
+    @classmethod
+    def load(cls, folder: Path | str) -> PrepareResult:
+        """Read a finished stage."""
+        names = ("summary", "problems", "previews")
+        summary, problems, previews = (pl.read_parquet(Path(folder) / f"{name}.parquet") for name in names)
+        return cls(summary.row(0, named=True), problems, previews)
+
+
+def _problem_table(problems: list[Problem]) -> pl.DataFrame:
+    kinds = {"line": pl.Int64, "records": pl.Int64}
+    schema = {name: kinds.get(name, pl.String) for name in ("file", "line", "kind", "reason", "records")}
+    rows = [(p.file, p.line, p.kind, p.reason, p.records) for p in problems]
+    return pl.DataFrame(rows, schema=schema, orient="row").sort("file", "line", maintain_order=True)
+
+
+def _previews(path: Path, tokenizer: Any) -> pl.DataFrame:
+    """Return the first samples, and of the first few hundred the one with most answers, as runs of text that
+    is trained on or not.
+    """
+    rows: list[tuple[str, int, str, bool]] = []
+    head = scan_samples(path).select("id", "input_ids", "loss_mask").head(_PREVIEW_CHOICE).collect()
+    answers = [int((np.diff(np.asarray(mask), prepend=0) == 1).sum()) for mask in head["loss_mask"]]
+    most = [answers.index(max(answers))] if answers else []
+    shown = list(dict.fromkeys([*most, *range(min(_PREVIEWS, head.height))]))[:_PREVIEWS]
+    for name, ids, mask in head[sorted(shown)].iter_rows():
+        ids, mask = ids[:_PREVIEW_TOKENS], np.asarray(mask[:_PREVIEW_TOKENS])
+        edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
+        for number, (start, end) in enumerate(itertools.pairwise(edges)):
+            rows.append((name, number, tokenizer.decode(ids[start:end]), bool(mask[start])))
+    schema = {"id": pl.String, "piece": pl.Int64, "text": pl.String, "trained": pl.Boolean}
+    return pl.DataFrame(rows, schema=schema, orient="row")

@@ -19,8 +19,8 @@ from dflash_lab import files
 from dflash_lab.drafter.journal import BY_SLOT, read_journal
 from dflash_lab.errors import FileError
 from dflash_lab.files import Move, beside
-from dflash_lab.judgement import of_training
 from dflash_lab.params import StageParams, param
+from dflash_lab.stages.judgement import of_training
 
 if TYPE_CHECKING:
     from dflash_lab.drafter.train import TrainReport
@@ -322,7 +322,7 @@ class TrainDrafterResult:
 
     `steps`: step, loss, grad_norm, lr, skipped (the fault, or null). `metrics`: kind (train | heldout), step
     and the metrics of `drafter.metrics`. `positions`: kind, step, slot, accuracy, conditional. `row`: the
-    inspected packed row. `pipeline`: a record a row and worker (`drafter.pipeline.SCHEMA`), empty without
+    inspected packed row. `pipeline`: a record a row and worker (TIMING_SCHEMA), empty without
     one.
     """
 
@@ -354,16 +354,18 @@ class TrainDrafterResult:
 
 def collect(inputs: TrainingInputs, report: TrainReport) -> TrainDrafterResult:
     """Turn a finished run into tables and headline figures."""
-    from dflash_lab.drafter.pipeline import SCHEMA
+    from dflash_lab.drafter.pipeline import TIMING_SCHEMA
     from dflash_lab.drafter.rows import inspect_row
     from dflash_lab.models.source import load_tokenizer
-    from dflash_lab.stages.train_processes import DIARY
+    from dflash_lab.stages.train_processes import TIMINGS
 
     params = inputs.params
     # Random targets have no tokenizer.
     tokenizer: Any = None if params.target.startswith("random:") else load_tokenizer(params.target)
     decode = None if tokenizer is None else lambda token: tokenizer.decode([token])
-    pipeline = pl.read_parquet(params.folder / DIARY) if params.target_gpus else pl.DataFrame(schema=SCHEMA)
+    pipeline = (
+        pl.read_parquet(params.folder / TIMINGS) if params.target_gpus else pl.DataFrame(schema=TIMING_SCHEMA)
+    )
     records = read_journal(params.folder / "run")
     steps = step_frame(records)
     row = inspect_row(
@@ -383,7 +385,7 @@ def headline(inputs: TrainingInputs, report: TrainReport, steps: pl.DataFrame) -
     """The figures of a finished run, with what its processes left of memory and rates, and in a sentence what
     they amount to.
     """
-    from dflash_lab.extraction.store import trial_of
+    from dflash_lab.extraction.manifest import trial_of
     from dflash_lab.stages.train_processes import MEMORY, SUMMARY
 
     params, items = inputs.params, inputs.items

@@ -30,16 +30,16 @@ from dflash_lab.drafter.journal import Reader
 from dflash_lab.drafter.live import LiveItems
 from dflash_lab.drafter.loss import VocabShard
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.drafter.pipeline import Diary, Giver, Making, PipelineItems, Taker, serve, summary
+from dflash_lab.drafter.pipeline import PipelineItems, Receiver, RowServer, Sender, Timings, summary
 from dflash_lab.drafter.train import TrainReport, train
-from dflash_lab.drafter.workers import Job, WorkerFailed, run_crew, words_of
+from dflash_lab.drafter.workers import Job, WorkerFailed, run_workers, words_of
 from dflash_lab.errors import InputError, naming
-from dflash_lab.judgement import before_training
 from dflash_lab.memory.gate import explained
 from dflash_lab.models.load import TargetHead, choose_device
 from dflash_lab.models.source import identify, resolve
 from dflash_lab.stages import params_class
 from dflash_lab.stages.clearance import SNAPSHOT, ask_training, check_queue, memory_figures, target_figures
+from dflash_lab.stages.judgement import before_training
 from dflash_lab.stages.training_inputs import (
     TrainingInputs,
     check_disks,
@@ -322,8 +322,8 @@ def main(path: str) -> None:
 # Targets and drafters in processes of their own, placed on the GPUs that were named -------------------------
 
 
-WORKERS = "workers"  # in the stage's folder: each process's log and diary
-DIARY, SUMMARY = "pipeline.parquet", "pipeline.json"
+WORKERS = "workers"  # in the stage's folder: each process's log and timings
+TIMINGS, SUMMARY = "pipeline.parquet", "pipeline.json"
 
 
 def train_pipeline(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
@@ -342,7 +342,7 @@ def train_pipeline(params: TrainDrafterParams, progress: Any = None) -> TrainRep
     for m, gpu in enumerate(params.target_gpus):
         ends = [pipes[m, k][1] for k in range(len(params.drafter_gpus))]
         jobs.append(Job(f"target-{m}", target_process, (params, gpu, m, ends), False))
-    results = run_crew(
+    results = run_workers(
         jobs,
         folder / WORKERS,
         ends=[end for pipe in pipes.values() for end in pipe],
@@ -350,11 +350,11 @@ def train_pipeline(params: TrainDrafterParams, progress: Any = None) -> TrainRep
         on_stop=lambda: files.write_bytes(folder / STOP, b""),
         grace_s=GRACE_S,
     )
-    diary = pl.concat(pl.read_parquet(folder / WORKERS / f"{job.name}.parquet") for job in jobs)
-    with files.atomic_path(folder / DIARY) as temporary:
-        diary.write_parquet(temporary)
+    timings = pl.concat(pl.read_parquet(folder / WORKERS / f"{job.name}.parquet") for job in jobs)
+    with files.atomic_path(folder / TIMINGS) as temporary:
+        timings.write_parquet(temporary)
     seconds = {job.name: results[job.name]["seconds"] for job in jobs if job.leads}
-    files.write_json(folder / SUMMARY, {**summary(diary, seconds), **_of_targets(results)})
+    files.write_json(folder / SUMMARY, {**summary(timings, seconds), **_of_targets(results)})
     return read_report(results["drafter-0"])
 
 
@@ -369,14 +369,14 @@ def drafter_process(
     if world > 1:
         place = dict(RANK=rank, WORLD_SIZE=world, LOCAL_RANK=gpu, MASTER_PORT=port)
         os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    diary = Diary(f"drafter-{rank}", inputs.device)
+    timings = Timings(f"drafter-{rank}", inputs.device)
     width, taps = inputs.drafter.hidden_size, list(inputs.drafter.tap_ids)
     check_queue(inputs)
     opened: list[PipelineItems] = []
 
     def open_pipeline(inputs: TrainingInputs) -> tuple[PipelineItems, TargetHead]:
-        takers = [
-            Taker(
+        receivers = [
+            Receiver(
                 pipe,
                 f"target-{m}",
                 slots=params.queue_rows,
@@ -391,11 +391,11 @@ def drafter_process(
             params.samples_path,
             width,
             taps,
-            takers,
+            receivers,
             identity=identify(resolve(params.target), seed=params.seed),
             rank=rank,
             world=world,
-            diary=diary,
+            timings=timings,
         )
         opened.append(items)
         return items, load_ends(inputs)
@@ -406,7 +406,7 @@ def drafter_process(
         opened[0].close()
         return {}
     opened[0].close()
-    diary.save(params.folder / WORKERS)
+    timings.save(params.folder / WORKERS)
     if world > 1:
         torch.distributed.destroy_process_group()
     return report_values(report)
@@ -423,11 +423,10 @@ def target_process(
     with explained(None, sizes, device=inputs.device, snapshot=left):
         items = open_live(inputs)
         rows, heldout = packed_rows(inputs, items)
-        givers = [Giver(pipe, f"drafter-{k}") for k, pipe in enumerate(pipes)]
-        diary = Diary(f"target-{number}", items.target.device)
-        making = Making(items, rows, heldout, givers, number, len(params.target_gpus))
-        result = serve(making, diary)
-    diary.save(params.folder / WORKERS)
+        senders = [Sender(pipe, f"drafter-{k}") for k, pipe in enumerate(pipes)]
+        timings = Timings(f"target-{number}", items.target.device)
+        result = RowServer(items, rows, heldout, senders, number, len(params.target_gpus), timings).serve()
+    timings.save(params.folder / WORKERS)
     return {**result, **target_figures(inputs, items.forward.path)}
 
 

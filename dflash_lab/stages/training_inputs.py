@@ -25,7 +25,8 @@ from dflash_lab.drafter.rows import PackedRows
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.checks import check_parts
 from dflash_lab.extraction.fused_layers import speed_up
-from dflash_lab.extraction.store import FeatureStore, open_store, trial_of
+from dflash_lab.extraction.manifest import trial_of
+from dflash_lab.extraction.store import FeatureStore, open_store
 from dflash_lab.files import checksum
 from dflash_lab.models.hooks import default_tap_ids
 from dflash_lab.models.load import TargetHead, choose_device, load_head, load_target

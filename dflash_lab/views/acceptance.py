@@ -10,18 +10,26 @@ import numpy as np
 import plotly.graph_objects as go
 import polars as pl
 
-from dflash_lab.acceptance.results import Costs, operating_points
-from dflash_lab.judgement import learned, of_acceptance
-from dflash_lab.views.style import BELOW_LEFT, BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SEQUENTIAL, SKY, escape
+from dflash_lab.acceptance.results import Costs, at, operating_points
+from dflash_lab.stages.judgement import learned, of_acceptance
+from dflash_lab.views.style import (
+    BELOW_LEFT,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RED,
+    SEQUENTIAL,
+    SKY,
+    escape,
+    live,
+)
 
 if TYPE_CHECKING:
     import ipywidgets
 
     from dflash_lab.acceptance.results import Evaluation
-
-# ----------------------------------------------------------------------------------------------------
-# Figures of the stage `acceptance` on what is accepted: tables in, plotly figures out.
-
 
 _COLOURS = {"trained": BLUE, "untrained": GREY, "best block": SKY, "tree": GREEN, "other": PURPLE}
 
@@ -263,8 +271,7 @@ def two_drafters(
     return fig
 
 
-# ----------------------------------------------------------------------------------------------------
-# Figures of the stage `acceptance` on what pays: trees by budget, speed-ups from costs, time by phase.
+# What pays: trees by budget, speed-ups from costs, time by phase
 
 
 def tau_by_budget(budgets: pl.DataFrame, oracle: pl.DataFrame, chosen: int = 0) -> go.Figure:
@@ -411,10 +418,7 @@ def _sizes_on_log_axis(fig: go.Figure, sizes: list[int]) -> None:
     fig.update_xaxes(type="log", tickvals=ticks, ticktext=[str(size) for size in ticks], minor_showgrid=False)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Answers as coloured text: which tokens were drafted, and what was drafted where the target disagreed; and
-# what stands where no check ran.
-
+# Answers as coloured text, and what stands where no check ran
 
 _ACCEPTED, _TARGET = "rgba(0, 158, 115, 0.30)", "rgba(213, 94, 0, 0.35)"
 
@@ -487,9 +491,7 @@ def legend() -> str:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# What-if sliders over `speed.what_if`: costs typed in or measured, a block size and a tree budget to look
-# at.
+# What-if sliders
 
 
 def known_taus(result: Evaluation, temperature: float = 0.0) -> pl.DataFrame:
@@ -511,9 +513,6 @@ def known_taus(result: Evaluation, temperature: float = 0.0) -> pl.DataFrame:
 def what_if(result: Evaluation) -> ipywidgets.Widget:
     """Return the sliders and their figure; `measured` uses this machine's costs, otherwise the typed ones."""
     import ipywidgets as widgets
-
-    from dflash_lab.acceptance.results import Costs, at
-    from dflash_lab.views.style import live
 
     known = known_taus(result)
     costs = result.cost_model

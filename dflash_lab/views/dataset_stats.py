@@ -10,22 +10,18 @@ import numpy as np
 import plotly.graph_objects as go
 import polars as pl
 
-from dflash_lab.data.batching import Exploration, Limits, explore
+from dflash_lab.data.batching import POLICIES, Exploration, explore
 from dflash_lab.errors import InputError
 from dflash_lab.progress import duration
-from dflash_lab.views.style import BLUE, GREEN, GREY, ORANGE, RED, SKY, escape, thin
+from dflash_lab.views.style import BLUE, GREEN, GREY, ORANGE, RED, SKY, escape, live, thin
 
 if TYPE_CHECKING:
     import ipywidgets
 
     from dflash_lab.stages.dataset_stats import DatasetStatsParams, DatasetStatsResult
 
-# ----------------------------------------------------------------------------------------------------
-# Figures of lengths and padding: tables in, plotly figures out.
-
-
 EXPLORED = 200_000  # samples planned at each move of the explorer, so that it answers in a blink
-_LOG_TICKS = [2**power for power in range(0, 21, 1)]
+_LOG_TICKS = [2**power for power in range(21)]
 
 
 def length_bars(histogram: pl.DataFrame, *, max_length: int = 0, unit: str = "samples") -> go.Figure:
@@ -121,9 +117,7 @@ def tail_shares(tail: pl.DataFrame) -> go.Figure:
 
 
 def source_shares(sources: pl.DataFrame, *, keep: int = 20) -> go.Figure:
-    """Samples, tokens, answer tokens (where they are known) and mean length by source; the largest `keep`
-    sources, the rest as one bar.
-    """
+    """Samples, tokens, answer tokens (if known) and mean length by source; beyond `keep` in one bar."""
     answers = [] if sources["answer_tokens"].null_count() else [("answer_tokens", GREEN)]
     columns = [("samples", BLUE), ("tokens", ORANGE), *answers]
     table = sources.select("source", *(column for column, _ in columns))
@@ -206,21 +200,9 @@ def explored(result: DatasetStatsResult, params: DatasetStatsParams, **choices: 
     if len(lengths) > EXPLORED:
         chosen = np.random.default_rng(params.seed).choice(len(lengths), EXPLORED, replace=False)
         lengths = lengths[np.sort(chosen)]
-    limits = Limits(
-        choices.get("token_budget", params.token_budget),
-        choices.get("max_batch", params.max_batch),
-        params.fixed_batch,
-        params.chunk,
-        params.seed,
-    )
-    found = explore(
-        lengths,
-        max_length=choices.get("max_length", params.max_length),
-        over_long=choices.get("over_long", "drop"),
-        policy=choices.get("policy", "sort in 32,768 windows"),
-        limits=limits,
-        tokens_per_s=choices.get("tokens_per_s", params.tokens_per_s),
-    )
+    limits = {name: choices.pop(name) for name in ("token_budget", "max_batch") if name in choices}
+    options = {"max_length": params.max_length, "tokens_per_s": params.tokens_per_s, **choices}
+    found = explore(lengths, limits=dataclasses.replace(params.limits, **limits), **options)
     scale = result.figures["samples"] / len(lengths)
     if scale == 1:
         return found
@@ -261,17 +243,12 @@ def _mark(figure: go.Figure, max_length: int, *, height: float = 1.0) -> go.Figu
     return figure
 
 
-# ----------------------------------------------------------------------------------------------------
-# The length explorer: sliders for limits, budget and policy over `data.policies.explore` and one figure.
+# ---- The length explorer: sliders for limits, budget and policy over one figure ----
 
 
 def explorer(result: DatasetStatsResult, params: DatasetStatsParams) -> ipywidgets.Widget:
-    """Return the explorer; its start is `params`. On sets beyond 200,000 samples counts are scaled up from so
-    many."""
+    """Return the explorer; its start is `params`, its numbers are those of `explored`."""
     import ipywidgets as widgets
-
-    from dflash_lab.data.batching import POLICIES
-    from dflash_lab.views.style import live
 
     longest = int(result.figures["longest_tokens"])
     top = max(longest, params.max_length, 2)
@@ -291,18 +268,22 @@ def explorer(result: DatasetStatsResult, params: DatasetStatsParams) -> ipywidge
         control.style = {"description_width": "90px"}
         control.layout.width = "400px"
     table = widgets.HTML()
-    start = explored(result, params, **{name: control.value for name, control in choices.items()})
-    figure = live(exploration(result.histogram, start, max_length=choices["max_length"].value), height=340)
-    table.value = outcome_table(start)
+
+    def chosen() -> tuple[Exploration, go.Figure]:
+        values = {name: control.value for name, control in choices.items()}
+        found = explored(result, params, **values)
+        return found, exploration(result.histogram, found, max_length=values["max_length"])
+
+    found, start = chosen()
+    figure = live(start, height=340)
+    table.value = outcome_table(found)
 
     def update(change: dict[str, Any]) -> None:
-        values = {name: control.value for name, control in choices.items()}
         try:
-            found = explored(result, params, **values)
+            found, fresh = chosen()
         except InputError as error:
             table.value = f"<b>{escape(str(error))}</b>"
             return
-        fresh = exploration(result.histogram, found, max_length=values["max_length"])
         with figure.batch_update():
             figure.layout.title.text = fresh.layout.title.text
             figure.layout.shapes = fresh.layout.shapes

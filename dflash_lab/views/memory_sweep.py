@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +13,18 @@ import plotly.graph_objects as go
 import polars as pl
 
 from dflash_lab.errors import InputError
+from dflash_lab.memory.account import Account
+from dflash_lab.memory.planner import Answer, Question, answer, ladder, predicted_peaks
+from dflash_lab.memory.shapes import GIB
+from dflash_lab.memory.training import with_chunk
+from dflash_lab.stages.memory_sweep import PLACEMENTS, POINT_SCHEMA, measure_points, sweep_inputs
 from dflash_lab.views import style
 from dflash_lab.views.style import BLUE, GREEN, GREY, LOG_AXIS, ORANGE, PURPLE, RED, SEQUENTIAL, SKY, escape
 
 if TYPE_CHECKING:
     import ipywidgets
 
-    from dflash_lab.memory.account import Account
-    from dflash_lab.memory.planner import Answer, Question
     from dflash_lab.stages.memory_sweep import MemorySweepParams, MemorySweepResult, SweepInputs
-
-# ----------------------------------------------------------------------------------------------------
-# The map of memory: predicted peak over batch and length, the budget as a contour, measured points on it.
-
 
 MAP_STEPS = 15
 
@@ -103,19 +103,15 @@ def peak_map(
 
 def map_axes(points: pl.DataFrame) -> tuple[list[int], list[int]]:
     """Return the batches and lengths that a map of these points spans: the grid and somewhat beyond."""
-    from dflash_lab.memory.planner import ladder
-
     batch, length = points.select(pl.col("batch", "length").max()).row(0)
     return ladder(1, max(batch * 8, 64), MAP_STEPS), ladder(16, max(length * 4, 4096), MAP_STEPS)
 
 
 def budget_map(inputs: SweepInputs, points: pl.DataFrame, budget_gib: float | None = None) -> go.Figure:
     """The map of a finished stage, spanning its grid and somewhat beyond."""
-    from dflash_lab.memory.planner import peak_map as compute
-
     budget = budget_gib or inputs.budget_gib
     batches, lengths = map_axes(points)
-    gib = compute(inputs.shape, inputs.extraction, batches, lengths, cuda=inputs.cuda)
+    gib = predicted_peaks(inputs.shape, inputs.extraction, batches, lengths, cuda=inputs.cuda)
     return peak_map(batches, lengths, gib, budget, points)
 
 
@@ -140,85 +136,35 @@ def _powers(values: Sequence[int]) -> list[int]:
     return [2**power for power in range(0, 21) if min(values) <= 2**power <= max(values)]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Figures of memory: terms as stacked bars, prediction against measurement, batches that fit, advice.
+# Terms as stacked bars, prediction against measurement, batches that fit, advice
 
-
-GIB = 2**30
 # Colour and order of the terms in a bar, by what they are.
 GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "weights": (
-        BLUE,
-        ("target weights", "head and embedding", "drafter weights", "gathered weights", "before the batch"),
-    ),
-    "optimizer": (
-        PURPLE,
-        (
-            "fp32 masters",
-            "optimizer moments",
-            "gradients",
-            "gathered gradients",
-            "selector gradients",
-            "update temporaries",
-            "update",
-        ),
-    ),
-    "captured states": (
-        GREEN,
-        (
-            "captured states",
-            "stored hidden states",
-            "packed states",
-            "packed states in flight",
-            "target final states",
-            "rows ahead",
-            "rows on their way",
-            "noisy states",
-            "recorded forward's states",
-            "fc output and its norm",
-        ),
-    ),
-    "activations": (
-        SKY,
-        (
-            "embedded tokens",
-            "residual stream",
-            "norms",
-            "attention",
-            "gated delta net",
-            "gated delta net chunk states",
-            "MLP",
-            "block states",
-            "draft layers: norms",
-            "draft layers: attention",
-            "draft layers: MLP",
-            "draft layers: convolutions",
-            "draft layers: stream",
-            "draft layers: inputs",
-            "gradients inside the backward",
-            "target's forward of a row",
-            "backward",
-            "activations",
-            "the batch",
-        ),
-    ),
-    "logits and loss": (
-        ORANGE,
-        (
-            "logits",
-            "logits of one chunk",
-            "softmax and its gradient",
-            "selector's chunk",
-            "loss inputs",
-            "loss and block states",
-        ),
-    ),
-    "cache, mask, indices": (RED, ("cache", "mask", "positions", "token ids")),
-    "workspace and fragments": (
-        GREY,
-        ("workspace", "fragmentation", "recorded forward's pool", "outside torch"),
-    ),
-}
+    "weights": (BLUE, ("target weights", "head and embedding", "drafter weights", "gathered weights")),
+    "optimizer": (PURPLE, (
+        "fp32 masters", "optimizer moments", "gradients", "gathered gradients", "selector gradients",
+        "update temporaries",
+    )),
+    "captured states": (GREEN, (
+        "captured states", "stored hidden states", "packed states", "packed states in flight",
+        "target final states", "rows ahead", "rows on their way", "noisy states",
+        "recorded forward's states", "fc output and its norm",
+    )),
+    "activations": (SKY, (
+        "embedded tokens", "residual stream", "norms", "attention", "gated delta net",
+        "gated delta net chunk states", "MLP", "block states", "draft layers: norms",
+        "draft layers: attention", "draft layers: MLP", "draft layers: convolutions",
+        "draft layers: stream", "draft layers: inputs", "gradients inside the backward",
+        "target's forward of a row",
+    )),
+    "logits and loss": (ORANGE, (
+        "logits", "logits of one chunk", "softmax and its gradient", "selector's chunk", "loss inputs",
+    )),
+    "cache, mask, positions": (RED, ("cache", "mask", "positions")),
+    "workspace and fragments": (GREY, (
+        "workspace", "fragmentation", "recorded forward's pool", "outside torch",
+    )),
+}  # fmt: skip
 
 
 def account_bars(bars: Mapping[str, Account], budget_gib: float) -> go.Figure:
@@ -227,7 +173,7 @@ def account_bars(bars: Mapping[str, Account], budget_gib: float) -> go.Figure:
     sizes = {
         label: {term: size / GIB for term, size in account.terms.items()} for label, account in bars.items()
     }
-    return _stacked(sizes, formulas, budget_gib, "What fills the memory at the peak")
+    return _stacked(sizes, formulas, budget_gib)
 
 
 def term_bars(terms: pl.DataFrame, budget_gib: float) -> go.Figure:
@@ -238,7 +184,7 @@ def term_bars(terms: pl.DataFrame, budget_gib: float) -> go.Figure:
         label = row["title"].replace(", ", "<br>")
         sizes.setdefault(label, {})[row["term"]] = row["gib"]
         formulas.setdefault(label, {})[row["term"]] = row["formula"]
-    return _stacked(sizes, formulas, budget_gib, "What fills the memory at the peak")
+    return _stacked(sizes, formulas, budget_gib)
 
 
 def predicted_measured(points: pl.DataFrame) -> go.Figure:
@@ -358,7 +304,6 @@ def _stacked(
     sizes: Mapping[str, Mapping[str, float]],
     formulas: Mapping[str, Mapping[str, str]],
     budget_gib: float,
-    title: str,
 ) -> go.Figure:
     """Every known term is a trace, whether it is there or not, so that a live figure keeps its traces."""
     labels = list(sizes)
@@ -390,7 +335,7 @@ def _stacked(
     # A budget far above everything would flatten the bars: the line then lies outside the view.
     high = max(top, budget_gib) if budget_gib < 4 * top else top
     figure.update_layout(
-        title=title,
+        title="What fills the memory at the peak",
         barmode="stack",
         bargap=0.35,
         yaxis={"title": "GiB", "range": [0, 1.12 * high]},
@@ -413,8 +358,7 @@ def _advice_text(row: Mapping[str, Any]) -> str:
     return f"{row['saves_gib']:.2f} GiB, {row['time_pct']:+.0f} % time{other}"
 
 
-# ----------------------------------------------------------------------------------------------------
-# The memory planner's sliders, and a sweep that runs beside them in a thread.
+# The planner's sliders, and a sweep that runs beside them in a thread
 
 
 class Planner:
@@ -427,8 +371,6 @@ class Planner:
 
     def answer(self, question: Question) -> Answer:
         """Both accounts and the largest sizes that fit."""
-        from dflash_lab.memory.planner import answer
-
         inputs = self.inputs
         parts = (inputs.shape, inputs.drafter, inputs.extraction, inputs.training)
         return answer(question, *parts, cuda=inputs.cuda)
@@ -442,13 +384,9 @@ class Planner:
         return chart, account_bars(bars, question.budget_gib), verdict(question, told)
 
     def _compute(self, vocabulary: int) -> list[list[float]]:
-        from dataclasses import replace
-
-        from dflash_lab.memory.planner import peak_map as compute
-
         shape, extraction = self.inputs.shape, self.inputs.extraction
         shape = replace(shape, vocab=vocabulary) if vocabulary else shape
-        return compute(shape, extraction, self.batches, self.lengths, cuda=self.inputs.cuda)
+        return predicted_peaks(shape, extraction, self.batches, self.lengths, cuda=self.inputs.cuda)
 
 
 def verdict(question: Question, told: Answer) -> str:
@@ -471,7 +409,7 @@ def verdict(question: Question, told: Answer) -> str:
         word = "fits" if fits else "<span style='color:#D55E00'>does not fit</span>"
         term, size = account.largest(1)[0]
         text = f"<b>{escape(name)}</b>: {account.peak_gib:.2f} GiB, {word}; {most}; "
-        lines.append(text + f"most of it: {escape(term)}, {size / 2**30:.2f} GiB")
+        lines.append(text + f"most of it: {escape(term)}, {size / GIB:.2f} GiB")
     return "<br>".join(lines)
 
 
@@ -480,10 +418,6 @@ def planner(result: MemorySweepResult, params: MemorySweepParams) -> ipywidgets.
     figures.
     """
     import ipywidgets as widgets
-
-    from dflash_lab.memory.planner import Question
-    from dflash_lab.memory.training import with_chunk
-    from dflash_lab.stages.memory_sweep import PLACEMENTS, sweep_inputs
 
     inputs = sweep_inputs(params)
     brain = Planner(inputs, result.points)
@@ -574,7 +508,6 @@ class SweepRun:
     def _work(self) -> None:
         from dflash_lab.machine import release
         from dflash_lab.progress import Stopped
-        from dflash_lab.stages.memory_sweep import measure_points, sweep_inputs
 
         def report(description: str, done: int, total: int, **_fields: Any) -> None:
             self.done, self.total = done, total
@@ -602,9 +535,6 @@ class SweepRun:
 def sweep_control(result: MemorySweepResult, params: MemorySweepParams) -> ipywidgets.Widget:
     """Run and stop buttons, a bar, and prediction against measurement as points come in."""
     import ipywidgets as widgets
-    import polars as pl
-
-    from dflash_lab.stages.memory_sweep import POINT_SCHEMA
 
     run, stop = widgets.Button(description="Run sweep"), widgets.Button(description="Stop", disabled=True)
     bar, line = widgets.IntProgress(min=0, max=1), widgets.Label()
@@ -639,8 +569,6 @@ def sweep_control(result: MemorySweepResult, params: MemorySweepParams) -> ipywi
 def _slider(value: int, low: int, high: int) -> ipywidgets.Widget:
     """A slider over whole numbers in even ratios, the given value among them."""
     import ipywidgets as widgets
-
-    from dflash_lab.memory.planner import ladder
 
     steps = sorted({*ladder(low, max(high, value), 80), value})
     return widgets.SelectionSlider(options=[(f"{step:,}", step) for step in steps], value=value)

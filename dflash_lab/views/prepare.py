@@ -9,7 +9,7 @@ import polars as pl
 
 from dflash_lab.views.style import BLUE, GREY, ORANGE, PURPLE, RED, SKY, escape
 
-_ROWS = 40  # problems shown one by one; the file has them all
+_TINTS = {True: "rgba(230, 159, 0, 0.30)", False: "transparent"}  # of what is trained on, and the rest
 
 
 def outcome(figures: dict[str, Any]) -> go.Figure:
@@ -59,14 +59,14 @@ _KINDS = (  # figure, words, colour
 
 def conversation_kinds(figures: dict[str, Any]) -> go.Figure:
     """How many of the conversations read had more than a question and an answer."""
-    words, names = [words for _, words, _ in _KINDS], [name for name, _, _ in _KINDS]
+    names, words, colours = zip(*_KINDS, strict=True)
     counts = [figures[name] for name in names]
     figure = go.Figure()
     figure.add_bar(
         y=words,
         x=counts,
         orientation="h",
-        marker_color=[colour for _, _, colour in _KINDS],
+        marker_color=colours,
         text=[f"{count:,}" for count in counts],
         hovertemplate="%{y}: %{x:,}<extra></extra>",
     )
@@ -123,8 +123,8 @@ def problem_kinds(problems: pl.DataFrame, figures: dict[str, Any], *, keep: int 
     return figure
 
 
-def problems_html(problems: pl.DataFrame, *, keep: int = _ROWS) -> str:
-    """Return the first problems as an HTML table, all text escaped."""
+def problems_html(problems: pl.DataFrame, *, keep: int = 40) -> str:
+    """Return the first problems as an HTML table, all text escaped; the file has them all."""
     if not problems.height:
         return "<p>No problems.</p>"
     rows = "".join(
@@ -144,7 +144,7 @@ def mask_html(previews: pl.DataFrame) -> str:
     blocks = []
     for (name,), pieces in previews.group_by("id", maintain_order=True):
         text = "".join(
-            f"<span style='background:{_tint(trained)};'>{escape(piece)}</span>"
+            f"<span style='background:{_TINTS[trained]};'>{escape(piece)}</span>"
             for piece, trained in pieces.select("text", "trained").iter_rows()
         )
         blocks.append(
@@ -152,7 +152,3 @@ def mask_html(previews: pl.DataFrame) -> str:
             f"overflow-wrap:anywhere; border-left:3px solid {ORANGE}; padding-left:8px'>{text}</pre>"
         )
     return "".join(blocks) or "<p>No samples.</p>"
-
-
-def _tint(trained: bool) -> str:
-    return "rgba(230, 159, 0, 0.30)" if trained else "transparent"

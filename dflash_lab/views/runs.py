@@ -1,24 +1,41 @@
-"""Several runs side by side: their figures, and the browser that selects them."""
+"""Several runs side by side, for the notebook `runs`: its parameters, figures, and the browser of runs."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import plotly.graph_objects as go
 import polars as pl
 
 from dflash_lab.errors import LabError, reading
+from dflash_lab.params import Params, param
 from dflash_lab.runs import compare_figures, compare_parameters, overview, run_status
 from dflash_lab.views.style import PALETTE, escape, live, thin
 
 if TYPE_CHECKING:
     import ipywidgets
 
-# ----------------------------------------------------------------------------------------------------
-# Figures over several runs: training curves laid over each other, acceptance side by side.
+
+class RunsParams(Params):
+    """Parameters of `notebooks/runs.ipynb`, which is no stage: it reads runs and writes its figures alone."""
+
+    stage: ClassVar[str] = "runs"
+
+    root: str = param("runs", "folder that holds the runs")
+    curve: str = param(
+        "loss",
+        "curve to lay over each other in the figure",
+        choices=("loss", "accuracy", "streak", "chained_tau"),
+    )
+    interactive: bool = param(True, "widgets; false for headless runs")
+
+    @property
+    def folder(self) -> Path:
+        """Where the notebook's figures go: beside the runs, in a folder that is none."""
+        return Path(self.root) / "overview"
 
 
 DASHES = ("solid", "dash", "dot", "dashdot")
@@ -96,8 +113,7 @@ def acceptance(overview: pl.DataFrame) -> go.Figure:
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# The run browser: filter and sort runs, select some, see their curves together and what differs.
+# --- The run browser: filter and sort runs, select some, see their curves together and what differs
 
 
 SORTS = ("last", "run", "state", "seconds", "loss_last", "tau_trained")

@@ -23,8 +23,7 @@ from dflash_lab.files import write_bytes
 if TYPE_CHECKING:
     from dflash_lab.params import StageParams
 
-# ----------------------------------------------------------------------------------------------------
-# Pictures of figures, where kaleido and a Chromium exist; found once, started once a process.
+# --- Pictures of figures, where kaleido and a Chromium exist
 #
 # A browser start costs two seconds, a further picture 0.2 s, so one browser serves all figures of a
 # notebook. A missing browser is no error: the figure's data is saved anyway, and the log says once why
@@ -71,8 +70,7 @@ def to_png(fig: go.Figure, scale: float = 1.5) -> bytes | None:
         return paper.to_image("png", width=PIXELS, scale=scale)
 
 
-# ----------------------------------------------------------------------------------------------------
-# How every figure looks, and how a notebook shows it.
+# --- The look, and how a notebook shows a figure
 #
 # Figure functions are pure (data in, `go.Figure` out) and pick up the `dflash` template by importing this
 # module. Colours are those of Okabe and Ito, which stay apart for colour-blind readers; backgrounds are
@@ -127,16 +125,27 @@ def show(fig: go.Figure, params: StageParams, name: str = "") -> None:
     """Display `fig` in a notebook, and keep it as `<stage folder>/figures/<name>.json` (name: the title's
     words).
     """
+    from IPython.display import display
+
     plain = go.Figure(fig)
     content = plain.to_json()
     name = name or slug(plain.layout.title.text or "figure")
     if len(content) > MAX_BYTES:
         logger.warning("figure %r holds %.1f MB: thin it out (style.thin)", name, len(content) / 1e6)
     write_bytes(params.folder / "figures" / f"{name}.json", content.encode())
-    if params.interactive or os.environ.get("PLOTLY_RENDERER"):
-        _show_live(fig)
-    else:
-        _show_saved(plain, content, name)
+    interactive = params.interactive or os.environ.get("PLOTLY_RENDERER")
+    if interactive and isinstance(fig, go.FigureWidget):
+        display(fig)
+    elif interactive:
+        fig.show()
+    else:  # what a saved notebook should hold: the figure as data, its picture if there is one, a name
+        bundle: dict[str, Any] = {
+            "application/vnd.plotly.v1+json": {**json.loads(content), "config": {"responsive": True}},
+            "text/plain": f"figure: {name}",
+        }
+        if picture := to_png(plain):
+            bundle["image/png"] = base64.b64encode(picture).decode()
+        display(bundle, raw=True)
 
 
 def live(fig: go.Figure, height: int | None = None) -> go.FigureWidget:
@@ -144,29 +153,6 @@ def live(fig: go.Figure, height: int | None = None) -> go.FigureWidget:
     the notebook beside the file browser at 1280 pixels.
     """
     return go.FigureWidget(fig).update_layout(width=WIDTH, **({} if height is None else {"height": height}))
-
-
-def _show_live(fig: go.Figure) -> None:
-    if isinstance(fig, go.FigureWidget):
-        from IPython.display import display
-
-        display(fig)
-    else:
-        fig.show()
-
-
-def _show_saved(fig: go.Figure, content: str, name: str) -> None:
-    """Display what a saved notebook should hold: the figure as data, its picture if there is one, a name."""
-    from IPython.display import display
-
-    bundle: dict[str, Any] = {
-        "application/vnd.plotly.v1+json": {**json.loads(content), "config": {"responsive": True}},
-        "text/plain": f"figure: {name}",
-    }
-    picture = to_png(fig)
-    if picture is not None:
-        bundle["image/png"] = base64.b64encode(picture).decode()
-    display(bundle, raw=True)
 
 
 def slug(title: str) -> str:
@@ -187,8 +173,7 @@ def escape(text: object) -> str:
     return html.escape(str(text), quote=True)
 
 
-# ----------------------------------------------------------------------------------------------------
-# A stage's headline figures as a small table: three to a row in a notebook, one a line in a log.
+# --- A stage's headline figures: three to a row in a notebook, one a line in a log
 
 
 _COLUMNS = 3

@@ -219,7 +219,7 @@ def test_expected_acceptance_under_sampling_equals_simulation(loaded):
     """At one anchor of a one-token draft the expectation is 1 - TV, which simulated rejection sampling
     must meet.
     """
-    from dflash_lab.acceptance.decode import Study, probabilities, verify_sampled
+    from dflash_lab.acceptance.decode import Sampling, Study, accept_sampled
     from dflash_lab.acceptance.offline import answered_items
     from dflash_lab.models.generate import draw
 
@@ -234,12 +234,12 @@ def test_expected_acceptance_under_sampling_equals_simulation(loaded):
     place = row["anchor"]
     proposer = Proposer(drafter, target.head)
     proposer.extend(item.taps[:place])
-    q = probabilities(proposer.draft(item.input_ids[place : place + 1].long(), 2).logits, 0.7)
-    p = probabilities(target.logits(item.final[place : place + 1]), 0.7)
+    q = Sampling(0.7).probabilities(proposer.draft(item.input_ids[place : place + 1].long(), 2).logits)
+    p = Sampling(0.7).probabilities(target.logits(item.final[place : place + 1]))
     generator = torch.Generator().manual_seed(0)
     drafts = draw(q.expand(20000, 1, -1), generator)
     both = torch.cat([p, p]).expand(20000, 2, -1)
-    accepted, _ = verify_sampled(drafts, q.expand(20000, 1, -1), both, generator)
+    accepted, _ = accept_sampled(drafts, q.expand(20000, 1, -1), both, generator)
     assert row["sampled_0.7"] == pytest.approx(float(accepted.float().mean()), abs=0.015)
     assert report.by_temperature()["streak"][1] == pytest.approx(1 + report.anchors["sampled_0.7"].mean())
     with pytest.raises(InputError, match="store_final"):

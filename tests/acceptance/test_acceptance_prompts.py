@@ -14,7 +14,7 @@ from dflash_lab.acceptance.evaluate import next_turn
 from dflash_lab.acceptance.prompts import (
     Prompt,
     check_vocabulary,
-    choose,
+    draw_prompts,
     file_prompts,
     heldout_prompts,
     humaneval_file,
@@ -200,9 +200,9 @@ def test_subsets_and_parts_are_fixed_by_the_seed(tmp_path, tokenizer):
     prompts = file_prompts(
         write_lines(tmp_path / "p.jsonl", *({"prompt": f"n{i}"} for i in range(20))), tokenizer
     )
-    first = choose(prompts, 5, seed=1)
-    assert first == choose(prompts, 5, seed=1) != choose(prompts, 5, seed=2)
-    assert choose(prompts, 0, seed=1)[:5] == first
+    first = draw_prompts(prompts, 5, seed=1)
+    assert first == draw_prompts(prompts, 5, seed=1) != draw_prompts(prompts, 5, seed=2)
+    assert draw_prompts(prompts, 0, seed=1)[:5] == first
     dev, test = split_dev(5, 0.5)
     assert dev == [0, 1] and test == [2, 3, 4]
     assert split_dev(1, 0.5) == ([0], [0])

@@ -9,7 +9,7 @@ import torch
 from drafters import random_drafter, second_drafter
 from torch.profiler import ProfilerActivity, profile
 
-from dflash_lab.acceptance.decode import Draft, Sampling, probabilities, verify_sampled
+from dflash_lab.acceptance.decode import Draft, Sampling, accept_sampled
 from dflash_lab.errors import InputError
 from dflash_lab.models.generate import choose, draw
 
@@ -31,15 +31,15 @@ def _first_two_tokens(
     """Emit two tokens from a target whose second law depends on the first, with independent drafts; return
     counts, law."""
     logits = 1.5 * torch.randn(1 + VOCAB, VOCAB, generator=generator)
-    p_first, p_second = probabilities(logits[0], 0.8), probabilities(logits[1:], 0.8)
-    q = probabilities(torch.randn(2, VOCAB, generator=generator), 0.8)
+    p_first, p_second = Sampling(0.8).probabilities(logits[0]), Sampling(0.8).probabilities(logits[1:])
+    q = Sampling(0.8).probabilities(torch.randn(2, VOCAB, generator=generator))
     drafts = draw(q[None].expand(count, -1, -1), generator)
     last = p_second[torch.zeros(count, dtype=torch.long)]
     p = torch.stack([p_first.expand(count, -1), p_second[drafts[:, 0]], last], dim=1)
     if broken:  # a sampler that always accepts
         accepted, after = torch.full((count,), 2), drafts[:, 0]
     else:
-        accepted, after = verify_sampled(drafts, q[None].expand(count, -1, -1), p, generator)
+        accepted, after = accept_sampled(drafts, q[None].expand(count, -1, -1), p, generator)
     first = torch.where(accepted >= 1, drafts[:, 0], after)
     # A round that stopped at the first token draws the second in its next round; draw it plainly here.
     second = torch.where(
@@ -62,9 +62,9 @@ def test_the_chi_square_test_sees_a_sampler_that_is_not_lossless():
 def test_bonus_follows_the_last_row_and_equal_laws_accept_everything():
     generator = torch.Generator().manual_seed(1)
     count = 50_000
-    p = probabilities(torch.randn(3, VOCAB, generator=generator), 1.0)
+    p = Sampling(1.0).probabilities(torch.randn(3, VOCAB, generator=generator))
     drafts = draw(p[None, :2].expand(count, -1, -1), generator)
-    accepted, bonus = verify_sampled(
+    accepted, bonus = accept_sampled(
         drafts, p[None, :2].expand(count, -1, -1), p[None].expand(count, -1, -1), generator
     )
     assert (accepted == 2).all()
@@ -85,7 +85,7 @@ def test_sampled_drafts_follow_the_law_that_they_are_judged_by(loaded, second):
     observed, expected = torch.zeros(size, wide, dtype=torch.float64), torch.zeros(size, wide).double()
     every = torch.arange(size)
     for _ in range(4000):
-        tokens, chances = draft.sampled(0.8, 1.0, 6, generator)
+        tokens, chances = draft.sampled(Sampling(0.8, 1.0, 6, generator))
         assert torch.allclose(chances.sum(-1), torch.ones(size)) and (chances[every, tokens] > 0).all()
         observed[every, tokens] += 1
         expected += chances.detach()
@@ -98,28 +98,28 @@ def test_disjoint_support_rejects_at_once_and_never_emits_an_impossible_token():
     q = torch.tensor([[[1.0, 0, 0, 0, 0]]])
     p = torch.tensor([[[0, 0.5, 0.5, 0, 0], [0.2, 0.2, 0.2, 0.2, 0.2]]])
     for seed in range(20):
-        accepted, token = verify_sampled(torch.tensor([[0]]), q, p, torch.Generator().manual_seed(seed))
+        accepted, token = accept_sampled(torch.tensor([[0]]), q, p, torch.Generator().manual_seed(seed))
         assert accepted.item() == 0
         assert token.item() in (1, 2)
 
 
 def test_filters():
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
-    torch.testing.assert_close(probabilities(logits, 1.0, top_k=2), torch.tensor([0.625, 0.375, 0, 0]))
-    torch.testing.assert_close(probabilities(logits, 1.0, top_p=0.6), torch.tensor([0.625, 0.375, 0, 0]))
-    torch.testing.assert_close(probabilities(logits, 1.0, top_p=0.1), torch.tensor([1.0, 0, 0, 0]))
-    sharp = probabilities(logits, 0.5)
+    torch.testing.assert_close(
+        Sampling(1.0, top_k=2).probabilities(logits), torch.tensor([0.625, 0.375, 0, 0])
+    )
+    torch.testing.assert_close(
+        Sampling(1.0, top_p=0.6).probabilities(logits), torch.tensor([0.625, 0.375, 0, 0])
+    )
+    torch.testing.assert_close(Sampling(1.0, top_p=0.1).probabilities(logits), torch.tensor([1.0, 0, 0, 0]))
+    sharp = Sampling(0.5).probabilities(logits)
     torch.testing.assert_close(sharp, torch.tensor([0.25, 0.09, 0.0225, 0.0025]) / 0.365)
-    for bad in ({"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.0}, {"temperature": 1.0, "top_k": -1}):
-        with pytest.raises(InputError, match="top_p"):
-            probabilities(logits, **bad)
 
 
 @pytest.mark.parametrize("temperature", [float("nan"), float("inf"), -1.0, 1e-300, 1e-5, 1e300])
 def test_a_temperature_that_logits_cannot_be_divided_by_is_refused(temperature):
-    for use in (lambda t: probabilities(torch.zeros(2, 3), t), Sampling):
-        with pytest.raises(InputError, match=r"give 0 for greedy decoding, or 0\.0001 to 10000"):
-            use(temperature)
+    with pytest.raises(InputError, match=r"give 0 for greedy decoding, or 0\.0001 to 10000"):
+        Sampling(temperature)
     for filters in ({"top_p": float("nan")}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}):
         with pytest.raises(InputError, match="give 0 < top_p <= 1"):
             Sampling(1.0, **filters)
@@ -132,14 +132,16 @@ def test_the_ends_of_what_is_allowed_choose_a_token_that_has_a_chance(temperatur
     logits = torch.full((400, size), 80.0)
     logits[:, 1:3] = -torch.inf
     sampling = Sampling(temperature, generator=torch.Generator().manual_seed(0), **filters)
-    chances, found = sampling.chances(logits), sampling.choose(logits)
+    chances, found = sampling.probabilities(logits), sampling.choose(logits)
     torch.testing.assert_close(chances.sum(-1), torch.ones(400))
     assert (chances.gather(1, found[:, None]) > 0).all() and (logits.gather(1, found[:, None]) > 0).all()
 
 
 def test_a_draw_is_the_one_that_multinomial_makes():
     for seed in range(5):
-        chances = probabilities(torch.randn(40, 3, 500, generator=torch.Generator().manual_seed(seed)), 0.7)
+        chances = Sampling(0.7).probabilities(
+            torch.randn(40, 3, 500, generator=torch.Generator().manual_seed(seed))
+        )
         known = torch.multinomial(chances.view(-1, 500), 1, generator=torch.Generator().manual_seed(seed))
         assert torch.equal(draw(chances, torch.Generator().manual_seed(seed)).view(-1, 1), known)
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from dflash_lab.acceptance.tree import (
     NEVER,
     accepted_by_budget,
+    best_tokens,
     build_tree,
     marginal_edges,
     path_ranks,
@@ -147,7 +148,7 @@ def test_vectorised_ranks_equal_the_heap_with_and_without_ties(seed, grid, depth
     labels = torch.randint(-1, vocab, (3, depth), generator=generator)
     space = sum(vocab**d for d in range(1, depth + 1))
     budget = min(space, 60)
-    ranks = path_ranks(scores, labels, budget)
+    ranks = path_ranks(*best_tokens(scores, budget), labels, budget)
     for anchor in range(3):
         tree = build_tree(marginal_edges(scores[anchor], budget), root=0, depth=depth, budget=budget)
         place = {path: node for node, path in enumerate(_paths(tree), start=1)}

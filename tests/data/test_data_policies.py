@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_lab.data.batching import POLICIES, Limits, explore, plan_by, policy, policy_waste
+from dflash_lab.data.batching import POLICIES, Limits, explore, plan_by, policy_waste
 from dflash_lab.data.lengths import synthetic_lengths
 from dflash_lab.errors import InputError
 
@@ -20,7 +20,7 @@ REAL = Path(__file__).parent / "lengths_public_chat.parquet"
 
 def test_policies_waste_less_the_more_they_sort():
     real = pl.read_parquet(REAL)["length"].to_numpy()
-    table = policy_waste(synthetic_lengths(real, 100_000, mean=335, longest=4096))
+    table = policy_waste(synthetic_lengths(real, 100_000, mean=335, longest=4096), Limits())
     wastes = table["waste_pct"].to_list()
     assert wastes == sorted(wastes, reverse=True)
     assert wastes[0] > 50 and 5 < wastes[1] < 20 and wastes[-1] < 0.5
@@ -28,9 +28,9 @@ def test_policies_waste_less_the_more_they_sort():
 
 
 def test_fixed_policy_is_counted_by_hand():
-    table = policy_waste(np.array([1, 2, 3, 4]), fixed_batch=4, token_budget=8, max_batch=8)
+    table = policy_waste(np.array([1, 2, 3, 4]), Limits(fixed_batch=4, token_budget=8, max_batch=8))
     assert table["padded_tokens"][0] == 16 and table["waste_pct"][0] == pytest.approx(37.5)
-    assert policy_waste(np.array([], np.int32))["batches"].to_list() == [0] * len(POLICIES)
+    assert policy_waste(np.array([], np.int32), Limits())["batches"].to_list() == [0] * len(POLICIES)
 
 
 @settings(max_examples=60, deadline=None)
@@ -68,6 +68,5 @@ def test_unknown_names_and_values_are_refused(monkeypatch):
     for options in ({"over_long": "keep"}, {"max_length": -1}, {"tokens_per_s": 0.0}):
         with pytest.raises(InputError):
             explore(np.array([1]), **{"max_length": 0, **options})
-    monkeypatch.setattr("dflash_lab.data.batching.POLICIES", dict(POLICIES))
-    policy("mine")(POLICIES["sort all"])
+    monkeypatch.setitem(POLICIES, "mine", POLICIES["sort all"])
     assert explore(np.array([1, 2]), max_length=0, policy="mine").kept == 2

@@ -16,7 +16,6 @@ from dflash_lab.data.conversations import Conversation
 from dflash_lab.data.records import BadRecord
 from dflash_lab.data.regenerate import AnswerFile, Speaker, regenerate
 from dflash_lab.models.template import Dialogue
-from dflash_lab.stages.prepare import AskedRecord
 
 STOP = 258
 TOKENIZER = tiny_tokenizer(HERMES)
@@ -55,11 +54,8 @@ class Machine:
         if any(message["content"] == "refused" for message in conversation.messages):
             raise BadRecord("template", "refused")
         tools = conversation.tools
-        return AskedRecord(
-            Dialogue(
-                self.tokenizer, conversation.messages, tools=tools, thinking=True, stop_ids=frozenset([STOP])
-            )
-        )
+        stop = frozenset([STOP])
+        return Dialogue(self.tokenizer, conversation.messages, tools=tools, thinking=True, stop_ids=stop)
 
     def speaker(self, settings="s"):
         return Speaker(ask=self.ask, generate=self.generate, settings=settings)

@@ -221,7 +221,7 @@ def test_a_failure_leaves_the_old_file_whole(tmp_path):
 def test_a_row_that_cannot_be_is_refused_by_every_reader_with_its_place(tmp_path, column, value, words):
     from dflash_lab.acceptance.prompts import heldout_prompts
     from dflash_lab.drafter.live import SampleItems
-    from dflash_lab.extraction.loop import Tokens, read_index
+    from dflash_lab.extraction.shard import Tokens, read_index
 
     path, mask = tmp_path / "s.parquet", np.asarray([0, 0, 0, 1, 1, 1], np.uint8)
     ids = [np.arange(6) + first for first in range(1, 4001)]

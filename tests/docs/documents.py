@@ -14,7 +14,7 @@ from pathlib import Path
 
 import papermill
 
-from dflash_lab import cli, commands
+from dflash_lab import cli
 from dflash_lab.launch import plan
 from dflash_lab.run_params import read_given
 from dflash_lab.runs import run_status
@@ -108,7 +108,7 @@ def made_in_the_pages() -> dict[str, str]:
 
 def _check_lab(words: list[str]) -> None:
     if words[0] in ("--help", "--version") or words[1:] in ([], ["--help"]):  # a command named in a sentence
-        assert words[0].startswith("--") or words[0] in commands.COMMANDS
+        assert words[0].startswith("--") or words[0] in cli.COMMANDS
         return
     options, _ = cli.build_parser().parse_known_args(words)  # leaves the program when it is no such line
     if options.command in ("run", "status", *STAGES):
@@ -116,12 +116,12 @@ def _check_lab(words: list[str]) -> None:
     if options.command == "status":
         assert run_status(options.run)
     elif options.command == "run":
-        given = commands._given(options)
+        given = cli.given(options)
         assert plan(given)
         for parameter, _ in [*given.typed, *given.raw]:
             assert any(parameter in params_class(stage).model_fields for stage in STAGES), parameter
     elif options.command in STAGES:
-        read_given(params_class(options.command), commands._given(options))
+        read_given(params_class(options.command), cli.given(options))
 
 
 def _check_papermill(words: list[str]) -> None:

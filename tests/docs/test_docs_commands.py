@@ -129,7 +129,9 @@ def test_verify_names_a_damaged_part(walked, checkout, tmp_path):
     assert code == 1 and part.name in output
 
 
-@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES[1:] if page.stem != "python"], ids=lambda page: page.stem
+)  # that page's blocks are run as one program, by test_docs_python.py
 def test_the_pages_blocks_run_after_the_readme(walked, checkout, page):
     for block in blocks(page):
         run_block(checkout, block, {})

@@ -35,7 +35,8 @@ def test_parts_that_were_run_one_by_one_are_put_together(tmp_path):
     assert found["figures"]["fsdp_2_gradient_rel_error"] == 0.003
 
 
-def test_a_split_names_gpus():
+def test_a_split_names_gpus(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)  # as for a script that is run
     read_split = runpy.run_path(str(BENCHMARKS / "pipeline.py"))["read_split"]
     assert read_split("5+1") == ([1, 2, 3, 4, 5], [0])
     assert read_split("6+2") == ([2, 3, 4, 5, 6, 7], [0, 1])

@@ -15,8 +15,7 @@ from torch._inductor.exc import InductorError
 
 from dflash_lab.drafter import loss as fused
 from dflash_lab.drafter import model as model_module
-from dflash_lab.drafter.distributed import Single
-from dflash_lab.drafter.loss import ChunkPlan, load_backend
+from dflash_lab.drafter.loss import load_backend
 from dflash_lab.drafter.loss_rows import TorchRows
 from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.drafter.model import Drafter
@@ -46,7 +45,7 @@ def run(tmp_path):
             max_steps=1, context_tokens=64, anchors=12, loss=LossConfig(soft_weight=0.2), attention=attention
         )
         items = ItemList(tiny_items())
-        return Trainer(items, tiny_head(), drafter, settings, tmp_path, None, None, Single(), {})
+        return Trainer(items, tiny_head(), drafter, settings, tmp_path)
 
     yield made
     torch.compiler.reset()
@@ -143,7 +142,7 @@ def loss_call(monkeypatch):
         )
         hidden.grad = None
         loss = fused.fused_draft_loss(
-            hidden, head, labels, torch.ones(3, 4), config=LossConfig(), plan=ChunkPlan(8), backend=backend
+            hidden, head, labels, torch.ones(3, 4), config=LossConfig(), chunk_rows=8, backend=backend
         )
         loss.total.backward()
         return loss.total.detach(), hidden.grad

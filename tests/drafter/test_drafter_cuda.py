@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from support.tiny_drafters import HIDDEN, ItemList, head_on, relative_error, tiny_config, tiny_items
 
 from dflash_lab.drafter.attention import row_layout
-from dflash_lab.drafter.distributed import Single
 from dflash_lab.drafter.journal import read_journal
 from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.drafter.model import Drafter
@@ -127,9 +126,7 @@ def test_many_bad_steps_in_a_row_end_the_run(tmp_path):
 def test_a_step_waits_for_nobody(tmp_path, kind):
     """Anything in a step that would wait for the device is an error here."""
     chosen = settings(optimizer=OptimizerConfig(kind=kind), eval_rows=0)
-    trainer = Trainer(
-        tiny_items(12, heldout=0), cuda_head(), start(), chosen, tmp_path, None, None, Single(), {}
-    )
+    trainer = Trainer(tiny_items(12, heldout=0), cuda_head(), start(), chosen, tmp_path)
     trainer.warm_up()
     with contextlib.closing(prefetch(feed(trainer.stream(), trainer.device))) as stream:
         for _ in range(3):

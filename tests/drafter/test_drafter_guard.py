@@ -9,11 +9,11 @@ import torch
 
 from dflash_lab.drafter.distributed import total_norm
 from dflash_lab.drafter.objective import Tally
-from dflash_lab.drafter.train import EMPTY, EXPLODED, FINE, HISTORY, LOSS, NORM, TRUSTED, Guard
+from dflash_lab.drafter.train import HISTORY, TRUSTED, Guard, StepFault
 
 
-def judged(guard: Guard, norm: float, loss: float = 1.0, below: float = 5.0) -> tuple[int, float]:
-    values = (torch.tensor(value, dtype=torch.float64) for value in (loss, norm, below))
+def judged(guard: Guard, norm: float, loss: float = 1.0, denominator: float = 5.0) -> tuple[int, float]:
+    values = (torch.tensor(value, dtype=torch.float64) for value in (loss, norm, denominator))
     fault, usual = guard.judge(*values)
     return int(fault), float(usual)
 
@@ -23,7 +23,7 @@ def test_usual_norm_is_the_median_of_the_last_good_ones(tmp_path):
     generator = torch.Generator().manual_seed(0)
     for norm in torch.rand(100, generator=generator).tolist():
         fault, usual = judged(guard, norm)
-        assert fault == FINE
+        assert fault == StepFault.NONE
         if seen:
             assert usual == pytest.approx(statistics.median(seen[-HISTORY:]))
         seen.append(norm)
@@ -33,17 +33,19 @@ def test_usual_norm_is_the_median_of_the_last_good_ones(tmp_path):
 def test_faults_are_told_apart_and_leave_the_norms_alone(tmp_path):
     guard = Guard(10.0, 3, tmp_path)
     for number in range(TRUSTED):
-        assert judged(guard, 1e3 if number == 1 else 1.0)[0] == FINE  # too early to call it exploding
+        assert (
+            judged(guard, 1e3 if number == 1 else 1.0)[0] == StepFault.NONE
+        )  # too early to call it exploding
     before = guard.state()
-    assert judged(guard, 1.0, loss=float("nan"))[0] == LOSS
-    assert judged(guard, float("inf"))[0] == NORM
-    assert judged(guard, 10.5)[0] == EXPLODED
-    assert judged(guard, float("nan"), loss=float("nan"), below=0.0)[0] == EMPTY
+    assert judged(guard, 1.0, loss=float("nan"))[0] == StepFault.LOSS
+    assert judged(guard, float("inf"))[0] == StepFault.NORM
+    assert judged(guard, 10.5)[0] == StepFault.EXPLODED
+    assert judged(guard, float("nan"), loss=float("nan"), denominator=0.0)[0] == StepFault.EMPTY
     assert guard.state() == before
-    assert judged(guard, 9.5)[0] == FINE
+    assert judged(guard, 9.5)[0] == StepFault.NONE
     other = Guard(10.0, 3, tmp_path)
     other.load(guard.state())
-    assert other.state() == guard.state() and judged(other, 10.5)[0] == EXPLODED
+    assert other.state() == guard.state() and judged(other, 10.5)[0] == StepFault.EXPLODED
 
 
 def test_norm_of_bf16_gradients_is_summed_in_fp32():

@@ -10,11 +10,12 @@ import torch
 from support.families import tiny_family
 from support.tiny_drafters import relative_error
 from support.tiny_targets import VOCAB_SIZE
+from transformers import AttentionInterface
 
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.journal import read_journal
-from dflash_lab.drafter.live import ATTENTION, LiveItems, RowForward
+from dflash_lab.drafter.live import ATTENTION, LiveItems, RowForward, documents_attention
 from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.objective import TrainSettings
@@ -135,16 +136,18 @@ def test_chunks_longer_than_the_proof_run_padded(tmp_path, caplog):
     assert forward.path == "padded" and "layers 0-2 (chunked_attention over 100 tokens)" in caplog.text
     ids = torch.randint(3, 60, (150,), generator=torch.Generator().manual_seed(1))
     taps, _ = forward(ids, torch.arange(150), [(0, 150)])
-    with Taps(target.layers, TAPS[:2]) as plain:
+    with Taps(target, TAPS[:2]) as plain:
         target.body(input_ids=ids[None], use_cache=False)
         assert relative_error(taps, torch.cat(plain.take(), dim=-1)[0]) < 5e-3
 
 
 def test_a_target_whose_packed_forward_differs_runs_padded(samples, tiny_target, caplog, monkeypatch):
     """The proof, not a list of names, decides."""
-    from dflash_lab.drafter import live as live_attention
-
-    monkeypatch.setattr(live_attention, "_attend", lambda q, k, v, scale, window: q + 1.0)
+    monkeypatch.setitem(
+        AttentionInterface._global_mapping,
+        ATTENTION,
+        lambda *inputs, **options: (documents_attention(*inputs, **options)[0] + 1.0, None),
+    )
     target = load_target(str(tiny_target("llama")))
     before = target.body.config._attn_implementation
     with caplog.at_level("INFO"):

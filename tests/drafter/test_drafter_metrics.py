@@ -32,7 +32,9 @@ def row(*arguments, chosen=None, **values):
     """A row whose loss is 6 over 3."""
     found = stats(*arguments, **values)
     parts = torch.tensor([4.5, 0, 1.5, 0, 0, 0, 0])
-    return SimpleNamespace(rows=found, total=parts.sum(), parts=parts, below=torch.tensor(3.0), chosen=chosen)
+    return SimpleNamespace(
+        rows=found, total=parts.sum(), parts=parts, denominator=torch.tensor(3.0), chosen=chosen
+    )
 
 
 def test_streak_and_conditional_accuracy_by_hand():

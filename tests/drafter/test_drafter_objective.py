@@ -29,7 +29,7 @@ def items_and_logits(target, tap_ids, lengths=(30, 24)):
     items, logits = [], []
     for number, length in enumerate(lengths):
         ids = torch.randint(0, 255, (length,), generator=generator)
-        with Taps(target.layers, [*tap_ids, target.num_layers - 1]) as taps:
+        with Taps(target, [*tap_ids, target.num_layers - 1]) as taps:
             output = target.body(input_ids=ids[None], use_cache=False)
             *states, final = (state[0] for state in taps.take())
         mask = (torch.arange(length) >= 4).to(torch.uint8)
@@ -90,15 +90,15 @@ def test_labels_from_the_argmax_are_the_targets_first_choices(tiny_target):
 def test_a_loss_is_divided_by_the_sum_of_weights_or_by_the_number_of_slots():
     items, drafter = tiny_items(3, heldout=0), tiny_drafter()
     row = pack(items, tiny_config(), 100, 1000, torch.Generator().manual_seed(0))
-    below, totals = {}, {}
+    denominators, totals = {}, {}
     for name in ("weights", "mask"):
         objective = Objective(tiny_head(), drafter.config, chosen(gamma=2.0, denominator=name))
         loss = objective(drafter, drafter, row, row.taps.float(), teacher=False)
-        below[name], totals[name] = float(loss.below), float(loss.total.detach())
+        denominators[name], totals[name] = float(loss.denominator), float(loss.total.detach())
     slots = row.slot_mask.sum(0).double()
     decayed = (slots[1:] * torch.exp(-torch.arange(3) / 2.0)).sum()
-    assert below["mask"] == int(slots.sum())
-    assert below["weights"] == pytest.approx(float(decayed))
+    assert denominators["mask"] == int(slots.sum())
+    assert denominators["weights"] == pytest.approx(float(decayed))
     assert totals["mask"] == totals["weights"]
 
 
@@ -119,5 +119,5 @@ def test_the_parts_of_all_terms_add_up_to_the_loss():
         on = {name for name, factor in objective.factors.items() if factor}
         assert {name for name, value in told.items() if value} == on
         assert sum(value for value in told.values() if value) == pytest.approx(report["loss"], rel=1e-5)
-        kl = (found.rows.weight * found.rows.kl).sum() / found.below
+        kl = (found.rows.weight * found.rows.kl).sum() / found.denominator
         assert (told["kl"] or 0) == pytest.approx(float(loss.soft_weight * kl), rel=1e-4)

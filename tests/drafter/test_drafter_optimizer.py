@@ -16,8 +16,8 @@ from dflash_lab.drafter.optim import (
     Optimizer,
     OptimizerConfig,
     adam_update,
-    decode,
-    encode,
+    decode_moment,
+    encode_moment,
     muon_updates,
     orthogonalized,
 )
@@ -321,7 +321,9 @@ def test_byte_codes_keep_the_mean_and_the_size(signed):
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(3, 500, generator=generator) * torch.logspace(-4, 0, 500)
     values = values if signed else values.square()
-    decoded = torch.stack([decode(*encode(values, generator, signed=signed)) for _ in range(400)])
+    decoded = torch.stack(
+        [decode_moment(*encode_moment(values, generator, signed=signed)) for _ in range(400)]
+    )
     one = decoded[0]
     assert one.shape == values.shape
     kept = values.abs() > values.abs().max() * 2.0 ** (-15 if signed else -31)
@@ -330,8 +332,10 @@ def test_byte_codes_keep_the_mean_and_the_size(signed):
     assert (one.sign() == values.sign())[kept].all()
     if not signed:
         assert (one > 0).all()  # never a zero under a root while its block lives
-    codes, scales = encode(torch.zeros(300), generator, signed=signed)
-    assert (decode(codes, scales) == 0).all() and codes.dtype == (torch.int8 if signed else torch.uint8)
+    codes, scales = encode_moment(torch.zeros(300), generator, signed=signed)
+    assert (decode_moment(codes, scales) == 0).all() and codes.dtype == (
+        torch.int8 if signed else torch.uint8
+    )
 
 
 @pytest.mark.parametrize(

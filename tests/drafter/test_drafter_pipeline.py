@@ -1,14 +1,14 @@
-"""What a pipeline's diaries say: how busy each side was, and which one the other waits for."""
+"""What a pipeline's timings say: how busy each side was, and which one the other waits for."""
 
 from __future__ import annotations
 
 import polars as pl
 import pytest
 
-from dflash_lab.drafter.pipeline import SCHEMA, summary
+from dflash_lab.drafter.pipeline import TIMING_SCHEMA, summary
 
 
-def diary(
+def timings(
     worker: str, waited_ms: list[float], *, seconds: float, depth=None, forward_ms=None
 ) -> pl.DataFrame:
     """Rows of one worker, evenly over `seconds`."""
@@ -17,7 +17,7 @@ def diary(
         (worker, turn, 100 + seconds * turn / (count - 1), waited, depth, forward_ms)
         for turn, waited in enumerate(waited_ms)
     ]
-    return pl.DataFrame(rows, schema=SCHEMA, orient="row")
+    return pl.DataFrame(rows, schema=TIMING_SCHEMA, orient="row")
 
 
 @pytest.mark.parametrize(
@@ -27,10 +27,10 @@ def diary(
 def test_the_side_that_the_other_waits_for_is_the_limit(drafter_ms, target_ms, busy, target_busy, limit):
     frame = pl.concat(
         [
-            diary("drafter-0", [drafter_ms] * 4, seconds=10, depth=1),
-            diary("drafter-1", [drafter_ms] * 4, seconds=10, depth=3),
-            diary("target-0", [target_ms] * 4, seconds=10, forward_ms=40.0),
-            diary("target-1", [target_ms] * 4, seconds=10, forward_ms=60.0),
+            timings("drafter-0", [drafter_ms] * 4, seconds=10, depth=1),
+            timings("drafter-1", [drafter_ms] * 4, seconds=10, depth=3),
+            timings("target-0", [target_ms] * 4, seconds=10, forward_ms=40.0),
+            timings("target-1", [target_ms] * 4, seconds=10, forward_ms=60.0),
         ]
     )
     found = summary(frame, {"drafter-0": 10.0, "drafter-1": 10.0})

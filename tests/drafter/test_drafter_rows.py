@@ -165,7 +165,7 @@ def test_padding_changes_no_loss_and_no_gradient():
         results.append((found, torch.cat([p.grad.flatten() for p in drafter.parameters()])))
     assert padded.row(0, 2).taps.shape[0] == 64 and padded.row(0, 2).block_ids.shape[0] == 10
     assert results[1][0].total.item() == pytest.approx(results[0][0].total.item(), rel=1e-6)
-    assert int(results[1][0].below) == int(results[0][0].below)
+    assert int(results[1][0].denominator) == int(results[0][0].denominator)
     assert relative_error(results[1][1], results[0][1]) < 1e-5
 
 

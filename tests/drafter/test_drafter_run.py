@@ -13,13 +13,11 @@ from support.tiny_drafters import ItemList, tiny_config, tiny_head, tiny_items
 from dflash_lab.drafter import loss
 from dflash_lab.drafter import train as loop
 from dflash_lab.drafter.checkpoint import load_checkpoint
-from dflash_lab.drafter.distributed import Single
 from dflash_lab.drafter.journal import Journal, read_journal
-from dflash_lab.drafter.loss import ChunkPlan
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.objective import Tally, TrainSettings
 from dflash_lab.drafter.rows import stream_seed
-from dflash_lab.drafter.train import FIELDS, FINE, Diverged, Trainer, train
+from dflash_lab.drafter.train import STEP_NUMBERS, Diverged, StepFault, Trainer, train
 from dflash_lab.files import read_json
 
 
@@ -120,29 +118,29 @@ def test_a_resumed_run_keeps_the_chunks_of_its_loss(tmp_path, monkeypatch):
 
     def noted(run):
         plain(run)
-        seen.append(run.objective.fused.plan)
+        seen.append(run.objective.fused.chunk_rows)
 
     monkeypatch.setattr(Trainer, "resume", noted)
-    monkeypatch.setattr(loss, "plan_chunks", lambda **options: ChunkPlan(8))
+    monkeypatch.setattr(loss, "plan_chunk_rows", lambda **options: 8)
     with pytest.raises(Killed):
         train(tiny_items(), tiny_head(), fresh(), settings(), folder=tmp_path, on_progress=killed_at(3))
-    monkeypatch.setattr(loss, "plan_chunks", lambda **options: ChunkPlan(32))
+    monkeypatch.setattr(loss, "plan_chunk_rows", lambda **options: 32)
     train(tiny_items(), tiny_head(), fresh(), settings(), folder=tmp_path)
-    assert seen == [None, ChunkPlan(8)]
+    assert seen == [None, 8]
 
 
 def test_steps_are_taken_in_in_order_and_the_newest_may_wait(tmp_path):
-    run = Trainer(tiny_items(), tiny_head(), fresh(), settings(), tmp_path, None, None, Single(), {})
+    run = Trainer(tiny_items(), tiny_head(), fresh(), settings(), tmp_path)
     run.journal = Journal(tmp_path, -1)
     for step in (1, 2, 3):
-        values = torch.full((len(FIELDS),), float(step), dtype=torch.float64)
-        values[FIELDS.index("fault")] = FINE
-        run.begun.append((step, 0.1, [], values, None))
-    run.settle(keep=1)
-    assert [step for step, *_ in run.begun] == [3] and run.place["tokens"] == 1 + 2
-    run.settle()
+        values = torch.full((len(STEP_NUMBERS),), float(step), dtype=torch.float64)
+        values[STEP_NUMBERS.index("fault")] = StepFault.NONE
+        run.pending.append((step, 0.1, [], values, None))
+    run.collect(keep=1)
+    assert [step for step, *_ in run.pending] == [3] and run.place["tokens"] == 1 + 2
+    run.collect()
     run.journal.close()
-    assert not run.begun and run.place["blocks"] == 1 + 2 + 3
+    assert not run.pending and run.place["blocks"] == 1 + 2 + 3
     assert [(r["step"], r["grad_norm"]) for r in read_journal(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
 

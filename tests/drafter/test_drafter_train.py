@@ -129,17 +129,17 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, kill_at, 
 def test_a_crash_between_checkpoints_loses_only_the_steps_since(tmp_path, monkeypatch):
     whole = fresh()
     train(tiny_items(), tiny_head(), whole, settings(), folder=tmp_path / "whole")
-    original = Trainer.apply
+    original = Trainer.update
 
     def dies(self, *arguments):
         if self.step == 6:  # in the middle of step 7, nothing saved since step 4
             raise Killed
         return original(self, *arguments)
 
-    monkeypatch.setattr(Trainer, "apply", dies)
+    monkeypatch.setattr(Trainer, "update", dies)
     with pytest.raises(Killed):
         train(tiny_items(), tiny_head(), fresh(), settings(), folder=tmp_path / "cut")
-    monkeypatch.setattr(Trainer, "apply", original)
+    monkeypatch.setattr(Trainer, "update", original)
     drafter = fresh()
     train(tiny_items(), tiny_head(), drafter, settings(), folder=tmp_path / "cut")
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), drafter.parameters(), strict=True))

@@ -23,7 +23,7 @@ LAYERS = [0, 3, 7]
 
 
 def states(target: Target, ids: torch.Tensor) -> list[torch.Tensor]:
-    with torch.inference_mode(), Taps(target.layers, LAYERS) as taps:
+    with torch.inference_mode(), Taps(target, LAYERS) as taps:
         target.body(input_ids=ids, use_cache=False)
         return [state.clone() for state in taps.take()]
 

@@ -21,15 +21,13 @@ from support.sample_files import TAP_IDS, make_samples
 
 from dflash_lab import files
 from dflash_lab.data.batching import plan_batches
-from dflash_lab.extraction import checks as selftest_module
-from dflash_lab.extraction import loop as loop_module
-from dflash_lab.extraction import loop as run_module
-from dflash_lab.extraction import writer as capture_module
-from dflash_lab.extraction import writer as writer_module
-from dflash_lab.extraction.checks import SelfTest, SelfTestError, discard, rel_l2, verify
-from dflash_lab.extraction.loop import QuarantineError, extract
+from dflash_lab.extraction import checks, loop, writer
+from dflash_lab.extraction.checks import SelfTestError, discard, rel_l2, verify
+from dflash_lab.extraction.loop import extract
+from dflash_lab.extraction.manifest import read_lines, shard_folders
 from dflash_lab.extraction.oom import DeviceLost, MemoryShort
-from dflash_lab.extraction.store import open_store, read_lines, shard_folders
+from dflash_lab.extraction.report import QuarantineError
+from dflash_lab.extraction.store import open_store
 from dflash_lab.models.load import Target
 
 LENGTHS = [int(length) for length in np.random.default_rng(3).integers(2, 90, 70)]
@@ -38,7 +36,7 @@ PLAN = {"tap_ids": TAP_IDS, "token_budget": 400, "max_batch": 8, "part_gib": 0.0
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(run_module, "WAITS_S", (0,) * 6)
+    monkeypatch.setattr(loop, "WAITS_S", (0,) * 6)
 
 
 @pytest.fixture(autouse=True)
@@ -166,7 +164,7 @@ def test_a_sample_that_never_fits_is_quarantined_and_the_rest_stored(tiny, tmp_p
 def test_memory_that_stays_short_ends_the_run_after_a_few_tries(tiny, tmp_path: Path, monkeypatch) -> None:
     """Sixty samples took 185 failed attempts; what was stored before another process came stays."""
     target, samples, store = tiny("llama"), make_samples(tmp_path / "s.parquet", LENGTHS), tmp_path / "store"
-    monkeypatch.setattr(run_module, "others_on", lambda device: "process 4242 (python3) 71.30 GiB")
+    monkeypatch.setattr(loop, "others_on", lambda device: "process 4242 (python3) 71.30 GiB")
     forwards = [0]
 
     def taken(ids: torch.Tensor) -> BaseException | None:
@@ -189,11 +187,11 @@ def test_memory_that_stays_short_ends_the_run_after_a_few_tries(tiny, tmp_path: 
 
 def test_memory_that_comes_back_is_waited_for(tiny, tmp_path: Path, monkeypatch) -> None:
     target, samples, store = tiny("llama"), make_samples(tmp_path / "s.parquet", LENGTHS), tmp_path / "store"
-    monkeypatch.setattr(run_module, "WAITS_S", (1, 2, 4))
+    monkeypatch.setattr(loop, "WAITS_S", (1, 2, 4))
     slept: list[float] = []
-    monkeypatch.setattr(run_module.time, "sleep", slept.append)
+    monkeypatch.setattr(loop.time, "sleep", slept.append)
     free = iter([10.0, *[1.0] * 9, *[9.5] * 99])
-    monkeypatch.setattr(run_module, "device_budget_gib", lambda device: next(free))
+    monkeypatch.setattr(loop, "device_budget_gib", lambda device: next(free))
     came_back = lambda: len(slept) > 0  # noqa: E731
     with Saboteur(
         target, after_selftest(lambda ids: None if came_back() else memory_error("driver"), shard(store))
@@ -286,18 +284,19 @@ def test_a_full_disk_stops_the_run_and_the_next_one_finishes(
 
 def test_an_error_in_the_writer_thread_reaches_the_caller(tiny, tmp_path: Path, monkeypatch) -> None:
     target, samples, store = tiny("llama"), make_samples(tmp_path / "s.parquet", LENGTHS), tmp_path / "store"
-    real, calls = writer_module.PartWriter.add, [0]
+    real, calls = writer.HostBuffers.give_back, [0]
 
-    def add(self, batch) -> None:
+    def give_back(self, buffer) -> None:  # the writer's thread does
         calls[0] += 1
         if calls[0] == 4:
             raise ZeroDivisionError("a defect of the writer")
-        real(self, batch)
+        real(self, buffer)
 
-    monkeypatch.setattr(writer_module.PartWriter, "add", add)
-    with pytest.raises(ZeroDivisionError, match="a defect of the writer"):
-        extract(target, samples, store, **PLAN)
-    monkeypatch.setattr(writer_module.PartWriter, "add", real)
+    with monkeypatch.context() as patch:
+        patch.setattr(writer.HostBuffers, "give_back", give_back)
+        with pytest.raises(ZeroDivisionError, match="a defect of the writer"):
+            extract(target, samples, store, **PLAN)
+    assert calls[0] == 4
     extract(target, samples, store, **PLAN)
     stored_once(samples, store)
 
@@ -312,7 +311,7 @@ def test_a_dead_device_is_not_retried_and_what_was_done_is_sealed(tiny, tmp_path
 
     with (
         Saboteur(target, after_selftest(decide, shard(store))) as saboteur,
-        pytest.raises(DeviceLost, match="start this shard"),
+        pytest.raises(DeviceLost, match="illegal memory access"),
     ):
         extract(target, samples, store, **PLAN)
     assert saboteur.raised == 1
@@ -378,9 +377,9 @@ def test_verify_names_stored_states_that_are_not_numbers_and_their_samples_are_r
     samples = make_samples(tmp_path / "s.parquet", [40, 41, 42, 50])
     plan = dict(tap_ids=[1, 3], token_budget=400, max_batch=8, storage=storage)
     with spoiling(target, samples, 2, float("inf"), channel=5), monkeypatch.context() as patch:
-        patch.setattr(capture_module, "check_rows", lambda rows, owner, count: torch.zeros(count).byte())
-        patch.setattr(run_module, "self_test", lambda *_: SelfTest([1], [], [], [], []))
-        patch.setattr(selftest_module.SpotChecks, "choose", lambda self, lengths: [])
+        patch.setattr(writer, "check_rows", lambda rows, owner, count: torch.zeros(count).byte())
+        patch.setattr(loop, "self_test", lambda *_: {"lengths": [1]})
+        patch.setattr(checks.SpotChecks, "choose", lambda self, lengths: [])
         extract(target, samples, store, **plan)
     (fault,) = verify(store)
     digest = pl.read_parquet(samples)["content_hash"][2]
@@ -464,7 +463,7 @@ def test_a_fault_that_begins_later_is_found_and_what_was_sealed_before_stays(
     tiny, tmp_path: Path, monkeypatch
 ) -> None:
     target, samples, store = tiny("llama"), make_samples(tmp_path / "s.parquet", LENGTHS), tmp_path / "store"
-    monkeypatch.setattr(selftest_module, "SHARE", 0.2)
+    monkeypatch.setattr(checks, "SHARE", 0.2)
 
     def later(states: torch.Tensor) -> bool:
         kinds = [line["kind"] for line in read_lines(shard(store))]
@@ -492,10 +491,10 @@ def test_a_fault_that_begins_later_is_found_and_what_was_sealed_before_stays(
 def test_comparisons_of_a_long_run_cost_less_than_a_thousandth_of_its_tokens_and_go_on_to_its_end() -> None:
     lengths = np.random.default_rng(0).lognormal(5.5, 0.8, 60_000).clip(4, 4096).astype(np.int64)
     plan = plan_batches(lengths, token_budget=16384, max_batch=512)
-    checks, compared, alone, forwarded = selftest_module.SpotChecks(), [], 0, 0
-    for number, batch in enumerate(run_module._largest_early(plan)):
-        chosen = checks.choose(lengths[batch])
-        checks.ran(lengths[batch], chosen)
+    spots, compared, alone, forwarded = checks.SpotChecks(), [], 0, 0
+    for number, batch in enumerate(loop._largest_early(plan)):
+        chosen = spots.choose(lengths[batch])
+        spots.ran(lengths[batch], chosen)
         forwarded += len(batch) * int(lengths[batch].max())
         alone += int(lengths[batch][chosen].sum())
         compared += [number] if chosen else []
@@ -508,7 +507,7 @@ def test_comparisons_of_a_long_run_cost_less_than_a_thousandth_of_its_tokens_and
 def test_what_comparisons_forward_is_what_the_rule_counts(tiny, tmp_path: Path, monkeypatch) -> None:
     target, store = tiny("llama"), tmp_path / "store"
     samples = make_samples(tmp_path / "s.parquet", LENGTHS)
-    monkeypatch.setattr(selftest_module, "SHARE", 0.3)
+    monkeypatch.setattr(checks, "SHARE", 0.3)
     tokens = Counter[str]()
 
     def count(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
@@ -532,7 +531,7 @@ def test_what_comparisons_forward_is_what_the_rule_counts(tiny, tmp_path: Path, 
 @pytest.mark.parametrize(("kind", "rows"), [("llama", 5), ("qwen3_5_moe", 4)])  # of 4 heads, of 5 linear ones
 def test_no_batch_is_planned_beyond_the_grid_of_a_kernel(kind: str, rows: int, tiny, tmp_path, monkeypatch):
     target, samples = tiny(kind), make_samples(tmp_path / "s.parquet", LENGTHS[:30])
-    monkeypatch.setattr(loop_module, "GRID", 20)
+    monkeypatch.setattr(loop, "GRID", 20)
     if target.is_hybrid:
         monkeypatch.setattr(target.config, "linear_num_value_heads", 5)
     store, plan = tmp_path / "store", {**PLAN, "token_budget": 9999, "max_batch": 99}

@@ -128,7 +128,7 @@ def delta_rule_equals(length: int) -> None:
 
 
 def states_of(target, ids: torch.Tensor, taps: list[int]) -> list[torch.Tensor]:
-    with torch.inference_mode(), Taps(target.layers, taps) as caught:
+    with torch.inference_mode(), Taps(target, taps) as caught:
         target.body(input_ids=ids.to(target.device), use_cache=False)
         return [state.float().cpu() for state in caught.take()]
 

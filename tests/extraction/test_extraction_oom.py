@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.extraction_faults import MEMORY_ERRORS, memory_error
 
-from dflash_lab.extraction.oom import PATIENCE, BucketBudgets, classify
+from dflash_lab.extraction.oom import PATIENCE, BucketBudgets, DeviceLost, Failure, classify, halving
 from dflash_lab.machine import release
 
 DEAD = [
@@ -147,3 +147,86 @@ def test_a_bucket_is_halved_at_once_and_raised_slowly() -> None:
     for _ in range(10):
         budgets.failed(100, 1)
     assert budgets.rows(100, 64) == 1
+
+
+def refusing(beyond: int):
+    """A run that takes up to `beyond` rows, and what it was called with."""
+    called: list[list[int]] = []
+
+    def run(rows: list[int]) -> int:
+        called.append(rows)
+        if len(rows) > beyond:
+            raise memory_error("cuda")
+        return sum(rows)
+
+    return run, called
+
+
+@pytest.mark.parametrize("beyond", [1, 2, 3, 5, 8])
+def test_batches_are_halved_until_they_fit_in_order_and_lose_no_row(beyond: int) -> None:
+    run, called = refusing(beyond)
+    batches = [list(range(at, at + 8)) for at in range(0, 24, 8)]
+    attempts = list(halving(batches, run))
+    assert [rows for rows, _ in attempts] == called
+    kept = [(rows, found) for rows, found in attempts if not isinstance(found, Failure)]
+    assert [row for rows, _ in kept for row in rows] == list(range(24))
+    assert all(found == sum(rows) and len(rows) <= beyond for rows, found in kept)
+    failed = [rows for rows, found in attempts if isinstance(found, Failure)]
+    assert [len(rows) for rows in failed] == {1: [8, 4, 2], 2: [8, 4], 3: [8, 4], 5: [8], 8: []}[beyond]
+    assert not failed or attempts[1][0] == [0, 1, 2, 3]
+
+
+def test_a_row_that_never_fits_is_given_back_as_a_failure_and_the_others_run() -> None:
+    def run(rows: list[int]) -> list[int]:
+        if 6 in rows:
+            raise memory_error("wrapped")
+        return rows
+
+    attempts = list(halving([[1, 2, 3], [4, 5, 6, 7], [8]], run))
+    kept = [row for rows, found in attempts if not isinstance(found, Failure) for row in rows]
+    assert kept == [1, 2, 3, 4, 5, 7, 8]
+    assert [found.kind for rows, found in attempts if rows == [6]] == ["memory"]
+
+
+def test_what_did_not_fit_limits_batches_of_a_like_length_alone() -> None:
+    lengths = dict(enumerate([500] * 8 + [20] * 8 + [400] * 8))
+    asked: list[int] = []
+
+    def run(rows: list[int]) -> None:
+        asked.append(len(rows))
+        if len(rows) * max(lengths[row] for row in rows) > 2100:
+            raise memory_error("triton")
+
+    batches = [list(range(at, at + 8)) for at in (0, 8, 16)]
+    done = list(halving(batches, run, longest=lambda rows: max(lengths[row] for row in rows)))
+    assert asked == [8, 4, 4, 8, 5, 3] and len(done) == 6
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [(RuntimeError(DEAD[0]), DeviceLost), (ValueError("a defect"), ValueError)]
+)
+def test_what_is_no_lack_of_memory_ends_the_batches(error: Exception, raised: type[Exception]) -> None:
+    def run(rows: list[int]) -> None:
+        raise error
+
+    attempts = halving([[1, 2], [3]], run)
+    with pytest.raises(raised):
+        next(attempts)
+    assert list(attempts) == []
+
+
+def test_neither_a_failed_attempt_nor_a_result_is_held_while_the_next_runs() -> None:
+    tensors: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def run(rows: list[int]) -> torch.Tensor:
+        alive.append(sum(ref() is not None for ref in tensors))
+        big = torch.ones(10)
+        tensors.append(weakref.ref(big))
+        if len(rows) > 2:
+            raise memory_error("cuda")
+        return big
+
+    for _ in halving([[1, 2, 3, 4], [5, 6]], run):
+        _ = None
+    assert alive == [0, 0, 0, 0]

@@ -15,11 +15,13 @@ from support.sample_files import make_samples
 from support.tiny_targets import build_tiny
 
 from dflash_lab.errors import InputError, StoreError
-from dflash_lab.extraction import writer as capture_module
+from dflash_lab.extraction import checks, writer
 from dflash_lab.extraction.checks import Comparison, SelfTestError, rel_l2
 from dflash_lab.extraction.loop import extract
-from dflash_lab.extraction.store import CODECS, Layout, open_store, read_lines
+from dflash_lab.extraction.manifest import read_lines
+from dflash_lab.extraction.store import CODECS, Layout, open_store
 from dflash_lab.extraction.writer import Capture, HostBuffers, pad
+from dflash_lab.models.hooks import default_tap_ids
 from dflash_lab.models.load import Target, load_target
 
 KINDS = ("llama", "qwen3", "qwen3_5", "qwen3_moe", "qwen3_5_moe", "qwen3_5_wrapped")
@@ -133,17 +135,15 @@ def test_the_self_test_goes_into_the_manifest(tiny, tmp_path: Path) -> None:
     assert line["lengths"] and max(line["batched_error"]) <= 1e-5 and max(line["layer_error"]) <= 1e-6
 
 
-def wrong_side(ids: list[np.ndarray], device: torch.device) -> capture_module.Padded:
+def wrong_side(ids: list[np.ndarray], device: torch.device) -> writer.Padded:
     """Pad on the left: the one way in which padding can hurt."""
     right = pad(ids, device)
     width = right.input_ids.shape[1]
     batch = torch.stack([torch.roll(row, width - len(one)) for row, one in zip(right.input_ids, ids)])
-    return capture_module.Padded(batch, right.valid, right.owner)
+    return writer.Padded(batch, right.valid, right.owner)
 
 
 def test_the_self_test_stops_a_run_with_wrong_padding(tiny, tmp_path: Path, monkeypatch) -> None:
-    from dflash_lab.extraction import checks
-
     samples = make_samples(tmp_path / "s.parquet", LENGTHS)
     monkeypatch.setattr(checks, "pad", wrong_side)
     with pytest.raises(SelfTestError, match="batched states differ"):
@@ -175,8 +175,6 @@ def near_ties(target: Target):
 
 
 def test_a_target_that_rounding_alone_moves_far_is_no_fault(tiny, tmp_path: Path, monkeypatch) -> None:
-    from dflash_lab.extraction import checks
-
     samples = make_samples(tmp_path / "s.parquet", LENGTHS)
     plan = dict(tap_ids=[1, 4], token_budget=500, max_batch=4)
     with near_ties(tiny("llama")):
@@ -211,10 +209,8 @@ def test_the_self_test_stops_a_run_that_taps_the_neighbouring_layer(
     shift: int, tiny, tmp_path: Path, monkeypatch
 ) -> None:
     samples = make_samples(tmp_path / "s.parquet", LENGTHS)
-    real = capture_module.Taps
-    monkeypatch.setattr(
-        capture_module, "Taps", lambda layers, ids: real(layers, [layer + shift for layer in ids])
-    )
+    real = writer.Taps
+    monkeypatch.setattr(writer, "Taps", lambda layers, ids: real(layers, [layer + shift for layer in ids]))
     with pytest.raises(SelfTestError, match="layer 4: the tap is not the output of that layer"):
         extract(tiny("llama"), samples, tmp_path / "store", tap_ids=[2, 4], token_budget=500, max_batch=4)
 
@@ -231,6 +227,19 @@ def test_the_self_test_stops_a_run_on_unsound_states(value: float, word: str, ti
         stack.callback(handle.remove)
         with pytest.raises(SelfTestError, match=f"layer 4: {word} row"):
             extract(target, samples, tmp_path / "store", tap_ids=[2, 4], token_budget=500, max_batch=4)
+
+
+def test_a_target_and_samples_are_enough(tiny, tiny_folder, tmp_path: Path) -> None:
+    """The DFlash rule counts the layers that the model has, however many of them were loaded."""
+    samples, stores = make_samples(tmp_path / "s.parquet", LENGTHS), []
+    for name, target in (
+        ("whole", tiny("llama")),
+        ("cut", load_target(str(tiny_folder("llama")), last_layer=5, with_head=False)),
+    ):
+        assert extract(target, samples, tmp_path / name).samples_stored == len(LENGTHS)
+        stores.append(open_store(tmp_path / name))
+    assert stores[0].tap_ids == stores[1].tap_ids == default_tap_ids(8) == [1, 2, 3, 4, 5]
+    assert torch.equal(stores[0][0].taps, stores[1][0].taps)
 
 
 def test_tokens_of_another_vocabulary_are_refused_before_the_device_sees_them(tiny, tmp_path: Path) -> None:

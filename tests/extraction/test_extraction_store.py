@@ -16,9 +16,10 @@ from support.sample_files import TAP_IDS, make_samples
 from dflash_lab import files
 from dflash_lab.data.samples import content_hash
 from dflash_lab.errors import InputError, StoreError
-from dflash_lab.extraction import store as manifests
+from dflash_lab.extraction import manifest
 from dflash_lab.extraction.checks import discard, verify
-from dflash_lab.extraction.loop import extract, shard_lock
+from dflash_lab.extraction.loop import extract
+from dflash_lab.extraction.manifest import shard_lock
 from dflash_lab.extraction.store import open_store, write_part
 
 LENGTHS = [60, 50, 40, 30, 20, 10, 55, 45, 35, 25]
@@ -57,7 +58,7 @@ def test_a_part_is_a_plain_safetensors_file_of_flat_tensors(made) -> None:
 
 def test_the_manifest_tells_what_made_the_shard(made) -> None:
     store, _ = made
-    lines = manifests.read_lines(manifests.shard_folders(store)[0])
+    lines = manifest.read_lines(manifest.shard_folders(store)[0])
     run = next(line for line in lines if line["kind"] == "run")
     assert {"versions", "commit", "plan", "device"} <= set(run)
     assert (
@@ -149,7 +150,7 @@ def test_a_discarded_name_is_never_used_again(made) -> None:
 
 def test_a_torn_last_line_is_ignored_and_cut_off(made) -> None:
     store, run = made
-    path = manifests.shard_folders(store)[0] / manifests.MANIFEST_FILE
+    path = manifest.shard_folders(store)[0] / manifest.MANIFEST_FILE
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"kind": "part", "file": "part-0000')
     assert len(open_store(store)) == len(LENGTHS) and verify(store) == []
@@ -161,7 +162,7 @@ def test_a_torn_last_line_is_ignored_and_cut_off(made) -> None:
 
 def test_a_part_without_its_line_is_a_stray_and_goes(made) -> None:
     store, run = made
-    folder = manifests.shard_folders(store)[0]
+    folder = manifest.shard_folders(store)[0]
     stray = folder / "part-000099.safetensors"
     stray.write_bytes(parts(store)[0].read_bytes())
     (fault,) = verify(store)
@@ -177,7 +178,7 @@ def test_a_part_without_its_line_is_a_stray_and_goes(made) -> None:
 )
 def test_a_manifest_that_cannot_be_trusted_is_refused_by_line(line: str, made) -> None:
     store, _ = made
-    path = manifests.shard_folders(store)[0] / manifests.MANIFEST_FILE
+    path = manifest.shard_folders(store)[0] / manifest.MANIFEST_FILE
     path.write_text(line + "\n" + path.read_text())
     with pytest.raises(StoreError, match=r"manifest\.jsonl"):
         open_store(store)
@@ -189,7 +190,7 @@ def test_a_manifest_that_cannot_be_trusted_is_refused_by_line(line: str, made) -
 @pytest.mark.parametrize("kind", ["run", "selftest", "part", "end"])
 def test_one_broken_line_costs_what_it_named_and_is_told_in_a_line(kind: str, broken: bytes, made, caplog):
     store, run = made
-    path = manifests.shard_folders(store)[0] / manifests.MANIFEST_FILE
+    path = manifest.shard_folders(store)[0] / manifest.MANIFEST_FILE
     lines = path.read_bytes().splitlines()
     number = next(n for n, line in enumerate(lines) if json.loads(line)["kind"] == kind)
     lost = json.loads(lines[number])
@@ -206,9 +207,9 @@ def test_one_broken_line_costs_what_it_named_and_is_told_in_a_line(kind: str, br
     kept = [one for one, time in others.items() if one.exists() and one.stat().st_mtime_ns == time]
     assert len(kept) == len(others) - (kind == "part")
     assert verify(store) == [] and len(open_store(store)) == len(LENGTHS)
-    (mended,) = [line for line in manifests.read_lines(path.parent) if line["kind"] == "mend"]
+    (mended,) = [line for line in manifest.read_lines(path.parent) if line["kind"] == "mend"]
     assert mended["line"] == number + 1 and mended["text"] == broken[:400].decode("utf-8", "replace")
-    names = [line["file"] for line in manifests.read_lines(path.parent) if line["kind"] == "part"]
+    names = [line["file"] for line in manifest.read_lines(path.parent) if line["kind"] == "part"]
     assert len(set(names)) == len(names)
 
 
@@ -216,7 +217,7 @@ def test_a_broken_line_of_another_shard_or_count_stops_nobody(tiny, tmp_path: Pa
     samples, store = make_samples(tmp_path / "s.parquet", LENGTHS), tmp_path / "store"
     for shard in (0, 1):
         extract(tiny("llama"), samples, store, shard=shard, num_shards=2, **PLAN)
-    path = store / "shard-00000-of-00002" / manifests.MANIFEST_FILE
+    path = store / "shard-00000-of-00002" / manifest.MANIFEST_FILE
     lines = path.read_bytes().splitlines(keepends=True)
     number = next(n for n, line in enumerate(lines) if b'"part"' in line)
     lost = json.loads(lines[number])["samples"]
@@ -238,10 +239,10 @@ def test_a_lost_store_file_is_written_again_for_the_same_setup_only(tiny, tmp_pa
     assert not (store / "store.json").exists()
     report = extract(tiny("llama"), samples, store, tap_ids=[1], **given)
     assert report.samples_stored == 0 and (store / "store.json").read_bytes() == before
-    manifest = next(store.glob("shard-*/manifest.jsonl"))
-    lines = [json.loads(line) for line in manifest.read_text().splitlines()]
+    path = next(store.glob("shard-*/manifest.jsonl"))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
     old = [{name: value for name, value in line.items() if name != "store"} for line in lines]
-    manifest.write_text("".join(json.dumps(line) + "\n" for line in old))  # as earlier versions wrote it
+    path.write_text("".join(json.dumps(line) + "\n" for line in old))  # as earlier versions wrote it
     (store / "store.json").unlink()
     with pytest.raises(StoreError, match="does not say what it holds"):
         extract(tiny("llama"), samples, store, tap_ids=[1], **given)
@@ -258,7 +259,7 @@ def test_what_is_no_store_is_said(tmp_path: Path) -> None:
 def test_a_second_process_on_a_shard_is_told_who_has_it(made) -> None:
     store, run = made
     with (
-        shard_lock(manifests.shard_folders(store)[0]),
+        shard_lock(manifest.shard_folders(store)[0]),
         pytest.raises(InputError, match=r"is being written by process \d+ on"),
     ):
         run()
@@ -267,7 +268,7 @@ def test_a_second_process_on_a_shard_is_told_who_has_it(made) -> None:
 def test_another_shard_count_waits_for_a_live_writer(made) -> None:
     store, run = made
     with (
-        shard_lock(manifests.shard_folders(store)[0]),
+        shard_lock(manifest.shard_folders(store)[0]),
         pytest.raises(InputError, match="another shard count"),
     ):
         run(shard=0, num_shards=3)
@@ -391,11 +392,11 @@ def test_a_manifest_line_of_nonsense_is_refused_by_number(tiny, tmp_path, kind, 
     store = tmp_path / "store"
     extract(tiny("llama"), make_samples(tmp_path / "s.parquet", [9, 12]), store, tap_ids=[1],
             token_budget=64, max_batch=4)  # fmt: skip
-    manifest = next(store.glob("shard-*/manifest.jsonl"))
-    lines = [json.loads(line) for line in manifest.read_text().splitlines()]
+    path = next(store.glob("shard-*/manifest.jsonl"))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines.append({"kind": kind, **next(line for line in lines if line["kind"] == "part"), field: value})
     lines[-1]["kind"] = kind
-    manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(StoreError, match=rf"manifest\.jsonl:{len(lines)}: .*{field} of a {kind}"):
         open_store(store)
 

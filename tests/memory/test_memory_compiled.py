@@ -18,7 +18,7 @@ from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.model import ContextStates, Layer, rope
 from dflash_lab.errors import InputError
 from dflash_lab.memory.shapes import FULL, GIB, TargetShape, TrainingSetup
-from dflash_lab.memory.training import SELECTOR_ELEMENTS, layers_kept, training_account
+from dflash_lab.memory.training import SELECTOR_ELEMENTS, layers_kept, predict_training
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/h200/training.json"
 SIZES = dict(num_layers=5, mask_token_id=4, num_target_layers=64)
@@ -170,10 +170,10 @@ def test_a_second_drafter_asks_for_more():
     drafter = replace(LARGE, **sizes)
     for compiled in (True, False):
         setup = TrainingSetup(anchors=1024, context=8192, block_size=24, compiled=compiled)
-        first, other = (training_account(shape_of(d), d, setup) for d in (LARGE, drafter))
+        first, other = (predict_training(shape_of(d), d, setup) for d in (LARGE, drafter))
         convolutions, _ = layers_kept(drafter, setup)["draft layers: convolutions"]
         assert other.terms["draft layers: convolutions"] == convolutions > 10 * GIB
-        assert SELECTOR_ELEMENTS == objective.ELEMENTS
+        assert SELECTOR_ELEMENTS == objective.SELECTOR_ELEMENTS
         assert other.live - first.live >= convolutions + other.terms["selector gradients"]
 
 
@@ -203,7 +203,7 @@ def test_compiled_training_takes_what_an_h200_measured(case):
     drafter, sizes, path = case
     measured = functools.reduce(lambda part, name: part[name], path, json.loads(RESULTS.read_text())["cases"])
     found = {
-        compiled: training_account(shape_of(drafter), drafter, TrainingSetup(compiled=compiled, **sizes))
+        compiled: predict_training(shape_of(drafter), drafter, TrainingSetup(compiled=compiled, **sizes))
         for compiled in (True, False)
     }
     tensors = {way: (account.live - account.terms["outside torch"]) / GIB for way, account in found.items()}
@@ -214,7 +214,7 @@ def test_compiled_training_takes_what_an_h200_measured(case):
 def test_compiled_layers_under_checkpointing_keep_their_inputs():
     sizes = dict(anchors=1024, context=4096, block_size=24, compiled=True)
     plain, inputs = (
-        training_account(shape_of(LARGE), LARGE, TrainingSetup(checkpointing=how, **sizes))
+        predict_training(shape_of(LARGE), LARGE, TrainingSetup(checkpointing=how, **sizes))
         for how in ("none", "layers")
     )
     assert inputs.live < plain.live

@@ -9,7 +9,7 @@ from support.tiny_targets import tiny_config
 from transformers import AutoConfig
 
 from dflash_lab.errors import InputError
-from dflash_lab.memory.account import extraction_account, predict_extraction
+from dflash_lab.memory.account import predict_extraction
 from dflash_lab.memory.shapes import GIB, ExtractionSetup, target_shape
 from dflash_lab.models.hooks import default_tap_ids
 from dflash_lab.models.source import shape_config
@@ -49,7 +49,9 @@ def test_formulas_agree_with_the_counted_fake_run(name, options, batch, length):
     counted, _ = count_extraction(
         config, ExtractionSetup(batch=batch, length=length, tap_ids=taps, **options)
     )
-    account = predict_extraction(config, batch=batch, length=length, tap_ids=taps, cuda=False, **options)
+    account = predict_extraction(
+        config, ExtractionSetup(batch=batch, length=length, tap_ids=taps, **options), cuda=False
+    )
     assert live(account) == pytest.approx(live(counted), rel=0.04)
     assert account.terms["target weights"] == counted.terms["target weights"]
 
@@ -64,7 +66,7 @@ def test_formulas_of_windows_agree_with_the_counted_fake_run(kind, own, length, 
     )
     setup = {"batch": 2, "length": length, "tap_ids": (1, 6), "mask": mask}
     counted, _ = count_extraction(config, ExtractionSetup(**setup))
-    account = predict_extraction(config, cuda=False, **setup)
+    account = predict_extraction(config, ExtractionSetup(**setup), cuda=False)
     assert live(account) == pytest.approx(live(counted), rel=0.02)
     assert account.terms.get("mask", 0) == pytest.approx(counted.terms.get("mask", 0), rel=0.01)
 
@@ -76,7 +78,7 @@ def test_formulas_of_fused_layers_agree_with_the_counted_fake_run(name, batch, l
     taps = tuple(default_tap_ids(config.num_hidden_layers))
     setup = ExtractionSetup(batch=batch, length=length, tap_ids=taps, fused=True, in_flight=3)
     counted, _ = count_extraction(config, setup)
-    account = extraction_account(target_shape(config), setup, cuda=False)
+    account = predict_extraction(target_shape(config), setup, cuda=False)
     assert live(account) == pytest.approx(live(counted), rel=0.002)
     assert account.terms["packed states in flight"] == 3 * len(taps) * batch * length * config.hidden_size * 2
     plain, _ = count_extraction(config, replace(setup, fused=False))
@@ -89,7 +91,9 @@ def test_formulas_hold_for_tiny_targets_of_every_kind(kind, dtype):
     config, taps = tiny_config(kind), (1, 3, 5)
     setup = ExtractionSetup(batch=4, length=200, tap_ids=taps, dtype=dtype)
     counted, _ = count_extraction(config, setup)
-    account = predict_extraction(config, batch=4, length=200, tap_ids=taps, dtype=dtype, cuda=False)
+    account = predict_extraction(
+        config, ExtractionSetup(batch=4, length=200, tap_ids=taps, dtype=dtype), cuda=False
+    )
     assert live(account) == pytest.approx(live(counted), rel=0.07)
 
 
@@ -128,42 +132,46 @@ MEASURED = {(8, 335): 0.65, (32, 335): 2.61, (64, 335): 5.21, (8, 4096): 7.85, (
 def test_the_account_meets_what_an_h200_measured(config_27b, monkeypatch, batch, length):
     monkeypatch.setattr("dflash_lab.memory.account.repeats_keys", lambda model_type: True)
     account = predict_extraction(
-        config_27b, batch=batch, length=length, tap_ids=TAPS_27B, stop_early=False, cuda=False
+        config_27b,
+        ExtractionSetup(batch=batch, length=length, tap_ids=TAPS_27B, stop_early=False),
+        cuda=False,
     )
     assert account.moving / GIB == pytest.approx(MEASURED[batch, length], rel=0.05)
 
 
 def test_stored_states_and_logits_meet_what_an_h200_measured(config_27b):
     options = {"capture": "output_hidden_states", "logits": True, "stop_early": False}
-    account = predict_extraction(config_27b, batch=16, length=335, tap_ids=TAPS_27B, cuda=False, **options)
+    account = predict_extraction(
+        config_27b, ExtractionSetup(batch=16, length=335, tap_ids=TAPS_27B, **options), cuda=False
+    )
     assert account.moving / GIB == pytest.approx(5.80, rel=0.02)
 
 
 def test_analytic_accounts_take_milliseconds(config_27b):
     shape = target_shape(config_27b)
-    predict_extraction(shape, batch=1, length=1, tap_ids=TAPS_27B)
+    predict_extraction(shape, ExtractionSetup(batch=1, length=1, tap_ids=TAPS_27B))
     start = time.perf_counter()
     for batch in range(1, 21):
-        predict_extraction(shape, batch=batch, length=335, tap_ids=TAPS_27B)
+        predict_extraction(shape, ExtractionSetup(batch=batch, length=335, tap_ids=TAPS_27B))
     assert (time.perf_counter() - start) / 20 < 0.005
 
 
 def test_incident_output_hidden_states_stores_65_tensors(config_27b):
     account = predict_extraction(
-        config_27b, batch=128, length=3316, tap_ids=TAPS_27B, capture="output_hidden_states"
+        config_27b, ExtractionSetup(batch=128, length=3316, tap_ids=TAPS_27B, capture="output_hidden_states")
     )
     assert (
         "65 tensors of 282.5 GB" in account.notes[0]
         and "5 hooked layers would be 21.7 GB" in account.notes[0]
     )
     assert account.terms["stored hidden states"] > 260e9 and account.peak_gib > 3 * CARD_GIB
-    hooked = predict_extraction(config_27b, batch=128, length=3316, tap_ids=TAPS_27B)
+    hooked = predict_extraction(config_27b, ExtractionSetup(batch=128, length=3316, tap_ids=TAPS_27B))
     assert hooked.terms["captured states"] == 4 * 128 * 3316 * 5120 * 2  # the fifth is still the stream
 
 
 @pytest.mark.parametrize("batch, length, fits", [(128, 4042, False), (256, 3316, False), (128, 3316, False)])
 def test_incident_hooks_do_not_help_when_activations_are_the_cause(config_27b, batch, length, fits):
-    account = predict_extraction(config_27b, batch=batch, length=length, tap_ids=TAPS_27B)
+    account = predict_extraction(config_27b, ExtractionSetup(batch=batch, length=length, tap_ids=TAPS_27B))
     assert (account.peak_gib <= CARD_GIB) == fits
     captured = account.terms.get("captured states", 0) + account.terms.get("packed states", 0)
     assert account.moving - captured > captured  # what the layers hold is more than what is captured
@@ -171,12 +179,17 @@ def test_incident_hooks_do_not_help_when_activations_are_the_cause(config_27b, b
 
 @pytest.mark.parametrize("batch, length", [(200, 335), (256, 335), (2, 4042), (10, 4042)])
 def test_incident_short_wide_and_long_narrow_batches_fit(config_27b, batch, length):
-    assert predict_extraction(config_27b, batch=batch, length=length, tap_ids=TAPS_27B).peak_gib < CARD_GIB
+    assert (
+        predict_extraction(config_27b, ExtractionSetup(batch=batch, length=length, tap_ids=TAPS_27B)).peak_gib
+        < CARD_GIB
+    )
 
 
 def test_short_rows_cost_whole_chunks_of_64(config_27b):
     def at(batch, length, **options):
-        return predict_extraction(config_27b, batch=batch, length=length, tap_ids=TAPS_27B, **options)
+        return predict_extraction(
+            config_27b, ExtractionSetup(batch=batch, length=length, tap_ids=TAPS_27B, **options)
+        )
 
     # The same 4,096 tokens, in rows that are padded to 64 inside the delta rule.
     assert at(512, 8, kernels="torch").moving > 6 * at(8, 512, kernels="torch").moving
@@ -187,7 +200,7 @@ def test_short_rows_cost_whole_chunks_of_64(config_27b):
 
 def test_the_cache_costs_144_mib_a_row(config_27b):
     with_cache = predict_extraction(
-        config_27b, batch=512, length=8, tap_ids=TAPS_27B, use_cache=True, store_final=True
+        config_27b, ExtractionSetup(batch=512, length=8, tap_ids=TAPS_27B, use_cache=True, store_final=True)
     )
     recurrent = 512 * 48 * 48 * 128 * 128 * 4
     assert recurrent / GIB == pytest.approx(72)
@@ -196,9 +209,9 @@ def test_the_cache_costs_144_mib_a_row(config_27b):
 
 def test_setups_that_make_no_sense_are_refused(config_27b):
     with pytest.raises(InputError, match="layers 0 to 63"):
-        predict_extraction(config_27b, batch=1, length=8, tap_ids=(64,))
+        predict_extraction(config_27b, ExtractionSetup(batch=1, length=8, tap_ids=(64,)))
     with pytest.raises(InputError, match="batch=0"):
-        predict_extraction(config_27b, batch=0, length=8, tap_ids=(1,))
+        predict_extraction(config_27b, ExtractionSetup(batch=0, length=8, tap_ids=(1,)))
 
 
 @pytest.mark.parametrize("plain", [(0, 4), (61,), (1, 60)])
@@ -208,7 +221,7 @@ def test_layers_fused_in_part_lie_between_all_and_none(config_27b, plain):
     fused = ExtractionSetup(batch=8, length=335, tap_ids=TAPS_27B, fused=True)
     part = replace(fused, plain_layers=plain)
     none, some, every = (
-        extraction_account(shape, setup, cuda=False).live
+        predict_extraction(shape, setup, cuda=False).live
         for setup in (fused, part, replace(fused, fused=False))
     )
     assert none <= some <= every

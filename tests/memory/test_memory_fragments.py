@@ -39,7 +39,9 @@ def test_the_allocators_setting_is_read(monkeypatch, value, on):
 def test_expandable_segments_are_predicted_to_need_less():
     config = shape_config("qwen3.6-27b")
     options = {"batch": 64, "length": 335, "tap_ids": (1, 16, 31, 46, 61)}
-    plain, expandable = (predict_extraction(config, expandable=on, **options) for on in (False, True))
+    plain, expandable = (
+        predict_extraction(config, ExtractionSetup(expandable=on, **options)) for on in (False, True)
+    )
     assert plain.live == expandable.live
     assert plain.terms["fragmentation"] == int(FRAGMENTS[False] * (plain.live - plain.static))
     assert expandable.peak < plain.peak

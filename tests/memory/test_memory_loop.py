@@ -8,8 +8,8 @@ import pytest
 
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.memory.account import predict_extraction
-from dflash_lab.memory.shapes import GIB, TrainingSetup, target_shape
-from dflash_lab.memory.training import drafter_parameters, resident_target_bytes, training_account
+from dflash_lab.memory.shapes import GIB, ExtractionSetup, TrainingSetup, target_shape
+from dflash_lab.memory.training import drafter_parameters, predict_training, resident_target_bytes
 from dflash_lab.models.source import shape_config
 
 PIPELINE = Path(__file__).parents[2] / "benchmarks/results/h200-x2/pipeline.json"
@@ -22,7 +22,7 @@ STEP = TrainingSetup(anchors=512, context=8192, block_size=16, compiled=True)
 
 def account(**changes):
     """The account of the step with some fields changed."""
-    return training_account(SHAPE, DRAFTER, replace(STEP, **changes))
+    return predict_training(SHAPE, DRAFTER, replace(STEP, **changes))
 
 
 def tensors(found):
@@ -55,7 +55,7 @@ def test_a_live_target_brings_its_layers_and_a_forward_of_the_row():
     few = account(placement="same device", anchors=8, context=65536, optimizer="adamw8bit")
     assert few.moment == "the target's forward of a row"
     forward = predict_extraction(
-        CONFIG, batch=1, length=65536, tap_ids=DRAFTER.tap_ids, store_final=True, cuda=False
+        CONFIG, ExtractionSetup(batch=1, length=65536, tap_ids=DRAFTER.tap_ids, store_final=True), cuda=False
     )
     assert few.terms["target's forward of a row"] == forward.live - forward.terms["target weights"]
 

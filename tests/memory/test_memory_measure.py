@@ -8,7 +8,7 @@ from support.fake_memory.training import count_training
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.extraction.fused_layers import speed_up
 from dflash_lab.memory import measure
-from dflash_lab.memory.account import extraction_account
+from dflash_lab.memory.account import predict_extraction
 from dflash_lab.memory.crash import requested_bytes
 from dflash_lab.memory.measure import (
     Measurement,
@@ -32,7 +32,7 @@ def test_a_real_run_counts_what_the_fake_one_did(tiny_target, kind, batch, lengt
     counted, _ = count_extraction(load_config(folder), setup)
     fake = counted.moving - counted.terms.get("fragmentation", 0)
     assert fake == pytest.approx(measured.moving, rel=0.005)
-    analytic = extraction_account(target_shape(load_config(folder)), setup, cuda=False)
+    analytic = predict_extraction(target_shape(load_config(folder)), setup, cuda=False)
     assert analytic.moving == pytest.approx(measured.moving, rel=0.06)
     assert analytic.terms["target weights"] == pytest.approx(measured.static, rel=0.001)
 
@@ -51,7 +51,7 @@ def test_a_drafter_whose_parts_do_not_fit_is_a_result(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
 
     def read(_device, static, seconds, message):
-        return Measurement(0, 0, static, 0, requested_bytes(message), True, seconds, message)
+        return Measurement(0, 0, static, 0, requested_bytes(message), True, seconds)
 
     monkeypatch.setattr(measure, "training_parts", lacking)
     monkeypatch.setattr(measure, "_read", read)
@@ -70,7 +70,7 @@ def test_peaks_on_a_device_are_what_was_allocated():
         held = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
         held.fill_(1)
 
-    found = measure_cuda(run)
+    found = measure_cuda(run, torch.device("cuda"))
     assert found.moving == 64 * MIB and found.reserved >= 64 * MIB and not found.out_of_memory
     assert found.outside > 100 * MIB
 
@@ -103,6 +103,8 @@ def test_a_training_step_takes_what_was_counted():
 def test_a_lack_of_memory_is_a_result_and_leaves_nothing():
     before = torch.cuda.memory_allocated()
     total = torch.cuda.get_device_properties(0).total_memory
-    found = measure_cuda(lambda: torch.empty(2 * total, dtype=torch.uint8, device="cuda"))
+    found = measure_cuda(
+        lambda: torch.empty(2 * total, dtype=torch.uint8, device="cuda"), torch.device("cuda")
+    )
     assert found.out_of_memory and found.failed == pytest.approx(2 * total, rel=0.01)
     assert torch.cuda.memory_allocated() == before

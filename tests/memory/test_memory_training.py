@@ -20,7 +20,6 @@ from dflash_lab.memory.training import (
     loss_terms,
     optimizer_moments,
     predict_training,
-    training_account,
     update_temporaries,
     with_chunk,
 )
@@ -60,7 +59,7 @@ def test_formulas_agree_with_the_counted_step(name, setup):
     start = time.monotonic()
     counted, _ = count_training(config, drafter, setup)
     assert time.monotonic() - start < 20
-    account = training_account(target_shape(config), drafter, setup, cuda=False)
+    account = predict_training(target_shape(config), drafter, setup, cuda=False)
     assert moving(account) == pytest.approx(moving(counted), rel=0.03)
     for term in ("drafter weights", "fp32 masters", "optimizer moments"):
         assert account.terms.get(term, 0) == counted.terms.get(term, 0)
@@ -75,7 +74,7 @@ def test_other_optimizers_agree_too(name, optimizer):
         setup = TrainingSetup(anchors=anchors, context=1024, block_size=16, optimizer=optimizer)
         setup = with_chunk(setup, config.vocab_size)
         counted, _ = count_training(config, drafter, setup)
-        account = training_account(target_shape(config), drafter, setup, cuda=False)
+        account = predict_training(target_shape(config), drafter, setup, cuda=False)
         assert account.live == pytest.approx(counted.live, rel=0.03)
         assert account.terms["optimizer moments"] == pytest.approx(
             counted.terms["optimizer moments"], rel=0.1
@@ -88,7 +87,7 @@ def test_the_buffers_of_an_update_are_those_counted(name, optimizer):
     config, drafter = drafter_of(name)
     setup = TrainingSetup(anchors=8, context=16, block_size=8, optimizer=optimizer, chunk=8)
     counted, _ = count_training(config, drafter, setup)
-    account = training_account(target_shape(config), drafter, setup, cuda=False)
+    account = predict_training(target_shape(config), drafter, setup, cuda=False)
     assert account.moment == "the update" and counted.moment.startswith("update")
     assert account.terms["update temporaries"] == pytest.approx(counted.terms["update"], rel=0.02)
 
@@ -116,7 +115,9 @@ def test_a_sharded_muon_gathers_the_matrices_it_orthogonalises():
 def test_an_optimizer_on_the_host_leaves_weights_and_gradients():
     config, drafter = drafter_of("qwen3-8b")
     here, there = (
-        predict_training(config, drafter, anchors=64, context=1024, optimizer=kind)
+        predict_training(
+            config, drafter, TrainingSetup(anchors=64, context=1024, optimizer=kind, block_size=16)
+        )
         for kind in ("adamw", "cpu-offload")
     )
     assert here.static - there.static == 12 * drafter_parameters(drafter)[0]
@@ -129,7 +130,7 @@ def test_recomputed_layers_agree_too():
     config, drafter = drafter_of("qwen3-8b")
     setup = TrainingSetup(anchors=512, context=2048, block_size=16, checkpointing="layers")
     counted, _ = count_training(config, drafter, setup)
-    account = training_account(target_shape(config), drafter, setup, cuda=False)
+    account = predict_training(target_shape(config), drafter, setup, cuda=False)
     assert moving(account) == pytest.approx(moving(counted), rel=0.11)
     assert moving(counted) < 0.5 * moving(
         count_training(config, drafter, TrainingSetup(anchors=512, context=2048, block_size=16))[0]
@@ -154,7 +155,9 @@ def test_the_27b_drafter_has_its_published_size():
     _, drafter = drafter_of("qwen3.6-27b")
     parameters, _ = drafter_parameters(drafter)
     assert parameters / 1e9 == pytest.approx(1.730, abs=0.001)
-    account = predict_training(*drafter_of("qwen3.6-27b"), anchors=8, context=64)
+    account = predict_training(
+        *drafter_of("qwen3.6-27b"), TrainingSetup(anchors=8, context=64, block_size=16)
+    )
     static = sum(
         account.terms[name] for name in ("drafter weights", "fp32 masters", "optimizer moments", "gradients")
     )
@@ -190,7 +193,9 @@ def test_a_real_step_on_the_cpu_holds_what_was_counted_on_fake_tensors():
 
 def test_incident_logits_of_24576_positions():
     config, drafter = drafter_of("qwen3.6-27b")
-    account = predict_training(config, drafter, anchors=1024, context=4096, block_size=24, loss="naive")
+    account = predict_training(
+        config, drafter, TrainingSetup(anchors=1024, context=4096, block_size=24, loss="naive")
+    )
     assert account.terms["logits"] / 1e9 == pytest.approx(24.4, abs=0.05)
     assert "24,576 positions make 12.2 GB a logits tensor in bf16, 24.4 GB for both sides" in account.notes[0]
     assert account.peak_gib > CARD_GIB
@@ -199,8 +204,12 @@ def test_incident_logits_of_24576_positions():
 @pytest.mark.parametrize("loss", ["loop", "concat"])
 def test_incident_chunks_under_autograd_or_concatenated_save_nothing(loss):
     config, drafter = drafter_of("qwen3.6-27b")
-    naive = predict_training(config, drafter, anchors=1024, context=4096, block_size=24, loss="naive")
-    chunked = predict_training(config, drafter, anchors=1024, context=4096, block_size=24, loss=loss)
+    naive = predict_training(
+        config, drafter, TrainingSetup(anchors=1024, context=4096, block_size=24, loss="naive")
+    )
+    chunked = predict_training(
+        config, drafter, TrainingSetup(anchors=1024, context=4096, block_size=24, loss=loss)
+    )
     assert chunked.terms["logits"] == naive.terms["logits"]
     assert chunked.peak_gib > CARD_GIB
 
@@ -208,7 +217,9 @@ def test_incident_chunks_under_autograd_or_concatenated_save_nothing(loss):
 @pytest.mark.parametrize("anchors, block", [(768, 16), (512, 24)])
 def test_incident_both_shapes_of_12288_positions_are_the_same(anchors, block):
     config, drafter = drafter_of("qwen3.6-27b")
-    account = predict_training(config, drafter, anchors=anchors, context=4096, block_size=block, loss="naive")
+    account = predict_training(
+        config, drafter, TrainingSetup(anchors=anchors, context=4096, block_size=block, loss="naive")
+    )
     assert "12,288 positions make 6.1 GB a logits tensor" in account.notes[0]
     assert account.terms["logits"] / 2 / 1e9 == pytest.approx(6.1, abs=0.05)
 
@@ -216,7 +227,9 @@ def test_incident_both_shapes_of_12288_positions_are_the_same(anchors, block):
 def test_incident_data_parallel_changes_nothing_on_a_device():
     config, drafter = drafter_of("qwen3.6-27b")
     one, two = (
-        predict_training(config, drafter, anchors=1024, context=4096, block_size=24, data_parallel=n)
+        predict_training(
+            config, drafter, TrainingSetup(anchors=1024, context=4096, block_size=24, data_parallel=n)
+        )
         for n in (1, 2)
     )
     assert dict(one.terms) == dict(two.terms)
@@ -225,7 +238,7 @@ def test_incident_data_parallel_changes_nothing_on_a_device():
 
 def test_incident_the_fused_loss_fits_1024_anchors_of_24():
     config, drafter = drafter_of("qwen3.6-27b")
-    account = predict_training(config, drafter, anchors=1024, context=4096, block_size=24)
+    account = predict_training(config, drafter, TrainingSetup(anchors=1024, context=4096, block_size=24))
     assert account.peak_gib < CARD_GIB
     assert "logits" not in account.terms
     setup = with_chunk(TrainingSetup(anchors=1024, context=4096, block_size=24), 248320)
@@ -236,8 +249,13 @@ def test_a_chunk_not_given_is_the_one_the_loss_plans():
     config, drafter = drafter_of("qwen3.6-27b")
     setup = with_chunk(TrainingSetup(anchors=1024, context=4096, block_size=24), 248320)
     assert setup.chunk == 512  # 1.25 GiB of buffers: two sides in fp32 and the bf16 gradient
-    given = predict_training(config, drafter, anchors=1024, context=4096, block_size=24, chunk=512)
-    assert given.terms == predict_training(config, drafter, anchors=1024, context=4096, block_size=24).terms
+    given = predict_training(
+        config, drafter, TrainingSetup(anchors=1024, context=4096, block_size=24, chunk=512)
+    )
+    assert (
+        given.terms
+        == predict_training(config, drafter, TrainingSetup(anchors=1024, context=4096, block_size=24)).terms
+    )
 
 
 @pytest.mark.parametrize(
@@ -276,8 +294,12 @@ def test_autograd_keeps_every_chunk_of_a_loop():
 
 def test_placement_moves_the_target():
     config, drafter = drafter_of("qwen3.6-27b")
-    here = predict_training(config, drafter, anchors=64, context=1024, placement="same device")
-    away = predict_training(config, drafter, anchors=64, context=1024, placement="other device")
+    here = predict_training(
+        config, drafter, TrainingSetup(anchors=64, context=1024, placement="same device", block_size=16)
+    )
+    away = predict_training(
+        config, drafter, TrainingSetup(anchors=64, context=1024, placement="other device", block_size=16)
+    )
     assert here.peak - away.peak == here.terms["target weights"] > 44 * GIB
     assert "target weights" not in away.terms
 
@@ -285,7 +307,7 @@ def test_placement_moves_the_target():
 def test_options_that_cannot_be_are_refused():
     config, drafter = drafter_of("qwen3-8b")
     with pytest.raises(InputError, match="loss='fast'"):
-        predict_training(config, drafter, anchors=8, context=64, loss="fast")
+        predict_training(config, drafter, TrainingSetup(anchors=8, context=64, loss="fast", block_size=16))
     with pytest.raises(InputError, match="'naive' is not run here"):
         count_training(config, drafter, TrainingSetup(anchors=8, context=64, block_size=8, loss="naive"))
     with pytest.raises(InputError, match="need at least 101 context tokens"):

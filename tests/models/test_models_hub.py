@@ -10,7 +10,7 @@ import time
 import pytest
 from huggingface_hub import constants
 
-from dflash_lab import hub as reach
+from dflash_lab import hub
 from dflash_lab.errors import InputError
 from dflash_lab.models.load import load_target
 from dflash_lab.models.source import identify, load_config, resolve
@@ -28,9 +28,9 @@ def cache(tmp_path, monkeypatch, tiny_target):
     shutil.copytree(tiny_target("llama"), folder / "snapshots" / COMMIT)
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text(COMMIT)
-    reach._answers.cache_clear()
+    hub._answers.cache_clear()
     yield folder
-    reach._answers.cache_clear()
+    hub._answers.cache_clear()
 
 
 def test_a_cached_id_is_read_without_the_hub(cache, tiny_target):
@@ -73,7 +73,7 @@ def test_a_mistyped_folder_is_met_by_its_neighbour(cache, tmp_path, monkeypatch)
 
 
 def test_a_hub_that_accepts_and_never_answers_costs_seconds(cache, monkeypatch):
-    monkeypatch.setattr(reach, "ANSWER_S", 0.3)
+    monkeypatch.setattr(hub, "ANSWER_S", 0.3)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

@@ -12,9 +12,9 @@ from support.tiny_targets import CHATML, KINDS, build_tiny, tiny_config, tiny_to
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from dflash_lab.errors import InputError, UnsupportedTarget
-from dflash_lab.models import load as loading
-from dflash_lab.models.load import choose_device, load_head, load_target
-from dflash_lab.models.source import Checkpoint, cut_config, load_config, load_tokenizer
+from dflash_lab.models import load
+from dflash_lab.models.load import choose_device, cut_config, load_head, load_target
+from dflash_lab.models.source import Checkpoint, load_config, load_tokenizer
 from dflash_lab.models.spans import layer_spans
 
 TOKENS = torch.randint(0, 256, (2, 70), generator=torch.Generator().manual_seed(3))
@@ -119,6 +119,9 @@ def test_dtype_and_device_are_what_was_asked(tiny_target):
     assert target.head_weight.dtype == target.dtype == torch.bfloat16
     shapes = load_target(str(tiny_target("qwen3_5")), device="meta")
     assert shapes.body.device.type == shapes.head_weight.device.type == "meta"
+    size = f"{target.num_layers} layers, hidden size {target.hidden_size}"
+    assert f"{target.name}: {size}, bfloat16 on cpu" in repr(target)
+    assert len(repr(target)) < len(target.name) + 70  # in a notebook: no weights
     with pytest.raises(InputError, match=r"did you mean 'bfloat16'"):
         load_target(str(tiny_target("llama")), dtype="bfloat")
     with pytest.raises(InputError, match="expected auto, cpu"):
@@ -234,8 +237,8 @@ def test_code_of_a_checkpoint_is_not_run_unless_trusted(tiny_target, tmp_path):
 
 
 def test_a_hybrid_target_on_cuda_needs_fast_kernels(tiny_target, monkeypatch):
-    monkeypatch.setattr(loading, "choose_device", lambda device: torch.device("cuda"))
-    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(load, "choose_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match="flash-linear-attention is not installed"):
         load_target(str(tiny_target("qwen3_5")), device="cuda")
 

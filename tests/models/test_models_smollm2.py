@@ -110,7 +110,7 @@ def test_it_answers(target):
 
 CONVERT = """
 import pathlib, sys, time, os
-from dflash_lab.models import source as smollm2
+from dflash_lab.models import source
 def convert(gguf, folder):
     folder.mkdir()
     (folder / "part").write_text("half")
@@ -120,8 +120,8 @@ def convert(gguf, folder):
     (folder / "model").write_text("whole")
     with open(gguf.parent / "log", "a") as log:
         log.write("converted\\n")
-smollm2.convert = convert
-print(smollm2.cached_folder())
+source.convert = convert
+print(source.cached_folder())
 """
 
 

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from support.tiny_targets import KINDS
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from dflash_lab.errors import InputError
 from dflash_lab.models.hooks import TapError, Taps, check_tap_ids, default_tap_ids
@@ -53,13 +54,29 @@ def test_taps_equal_hidden_states_and_the_last_is_before_the_norm(tiny_target, k
     target = load_target(str(tiny_target(kind)))
     ids = torch.randint(0, 256, (2, 70), generator=torch.Generator().manual_seed(1))
     last = target.num_layers - 1
-    with torch.no_grad(), Taps(target.layers, [*IDS, last]) as taps:
+    with torch.no_grad(), Taps(target, [*IDS, last]) as taps:
         out = target.body(input_ids=ids, use_cache=False, output_hidden_states=True)
         states = taps.take()
     for k, state in zip(IDS, states[:-1], strict=True):
         assert torch.equal(state, out.hidden_states[k + 1])
     assert not torch.allclose(states[-1], out.hidden_states[last + 1], rtol=1e-2)
     assert torch.equal(target.final_norm(states[-1]), out.last_hidden_state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_taps_take_a_model_of_transformers_as_it_is(tiny_target, kind):
+    folder = tiny_target(kind)
+    config = AutoConfig.from_pretrained(folder)
+    wrapped = config is not config.get_text_config()
+    loads = AutoModelForImageTextToText if wrapped else AutoModelForCausalLM
+    ids = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(1))
+    model, target = loads.from_pretrained(folder).eval(), load_target(str(folder))
+    with torch.no_grad(), Taps(model) as taps, Taps(target) as wanted:
+        model(input_ids=ids, use_cache=False)
+        target.body(input_ids=ids, use_cache=False)
+        assert taps.ids == wanted.ids == default_tap_ids(target.num_layers)
+        for state, expected in zip(taps.take(), wanted.take(), strict=True):
+            assert torch.allclose(state, expected, atol=1e-5)
 
 
 def test_hooks_go_after_an_exception_and_leave_no_tensor(tiny_target):
@@ -71,7 +88,7 @@ def test_hooks_go_after_an_exception_and_leave_no_tensor(tiny_target):
         raise RuntimeError("in the middle")
 
     handle = target.layers[5].register_forward_hook(explode)
-    taps = Taps(target.layers, [1, 6])
+    taps = Taps(target, [1, 6])
     with pytest.raises(RuntimeError, match="in the middle"), taps:
         watch = target.layers[1].register_forward_hook(lambda m, i, o: seen.append(weakref.ref(o)))
         target.body(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False)
@@ -88,7 +105,7 @@ def test_hooks_go_after_an_exception_and_leave_no_tensor(tiny_target):
 def test_anything_but_one_tensor_a_layer_is_an_error(tiny_target):
     target = load_target(str(tiny_target("llama")))
     ids = torch.tensor([[1, 2, 3]])
-    with torch.no_grad(), Taps(target.layers, [1, 2]) as taps:
+    with torch.no_grad(), Taps(target, [1, 2]) as taps:
         with pytest.raises(TapError, match=r"1: 0, 2: 0"):
             taps.take()
         target.body(input_ids=ids, use_cache=False)
@@ -107,7 +124,7 @@ def test_anything_but_one_tensor_a_layer_is_an_error(tiny_target):
 def test_taps_set_before_compiling_are_seen_by_the_compiled_body(tiny_target):
     target = load_target(str(tiny_target("llama")))
     ids = torch.randint(0, 256, (1, 9), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), Taps(target.layers, [2, 3]) as taps:
+    with torch.no_grad(), Taps(target, [2, 3]) as taps:
         target.body(input_ids=ids, use_cache=False)
         plain = taps.take()
         compiled = torch.compile(target.body, backend="eager")

@@ -37,10 +37,10 @@ from dflash_lab.stages import params_class, result_class  # noqa: E402
 _ = (transformers.LlamaModel, transformers.PreTrainedTokenizerFast)  # read once, not in every child
 for heavy in (
     "extraction.loop",
-    "extraction.fast.apply",
+    "extraction.fused_layers",
     "drafter.train",
     "acceptance.evaluate",
-    "target.template",
+    "models.template",
 ):
     importlib.import_module(f"dflash_lab.{heavy}")
 gc.freeze()  # the stage collects garbage first, which would walk all of that in every child

@@ -12,7 +12,7 @@ from papermill.iorw import papermill_io
 
 from dflash_lab import launch
 from dflash_lab.errors import InputError
-from dflash_lab.papermill_command import filled_in, main
+from dflash_lab.launch import filled_in, main
 from dflash_lab.papermill_engine import ENGINE, is_papermill
 from dflash_lab.stages import STAGES
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
+from support.live_cells import live_cell
 
 from dflash_lab.data.batching import Limits, explore
 from dflash_lab.data.lengths import synthetic_lengths
@@ -143,3 +145,9 @@ def test_the_explorer_answers_when_a_slider_moves(tmp_path):
     assert f"{limit.value:,}" in figure.layout.annotations[0].text
     by_name["longer ones"].value = "truncate"
     assert "0</b>" in table.value and f"{wanted.dropped:,} truncated" in figure.layout.title.text
+
+
+def test_the_notebook_batches_ten_lengths_with_less_padding(capsys):
+    exec(live_cell("dataset_stats"), {})
+    before, after = (float(text) for text in re.findall(r"([\d.]+) % padding", capsys.readouterr().out))
+    assert after < before / 3

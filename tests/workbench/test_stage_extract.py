@@ -16,10 +16,12 @@ import torch
 
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.errors import InputError
-from dflash_lab.extraction import checks as preflight_module
+from dflash_lab.extraction import checks, writer
 from dflash_lab.extraction.checks import discard, verify
-from dflash_lab.extraction.loop import QuarantineError, drawn, read_index
-from dflash_lab.extraction.store import open_store, trial_of
+from dflash_lab.extraction.manifest import trial_of
+from dflash_lab.extraction.report import QuarantineError
+from dflash_lab.extraction.shard import drawn, read_index
+from dflash_lab.extraction.store import open_store
 from dflash_lab.files import read_json
 from dflash_lab.results import WouldReplace, differences
 from dflash_lab.runs import closing_figures
@@ -121,8 +123,6 @@ def test_what_is_lost_of_a_finished_store_is_redone_by_the_same_command(params, 
 def test_a_quarantined_sample_fails_the_stage_after_everything_is_sealed(
     params: Callable[..., ExtractParams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dflash_lab.extraction import writer
-
     real = writer.check_rows
 
     def one_bad(states: torch.Tensor, owner: torch.Tensor, samples: int) -> torch.Tensor:
@@ -143,8 +143,8 @@ def test_a_quarantined_sample_fails_the_stage_after_everything_is_sealed(
 def test_the_preflight_refuses_a_full_disk_before_loading(
     params: Callable[..., ExtractParams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = preflight_module.shutil.disk_usage("/")
-    monkeypatch.setattr(preflight_module.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    usage = checks.shutil.disk_usage("/")
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(InputError, match=r"383 tokens x 288 bytes\).*are free"):
         execute(params())
 
@@ -154,7 +154,7 @@ def test_the_preflight_counts_a_large_target_on_paper(tmp_path: Path) -> None:
     from dflash_lab.models.source import load_config
 
     config, lengths = load_config("random:qwen3.6-27b"), np.full(1000, 335)
-    found = preflight_module.preflight(
+    found = checks.preflight(
         config,
         lengths,
         tmp_path,

@@ -5,12 +5,20 @@ import re
 import threading
 import time
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
+from typing import get_args
 
 import polars as pl
 import pytest
 
+from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.errors import InputError
+from dflash_lab.memory import shapes
+from dflash_lab.memory.account import predict_extraction
+from dflash_lab.memory.planner import usable
+from dflash_lab.memory.training import predict_training
+from dflash_lab.models.source import shape_config
 from dflash_lab.results import is_finished
 from dflash_lab.stage_run import execute
 from dflash_lab.stages.memory_sweep import (
@@ -88,19 +96,14 @@ def test_the_result_is_kept_and_not_made_again(swept, monkeypatch):
 
 
 def test_the_largest_batch_fits_and_the_next_does_not(swept):
-    from dataclasses import replace
-
-    from dflash_lab.memory.account import extraction_account
-    from dflash_lab.memory.planner import usable
-
     params, result = swept
     inputs = sweep_inputs(params)
     for row in result.buckets.iter_rows(named=True):
         setup = replace(inputs.extraction, batch=row["batch"], length=row["length"])
-        assert extraction_account(inputs.shape, setup, cuda=False).peak <= usable(params.budget_gib)
+        assert predict_extraction(inputs.shape, setup, cuda=False).peak <= usable(params.budget_gib)
         if row["batch"] < params.max_batch:
             more = replace(setup, batch=row["batch"] + 1)
-            assert extraction_account(inputs.shape, more, cuda=False).peak > usable(params.budget_gib)
+            assert predict_extraction(inputs.shape, more, cuda=False).peak > usable(params.budget_gib)
 
 
 def test_figures_draw_what_the_tables_say(swept):
@@ -308,7 +311,7 @@ def test_a_slider_move_asks_the_formulas_a_few_times_and_builds_no_model(large, 
     box = planner(result, params)
     chart, bars = box.children[1].children
     asked = []
-    for name in ("extraction_account", "training_account"):
+    for name in ("predict_extraction", "predict_training"):
         real = getattr(planning, name)
         monkeypatch.setattr(planning, name, lambda *a, real=real, **k: asked.append(a) or real(*a, **k))
     monkeypatch.setattr(torch.nn.Module, "__init__", lambda *_, **__: pytest.fail("a slider built a model"))
@@ -356,46 +359,30 @@ def test_every_slider_moves_the_figure_it_should(large):
 
 def test_every_term_of_an_account_has_a_colour():
     """A term without one would be a trace that a live figure does not have."""
-    from itertools import product
-
-    from dflash_lab.drafter.config import DrafterConfig
-    from dflash_lab.memory.account import extraction_account
-    from dflash_lab.memory.shapes import (
-        LOSS_PATHS,
-        OPTIMIZERS,
-        PLACEMENTS,
-        ExtractionSetup,
-        TrainingSetup,
-        target_shape,
-    )
-    from dflash_lab.memory.training import training_account
-    from dflash_lab.models.source import shape_config
-
     config = shape_config("qwen3.6-27b")
-    shape, terms = target_shape(config), set()
+    shape, terms = shapes.target_shape(config), set()
     dflash2 = dict(
         conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16, is_causal=False
     )
     for more in ({}, dflash2):
         drafter = DrafterConfig.from_target(config, mask_token_id=0, num_layers=5, block_size=16, **more)
-        ways = product(
-            PLACEMENTS, OPTIMIZERS, LOSS_PATHS, ("none", "layers"), (1, 4), (8, 2048), (4096, 65536)
-        )
+        kinds = map(get_args, (shapes.Placement, shapes.Optimizer, shapes.LossPath))
+        ways = product(*kinds, ("none", "layers"), (1, 4), (8, 2048), (4096, 65536))
         for placement, optimizer, loss, checkpointing, shards, anchors, context in ways:
-            setup = TrainingSetup(
+            setup = shapes.TrainingSetup(
                 placement=placement, optimizer=optimizer, loss=loss, checkpointing=checkpointing,
                 shards=shards, anchors=anchors, context=context, block_size=16, chunk=512, noise=True,
                 rows_ahead=2, recorded=placement == "same device",
             )  # fmt: skip
-            terms |= set(training_account(shape, drafter, setup).terms)
+            terms |= set(predict_training(shape, drafter, setup).terms)
     for capture, logits, cache, mask, fused, flying, kernels in product(
         ("hooks", "output_hidden_states"), *[(False, True)] * 4, (0, 3), ("fla", "torch")
     ):
-        setup = ExtractionSetup(
+        setup = shapes.ExtractionSetup(
             batch=8, length=500, tap_ids=(1, 16, 61), capture=capture, logits=logits, use_cache=cache,
             mask=mask, fused=fused, in_flight=flying, kernels=kernels,
         )  # fmt: skip
-        terms |= set(extraction_account(shape, setup).terms)
+        terms |= set(predict_extraction(shape, setup).terms)
     assert terms - {term for _, several in figures.GROUPS.values() for term in several} == set()
 
 

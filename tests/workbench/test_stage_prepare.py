@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.chat_templates import HERMES, WEATHER, assistant, call, user
+from support.live_cells import live_cell
 from support.tiny_targets import tiny_tokenizer
 
 from dflash_lab.data.samples import MASK_RULES, content_hash, read_provenance, read_samples
@@ -635,3 +636,15 @@ def test_a_forged_turn_costs_its_own_record_wherever_it_stands(made, tmp_path, t
     assert set(lost["kind"]) == {"control tokens"} and lost["reason"].str.contains("forge a turn").all()
     assert result.figures["forged_tokens"] == len(FORGERIES)
     assert result.figures["samples_stored"] == len(sound)
+
+
+def test_the_notebook_shows_the_masked_tokens_of_a_toy(made, capsys):
+    toy = live_cell("prepare")
+    exec(toy, {"params": made()})
+    shown = capsys.readouterr().out
+    answers = re.findall(r"<\|im_start\|>assistant\n(.*?)\n", shown)
+    assert [re.sub(r"[\[\]]", "", one) for one in answers] == ["It is 4.<|im_end|>", "It is 6.<|im_end|>"]
+    assert all(one.startswith("[I") and one.endswith("[<|im_end|>]") for one in answers)
+    assert "[" not in shown.split("assistant", 1)[0]
+    exec(toy, {"params": made(target="random:qwen3-8b")})  # a run is shown also where its target is not
+    assert "no tokenizer" in capsys.readouterr().out

@@ -155,12 +155,12 @@ def test_an_error_in_a_target_ends_the_run_with_its_traceback(samples, tiny_targ
     chosen = params(tmp_path, samples, tiny_target, target_gpus=[0], drafter_gpus=[0], target=str(broken))
     weights = broken / "model.safetensors"
 
-    from dflash_lab.drafter.workers import Job, run_crew
+    from dflash_lab.drafter.workers import Job, run_workers
 
     with pytest.raises(WorkerFailed, match=r"target-1 failed:[\s\S]*ZeroDivisionError") as caught:
-        run_crew(
+        run_workers(
             [Job("drafter-0", _sleep, (60,), True), Job("target-1", _divide, (1, 0), False)],
-            tmp_path / "crew",
+            tmp_path / "workers",
         )
     assert "drafter-0" not in str(caught.value)
     weights.write_bytes(b"nothing of use")

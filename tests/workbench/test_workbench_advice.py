@@ -10,7 +10,7 @@ from support.extraction_faults import MEMORY_ERRORS, memory_error
 
 from dflash_lab.errors import chain, file_error
 from dflash_lab.params import StageParams, param
-from dflash_lab.stage_run import advice_for, details_of
+from dflash_lab.stage_run import advice_for, failure_record
 
 
 class ToyParams(StageParams):
@@ -37,7 +37,9 @@ def raised(error: BaseException, cause: BaseException | None = None) -> BaseExce
 
 def test_own_advice_and_details_win_also_through_a_cause():
     error = raised(ValueError("stage failed"), Knowing("inner"))
-    assert advice_for(error, ToyParams()) == "lower token_budget" and details_of(error) == {"batch": 3}
+    assert advice_for(error, ToyParams()) == "lower token_budget" and failure_record(ToyParams(), error, 0.0)[
+        "details"
+    ] == {"batch": 3}
 
 
 def test_an_out_of_memory_is_explained_with_the_runs_sizes():
@@ -63,7 +65,7 @@ def test_a_full_disk_is_named(number):
 
 
 def test_others_get_no_advice():
-    assert advice_for(ZeroDivisionError(), ToyParams()) == "" and details_of(ZeroDivisionError()) == {}
+    assert advice_for(ZeroDivisionError(), ToyParams()) == ""
 
 
 def test_chain_ends_on_a_loop():

@@ -20,7 +20,6 @@ import yaml
 from dflash_lab.cluster import (
     ShardsFailed,
     local_cluster,
-    outcome_table,
     run_shards,
     shard_given,
     tokens_done,
@@ -28,6 +27,7 @@ from dflash_lab.cluster import (
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.errors import InputError
 from dflash_lab.run_params import read_given
+from dflash_lab.runs import stage_table
 from dflash_lab.stages.extract import ExtractParams
 
 LENGTHS = np.random.default_rng(0).integers(20, 120, 40).tolist()
@@ -99,7 +99,7 @@ def test_a_killed_workers_shard_goes_on_and_every_sample_is_stored_once(run: Pat
     assert [(one.shard, one.code) for one in outcomes] == [(0, 0), (1, 0)]
     assert len(open_store(store)) == len(LENGTHS) and verify(store) == []
     assert seen[-1][0] == ("extract", sum(LENGTHS), sum(LENGTHS))
-    assert {row["state"] for row in outcome_table(store.parent)} == {"finished"}
+    assert set(stage_table(store.parents[1])["state"]) == {"finished"}
     assert (store.parent / "extract-0.ipynb").exists() and (store.parent / "extract-1.ipynb").exists()
 
 

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from dflash_lab.judgement import FEW_STEPS, before_training, learned, of_acceptance, of_training
 from dflash_lab.runs import closing_figures, closing_lines, closing_rows
+from dflash_lab.stages.judgement import FEW_STEPS, before_training, learned, of_acceptance, of_training
 from dflash_lab.views.acceptance import checked, judged
 
 

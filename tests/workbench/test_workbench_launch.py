@@ -346,6 +346,14 @@ params = Toy(run_dir=tempfile.mkdtemp(), interactive=False)
         assert cell(hand)[0]["status"] == "error"
         assert cell("print('held', Held.alive)")[1] == "held 1\n"  # what IPython does without help
         assert cell("machine.release()\nprint('held', Held.alive)")[1] == "held 0\n"
+        # A warning of the package in a cell of its own is a line of text, not the red box of stderr.
+        kinds: list[str | None] = []
+        client.execute_interactive(
+            "import logging; logging.getLogger('dflash_lab.x').warning('halved')",
+            timeout=60,
+            output_hook=lambda m: kinds.append(m["content"].get("name")),
+        )
+        assert [kind for kind in kinds if kind] == ["stdout"]
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)

@@ -11,10 +11,9 @@ import pytest
 from dflash_lab import cli, run_params
 from dflash_lab.errors import FileError, InputError
 from dflash_lab.files import read_json, write_json
-from dflash_lab.named_runs import claim, find_run, new_run
 from dflash_lab.params import cell_source, in_force
 from dflash_lab.results import check_ready
-from dflash_lab.run_params import Given, from_notebook, read_given
+from dflash_lab.run_params import Given, check_owner, claim, find_run, from_notebook, new_run, read_given
 from dflash_lab.stages import STAGES, params_class
 from dflash_lab.stages.extract import ExtractParams
 from dflash_lab.stages.prepare import PrepareParams
@@ -220,8 +219,9 @@ def test_two_parameter_folders_of_one_name_never_share_a_run(workspace):
     with pytest.raises(
         InputError, match=r"runs/mine holds the run of params/mine.*elsewhere/mine.*rename one"
     ):
-        check_ready(other)
+        check_owner(other)
     shutil.rmtree("params/mine")  # whose owner is gone may be taken over
+    check_owner(other)
     with pytest.raises(InputError, match="Run prepare first"):
         check_ready(other)
 
@@ -232,9 +232,9 @@ def test_two_runs_with_one_run_dir_never_share_it(workspace):
             file.write("run_dir: big/disk\n")
     claim(read_given(PrepareParams, Given(run="demo")))
     with pytest.raises(InputError, match=r"big/disk holds the run of params/demo.*another run_dir"):
-        check_ready(read_given(PrepareParams, Given(run="mine")))
+        check_owner(read_given(PrepareParams, Given(run="mine")))
     claim(read_given(PrepareParams, Given(run="demo")))
-    check_ready(read_given(PrepareParams, Given(run="demo")))
+    check_owner(read_given(PrepareParams, Given(run="demo")))
 
 
 def test_a_moved_workspace_keeps_its_runs(workspace, monkeypatch):
@@ -242,7 +242,7 @@ def test_a_moved_workspace_keeps_its_runs(workspace, monkeypatch):
     moved = workspace.with_name(f"{workspace.name}-moved")
     os.rename(workspace, moved)
     monkeypatch.chdir(moved)
-    check_ready(read_given(PrepareParams, Given(run="demo")))
+    check_owner(read_given(PrepareParams, Given(run="demo")))
 
 
 @pytest.mark.parametrize(

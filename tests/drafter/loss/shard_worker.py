@@ -11,7 +11,7 @@ from loss_reference import make_case
 from safetensors.torch import save_file
 from test_loss_gradient import CONFIGS
 
-from dflash_lab.drafter.loss import ChunkPlan, FusedDraftLoss, VocabShard, fused_draft_loss
+from dflash_lab.drafter.loss import FusedDraftLoss, VocabShard, fused_draft_loss
 
 
 def main(rank: int, size: int, folder: Path, backend: str) -> None:
@@ -22,7 +22,7 @@ def main(rank: int, size: int, folder: Path, backend: str) -> None:
         (hidden, head, labels, weights), target = case.arguments()
         shard = VocabShard(head.shape[0])
         found = fused_draft_loss(
-            hidden, head[shard.slice()], labels, weights, **target, config=config, plan=ChunkPlan(12),
+            hidden, head[shard.slice()], labels, weights, **target, config=config, chunk_rows=12,
             shard=shard,
             backend=backend,
         )  # fmt: skip
@@ -39,7 +39,7 @@ def main(rank: int, size: int, folder: Path, backend: str) -> None:
         fused_draft_loss(hidden, head[:50], labels, weights, config=CONFIGS["ce"], shard=VocabShard(97))
     except ValueError as error:
         message = str(error)
-    (folder / f"rank-{rank}.txt").write_text(f"{loss.plan.rows}\n{message}\n")
+    (folder / f"rank-{rank}.txt").write_text(f"{loss.chunk_rows}\n{message}\n")
     dist.destroy_process_group()
 
 

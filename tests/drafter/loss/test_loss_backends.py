@@ -15,7 +15,7 @@ import torch
 from loss_reference import make_case, reference, relative
 from test_loss_gradient import CONFIGS
 
-from dflash_lab.drafter.loss import ChunkPlan, fused_draft_loss, load_backend
+from dflash_lab.drafter.loss import fused_draft_loss, load_backend
 from dflash_lab.drafter.loss_terms import Coefficients, LossConfig, Rows, Terms
 
 CUDA = torch.cuda.is_available()
@@ -40,7 +40,7 @@ def test_float32_equals_float64_autograd(backend: str, device: str, name: str, v
     for with_target in (True,) if config.needs_target else (True, False):
         case.hidden.grad = None
         positional, target = case.arguments(target=with_target)
-        found = fused_draft_loss(*positional, **target, config=config, plan=ChunkPlan(12), backend=backend)
+        found = fused_draft_loss(*positional, **target, config=config, chunk_rows=12, backend=backend)
         found.total.backward()
         total, grad, stats = reference(case, config, target=with_target)
         live = case.weights.cpu() != 0
@@ -66,7 +66,7 @@ def test_bfloat16_stays_within_two_permille(backend: str, device: str, name: str
     for with_target in (True,) if config.needs_target else (True, False):
         case.hidden.grad = None
         positional, target = case.arguments(target=with_target)
-        found = fused_draft_loss(*positional, **target, config=config, plan=ChunkPlan(40), backend=backend)
+        found = fused_draft_loss(*positional, **target, config=config, chunk_rows=40, backend=backend)
         found.total.backward()
         total, grad, stats = reference(case, config, target=with_target)
         live = case.weights.cpu() != 0
@@ -207,7 +207,7 @@ def test_one_chunk_of_more_than_two_to_the_31_logits(backend: str) -> None:
         loss = fused_draft_loss(
             states, head, labels, weights, target_hidden=hidden.view(-1, 64).flip(0),
             target_rows=torch.arange(9000).view(375, 24), config=LossConfig(soft_weight=0.5, cap_weight=0.1),
-            plan=ChunkPlan(rows), backend=backend,
+            chunk_rows=rows, backend=backend,
         )  # fmt: skip
         loss.total.backward()
         grads.append(states.grad)
@@ -223,12 +223,12 @@ def test_target_side_on_another_device_equals_one_device() -> None:
     case = make_case(anchors=9, vocab=4099, dtype=torch.float32, device="cuda")
     config = CONFIGS["ce_kl_cap_hot"]
     positional, target = case.arguments()
-    one = fused_draft_loss(*positional, **target, config=config, plan=ChunkPlan(12))
+    one = fused_draft_loss(*positional, **target, config=config, chunk_rows=12)
     (wanted,) = torch.autograd.grad(one.total, case.hidden)
     other = "cuda:1" if torch.cuda.device_count() > 1 else "cpu"
     two = fused_draft_loss(
         *positional, target_hidden=case.target_hidden.to(other), target_rows=case.target_rows,
-        target_head=case.head.to(other), config=config, plan=ChunkPlan(12),
+        target_head=case.head.to(other), config=config, chunk_rows=12,
     )  # fmt: skip
     (found,) = torch.autograd.grad(two.total, case.hidden)
     assert relative(found, wanted) < 1e-5 and relative(two.total, one.total) < 1e-6

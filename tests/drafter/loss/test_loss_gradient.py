@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
+
 import pytest
 import torch
+import torch.nn.functional as F
 from loss_reference import make_case, reference, relative
 
-from dflash_lab.drafter.loss import ChunkPlan, FusedDraftLoss, fused_draft_loss
+from dflash_lab.drafter.loss import FusedDraftLoss, fused_draft_loss
 from dflash_lab.drafter.loss_terms import LossConfig
 
 CONFIGS = {
@@ -40,7 +43,7 @@ CONFIGS = {
 def test_value_gradient_and_statistics_equal_float64_autograd(name: str, rows: int) -> None:
     case, config = make_case(), CONFIGS[name]
     positional, target = case.arguments()
-    found = fused_draft_loss(*positional, **target, config=config, plan=ChunkPlan(rows), backend="torch")
+    found = fused_draft_loss(*positional, **target, config=config, chunk_rows=rows, backend="torch")
     found.total.backward()
     total, grad, stats = reference(case, config)
     live = case.weights != 0
@@ -71,10 +74,32 @@ def test_total_is_the_factors_times_the_sums(name: str) -> None:
     assert torch.allclose(found.weight_sum, found.rows.weight.sum(), rtol=1e-12)
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
+def test_without_a_config_it_is_torchs_cross_entropy(dtype: torch.dtype, bound: float) -> None:
+    case = make_case(dtype=dtype)
+    live = case.weights != 0
+    case.weights = live.to(dtype)
+    (hidden, *others), _ = case.arguments(target=False)
+    found = fused_draft_loss(hidden, *others, chunk_rows=8)
+    (found.total / found.row_count).backward()
+    full = hidden.detach().requires_grad_()
+    wanted = F.cross_entropy((full @ case.head.T)[live], case.labels[live])
+    wanted.backward()
+    assert relative(found.total / found.row_count, wanted) < bound
+    assert relative(hidden.grad, full.grad) < bound
+
+
+def test_the_docstrings_example_runs() -> None:
+    (example,) = doctest.DocTestFinder().find(
+        fused_draft_loss, globs={"torch": torch, "fused_draft_loss": fused_draft_loss}
+    )
+    assert example.examples and doctest.DocTestRunner().run(example).failed == 0
+
+
 def test_without_a_target_there_are_no_target_statistics() -> None:
     case, config = make_case(), CONFIGS["ce"]
     positional, _ = case.arguments(target=False)
-    found = fused_draft_loss(*positional, config=config, plan=ChunkPlan(8))
+    found = fused_draft_loss(*positional, config=config, chunk_rows=8)
     found.total.backward()
     total, grad, _ = reference(case, config, target=False)
     assert torch.allclose(found.total, total, rtol=1e-12)
@@ -86,13 +111,13 @@ def test_without_a_target_there_are_no_target_statistics() -> None:
 def test_the_length_term_without_a_target(rows: int) -> None:
     case, config = make_case(), CONFIGS["length_ce_cap"]
     positional, _ = case.arguments(target=False)
-    found = fused_draft_loss(*positional, config=config, plan=ChunkPlan(rows))
+    found = fused_draft_loss(*positional, config=config, chunk_rows=rows)
     found.total.backward()
     total, grad, _ = reference(case, config, target=False)
     assert torch.allclose(found.total, total, rtol=1e-12)
     assert relative(case.hidden.grad, grad) < 1e-10
     with torch.no_grad():
-        assert fused_draft_loss(*positional, config=config, plan=ChunkPlan(rows)).total == found.total
+        assert fused_draft_loss(*positional, config=config, chunk_rows=rows).total == found.total
 
 
 def test_the_length_term_is_the_expected_length_and_bears_slots_that_cannot_be_accepted() -> None:
@@ -116,7 +141,7 @@ def test_dpace_with_alpha_zero_is_the_gradient_of_minus_the_expected_accepted_le
     live = case.weights != 0
     case.weights = live.double()
     positional, _ = case.arguments(target=False)
-    fused_draft_loss(*positional, config=config, plan=ChunkPlan(8)).total.backward()
+    fused_draft_loss(*positional, config=config, chunk_rows=8).total.backward()
     hidden = case.hidden.detach().clone().requires_grad_()
     p = (hidden @ case.head.T).softmax(-1).gather(-1, case.labels[..., None])[..., 0]
     expected_length = p[:, 1:].cumprod(1).sum()
@@ -129,7 +154,7 @@ def test_bfloat16_inputs_with_float32_logits_stay_within_two_permille(name: str)
     case = make_case(anchors=16, block=8, vocab=1031, size=64, dtype=torch.bfloat16)
     config = CONFIGS[name]
     positional, target = case.arguments()
-    found = fused_draft_loss(*positional, **target, config=config, plan=ChunkPlan(40))
+    found = fused_draft_loss(*positional, **target, config=config, chunk_rows=40)
     found.total.backward()
     total, grad, stats = reference(case, config)
     live = case.weights != 0
@@ -152,13 +177,13 @@ def test_no_grad_computes_the_same_numbers_without_a_gradient() -> None:
     assert found.total == wanted.total and (found.rows.ce == wanted.rows.ce).all()
 
 
-def test_module_keeps_its_first_plan() -> None:
-    loss = FusedDraftLoss(CONFIGS["ce_kl_cap"])
+def test_module_keeps_its_first_chunk_rows() -> None:
+    loss, kept = FusedDraftLoss(CONFIGS["ce_kl_cap"]), []
     for seed in range(2):
         case = make_case(seed=seed)
         positional, target = case.arguments()
         found = loss(*positional, **target)
         found.total.backward()
         assert relative(case.hidden.grad, reference(case, loss.config)[1]) < 1e-10
-        plan = loss.plan
-        assert plan is not None and loss.plan is plan
+        kept.append(loss.chunk_rows)
+    assert kept[0] is not None and kept[0] == kept[1]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from loss_reference import Case, make_case
 
-from dflash_lab.drafter.loss import ChunkPlan, fused_draft_loss
+from dflash_lab.drafter.loss import fused_draft_loss
 from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.errors import InputError
 
@@ -149,11 +149,11 @@ def test_wrong_option_is_refused(options: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [0, -4, 2.5, True])
-def test_wrong_plan_is_refused(rows: Any) -> None:
-    with pytest.raises(InputError, match=r"ChunkPlan.rows = "):
-        ChunkPlan(rows)
+def test_wrong_number_of_rows_is_refused(rows: Any) -> None:
+    with pytest.raises(InputError, match="chunk_rows = "):
+        call(make_case(), chunk_rows=rows)
 
 
 def test_chunk_smaller_than_a_block_is_refused() -> None:
     with pytest.raises(InputError, match="a chunk of 2 rows cannot hold a block of 4 live rows"):
-        call(make_case(hole=0.0), plan=ChunkPlan(2))
+        call(make_case(hole=0.0), chunk_rows=2)

@@ -7,7 +7,7 @@ import torch
 from loss_reference import make_case
 
 from dflash_lab.drafter import loss as planning
-from dflash_lab.drafter.loss import FusedDraftLoss, bytes_per_row, plan_chunks, select_rows
+from dflash_lab.drafter.loss import FusedDraftLoss, bytes_per_row, plan_chunk_rows, select_live
 from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.errors import InputError
 
@@ -18,10 +18,9 @@ GIB = 2**30
 def choose(
     free: float, *, rows: int = 10**6, vocab: int = 248_320, block: int = 24, soft: bool = True
 ) -> int:
-    found = plan_chunks(
+    return plan_chunk_rows(
         vocab=vocab, block=block, dtype=torch.bfloat16, device=CPU, soft=soft, rows=rows, free=int(free * GIB)
     )
-    return found.rows
 
 
 def test_bytes_of_a_row_are_those_of_its_buffers() -> None:
@@ -66,35 +65,35 @@ def test_memory_is_measured_once_and_then_frozen(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(planning, "free_bytes", measured)
     loss = FusedDraftLoss(LossConfig())
-    plans = []
+    found = []
     for seed in range(3):
         positional, _ = make_case(seed=seed).arguments(target=False)
         loss(*positional)
-        plans.append(loss.plan)
-    assert len(readings) == 1 and plans[0] is plans[1] is plans[2]
+        found.append(loss.chunk_rows)
+    assert len(readings) == 1 and found[0] == found[1] == found[2]
 
 
 def test_a_small_first_step_does_not_make_later_chunks_small() -> None:
     loss = FusedDraftLoss(LossConfig())
     positional, _ = make_case(anchors=2).arguments(target=False)
     loss(*positional)
-    assert loss.plan is not None and loss.plan.rows > 1000
+    assert loss.chunk_rows is not None and loss.chunk_rows > 1000
 
 
 def test_chunks_hold_whole_anchors_cover_all_live_rows_and_skip_dead_anchors() -> None:
     case = make_case(anchors=40, block=6)
     case.weights[5:9] = 0
-    chosen = select_rows(
+    chosen = select_live(
         case.labels, case.weights, case.target_rows, vocab=97, target_size=len(case.target_hidden),
         chunk_rows=11,
         device=CPU, dtype=torch.float64,
     )  # fmt: skip
     live = case.weights != 0
-    assert chosen.rows == live.sum() and len(chosen.chunks) > 10
-    assert chosen.chunks[0].start == 0 and chosen.chunks[-1].end == chosen.rows
+    assert len(chosen) == live.sum() and len(chosen.chunks) > 10
+    assert chosen.chunks[0].start == 0 and chosen.chunks[-1].stop == len(chosen)
     for first, second in zip(chosen.chunks, chosen.chunks[1:]):
-        assert first.end == second.start and chosen.anchor[first.end - 1] != chosen.anchor[second.start]
-    assert all(0 < chunk.rows <= 11 for chunk in chosen.chunks)
+        assert first.stop == second.start and chosen.anchor[first.stop - 1] != chosen.anchor[second.start]
+    assert all(0 < chunk.stop - chunk.start <= 11 for chunk in chosen.chunks)
     place = (chosen.anchor, chosen.slot)
     assert live[place].all() and torch.equal(chosen.label, case.labels[place])
     assert chosen.block_of.max() + 1 == live.any(1).sum()

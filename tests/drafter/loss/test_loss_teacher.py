@@ -9,7 +9,7 @@ import torch
 from loss_reference import make_case, reference, relative
 from test_loss_rules import Watch
 
-from dflash_lab.drafter.loss import ChunkPlan, Teacher, fused_draft_loss
+from dflash_lab.drafter.loss import distinct_states, fused_draft_loss
 from dflash_lab.drafter.loss_terms import LossConfig
 
 CONFIG = LossConfig(soft_weight=0.5, cap_weight=0.2, temperature=2, logit_scale=1.2, logit_softcap=4.0)
@@ -21,7 +21,7 @@ def test_overlapping_blocks_project_each_target_row_once_a_chunk() -> None:
     case.target_rows = anchors[:, None] + torch.arange(6) - 1
     positional, target = case.arguments()
     with Watch() as watch:
-        found = fused_draft_loss(*positional, **target, config=CONFIG, plan=ChunkPlan(20), backend="torch")
+        found = fused_draft_loss(*positional, **target, config=CONFIG, chunk_rows=20, backend="torch")
     found.total.backward()
     # 4 anchors x 5 live slots a chunk, over 8 neighbouring rows: rho = 8 / 20, one matmul for both
     assert watch.matmuls(97) == [28, 28]
@@ -31,9 +31,8 @@ def test_overlapping_blocks_project_each_target_row_once_a_chunk() -> None:
 @pytest.mark.parametrize(("rows", "copied"), [([4, 3, 5, 3], False), ([4, 3, 6, 3], True)])
 def test_neighbouring_rows_are_a_slice_and_scattered_rows_are_gathered(rows: list[int], copied: bool) -> None:
     states = torch.randn(9, 4, dtype=torch.float64)
-    teacher = Teacher.allocate(states, None, 6, torch.device("cpu"), LossConfig())
     with Watch() as watch:
-        distinct, source = teacher.select(torch.tensor(rows))
+        distinct, source = distinct_states(states, torch.tensor(rows))
     assert any("index_select" in name for name, _ in watch.seen) == copied
     assert distinct.shape == (3, 4) and torch.equal(distinct[source], states[rows])
 
@@ -41,11 +40,11 @@ def test_neighbouring_rows_are_a_slice_and_scattered_rows_are_gathered(rows: lis
 def test_target_head_of_its_own_gives_the_same_result_and_only_chunk_logits_cross() -> None:
     case = make_case()
     positional, target = case.arguments()
-    one = fused_draft_loss(*positional, **target, config=CONFIG, plan=ChunkPlan(12))
+    one = fused_draft_loss(*positional, **target, config=CONFIG, chunk_rows=12)
     (wanted,) = torch.autograd.grad(one.total, case.hidden)
     with Watch() as watch:
         two = fused_draft_loss(
-            *positional, **target, target_head=case.head.clone(), config=CONFIG, plan=ChunkPlan(12)
+            *positional, **target, target_head=case.head.clone(), config=CONFIG, chunk_rows=12
         )
     (found,) = torch.autograd.grad(two.total, case.hidden)
     assert relative(found, wanted) < 1e-13 and torch.allclose(two.total, one.total, rtol=1e-13)

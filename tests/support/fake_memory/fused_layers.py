@@ -39,7 +39,7 @@ def _conv_silu(
 
 
 def _delta_rule(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, gates: Gates) -> Tensor:
-    """As `extraction.fast.delta_rule` with flash-linear-attention 0.6 calls its kernels."""
+    """As `extraction.kernels.delta_rule` with flash-linear-attention 0.6 calls its kernels."""
     batch, length, heads, width = v.shape
     decay = torch.empty(batch, length, heads, dtype=torch.float32, device=v.device)
     beta = torch.empty_like(decay)
@@ -115,7 +115,7 @@ def fuse(model: Any, tracker: LabelledTensors, *, plain: Sequence[int] = ()) -> 
             except fused_layers.NotUnderstood:
                 continue
             fused.prepare()
-            linear = isinstance(fused._mixer, fused_layers.FusedDeltaNet)
-            fused._mixer = _Labelled(fused._mixer, "gated delta net" if linear else "attention", tracker)
-            fused._mlp = _Labelled(fused._mlp, "MLP", tracker)
+            linear = isinstance(fused.mixer, fused_layers.FusedDeltaNet)
+            fused.mixer = _Labelled(fused.mixer, "gated delta net" if linear else "attention", tracker)
+            fused.mlp = _Labelled(fused.mlp, "MLP", tracker)
             layer.forward = fused

@@ -22,8 +22,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from dflash_lab.drafter.loss_terms import first_order
-
 RowPassKind = Literal["fused", "torch"]
 _STRIP = 1 << 24  # elements a strip of the torch row pass on CUDA
 
@@ -39,7 +37,6 @@ class _Flex(torch.autograd.Function):
         return out
 
     @staticmethod
-    @first_order("the stand-in of flex attention")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         q, k, v, _out, sums = ctx.saved_tensors
         delta = torch.empty_like(sums)
@@ -70,12 +67,6 @@ def _project_back(grad: Tensor, head: Tensor, out: Tensor) -> Tensor:
 
 def _update(*_arguments: Any) -> None:
     """AdamW is one kernel a parameter: it allocates nothing."""
-
-
-def _encode(values: Tensor, _generator: Any, *, signed: bool) -> tuple[Tensor, Tensor]:
-    from dflash_lab.drafter import optim
-
-    return optim.encode(values, None, signed=signed)  # type: ignore[arg-type]
 
 
 class FusedRowPass:
@@ -121,8 +112,7 @@ def cuda_training_path(row_pass: RowPassKind, vocab: int) -> Iterator[None]:
     chosen = FusedRowPass(plain, vocab) if row_pass == "fused" else plain
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(attention, "flex_attend", flex_attend))
-        for module in (loss, loss):
-            stack.enter_context(mock.patch.object(module, "project", _project))
+        stack.enter_context(mock.patch.object(loss, "project", _project))
         stack.enter_context(mock.patch.object(loss, "project_back", _project_back))
         stack.enter_context(mock.patch.object(loss, "load_backend", lambda name: chosen))
         # Autocast has no notion of meta tensors; the loss only ever switches it off.
@@ -131,6 +121,9 @@ def cuda_training_path(row_pass: RowPassKind, vocab: int) -> Iterator[None]:
         # Nor are there values, such as the number of steps, or generators of random numbers.
         stack.enter_context(mock.patch.object(optim.Optimizer, "steps", 1))
         stack.enter_context(mock.patch.object(torch, "Generator", mock.Mock()))
-        stack.enter_context(mock.patch.object(optim, "encode", _encode))
+        encode = optim.encode_moment  # without a generator: fake tensors draw nothing
+        stack.enter_context(
+            mock.patch.object(optim, "encode_moment", lambda x, _, **how: encode(x, None, **how))
+        )
         stack.enter_context(mock.patch.dict(loss_rows.STRIP_ELEMENTS, {"meta": _STRIP}))
         yield

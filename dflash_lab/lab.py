@@ -1,7 +1,6 @@
-"""The first page of JupyterLab: the runs with their state, the notebooks in order, how to make one's own run.
+"""JupyterLab as `dflash-lab lab` starts it: its first page, and a `python3` kernel that is this interpreter.
 
-It is a Markdown file, so that no kernel is needed to read it and its links open notebooks in Lab. While Lab
-runs, the process that started it keeps the page as the runs are.
+The page is Markdown, so that no kernel is needed to read it; while Lab runs, it is kept as the runs are.
 """
 
 from __future__ import annotations
@@ -13,12 +12,18 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ipykernel.kernelspec import RESOURCES, get_kernel_dict
+from jupyter_client.kernelspec import NATIVE_KERNEL_NAME, KernelSpec, KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from traitlets import default
+
 from dflash_lab.errors import InputError, LabError
 from dflash_lab.files import make_folder, write_bytes
+from dflash_lab.progress import handling
 from dflash_lab.results import FAILURE, RESULT
 from dflash_lab.runs import PLAN, overview, run_folders, run_status
 from dflash_lab.secrets import redact
@@ -44,6 +49,29 @@ Marks = list[tuple[Path, int, int, bool]]  # file, time, bytes, is its lock held
 logger = logging.getLogger(__name__)
 
 
+class OwnKernelSpecs(KernelSpecManager):
+    """Jupyter's kernels, of which `python3` is the interpreter that starts it.
+
+    Jupyter takes a `python3` that somebody once installed for the user (`~/.local/share/jupyter/kernels`)
+    before that of the environment it runs in: a notebook would run in another environment, or in one that is
+    gone.
+    """
+
+    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
+        """Return the kernel of that name; raises `NoSuchKernel` for one that is not installed."""
+        if kernel_name.lower() == NATIVE_KERNEL_NAME:
+            return KernelSpec(resource_dir=RESOURCES, **get_kernel_dict())
+        return super().get_kernel_spec(kernel_name)
+
+
+class OwnKernelManager(AsyncKernelManager):
+    """What nbclient starts a notebook's kernel with, over `OwnKernelSpecs`."""
+
+    @default("kernel_spec_manager")
+    def _own_specs(self) -> KernelSpecManager:
+        return OwnKernelSpecs(data_dir=self.data_dir)
+
+
 def run_lab(port: int, extra: Sequence[str]) -> int:
     """Write the first page, run JupyterLab on it until it ends, and return its exit code.
 
@@ -55,31 +83,20 @@ def run_lab(port: int, extra: Sequence[str]) -> int:
     seen = _kept_current(None)
     words = [sys.executable, "-m", "jupyterlab", "--ip=127.0.0.1", f"--port={port}"]
     words += [f"--ServerApp.root_dir={root}", f"--LabApp.default_url=/lab/tree/{PAGE.as_posix()}"]
-    words.append("--ServerApp.kernel_spec_manager_class=dflash_lab.own_kernel.OwnKernelSpecs")
+    words.append("--ServerApp.kernel_spec_manager_class=dflash_lab.lab.OwnKernelSpecs")
     if os.geteuid() == 0:  # containers run as root, which Jupyter refuses unless told
         words.append("--allow-root")
     paths = [str(SETTINGS), *filter(None, [os.environ.get("JUPYTER_CONFIG_PATH")])]
     environment = {**os.environ, "JUPYTER_CONFIG_PATH": os.pathsep.join(paths)}
-    with subprocess.Popen([*words, *extra], env=environment) as lab, _leaving_signals_to(lab):
-        while True:
-            try:
-                return lab.wait(LOOK_S)
-            except subprocess.TimeoutExpired:
-                seen = _kept_current(seen)
-
-
-@contextlib.contextmanager
-def _leaving_signals_to(lab: subprocess.Popen) -> Iterator[None]:
-    """Let Lab answer Ctrl-C, which reaches it by itself and which it may ask about, and pass SIGTERM on."""
-    before = [
-        (signal.SIGINT, signal.signal(signal.SIGINT, lambda *_: None)),
-        (signal.SIGTERM, signal.signal(signal.SIGTERM, lambda *_: lab.terminate())),
-    ]
-    try:
-        yield
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
+    with subprocess.Popen([*words, *extra], env=environment) as lab:
+        # Ctrl-C reaches Lab by itself, which may ask about it; SIGTERM is passed on.
+        leave_to_lab = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: lab.terminate()}
+        with handling(leave_to_lab):
+            while True:
+                try:
+                    return lab.wait(LOOK_S)
+                except subprocess.TimeoutExpired:
+                    seen = _kept_current(seen)
 
 
 def _kept_current(seen: Marks | None) -> Marks | None:

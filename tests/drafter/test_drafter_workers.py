@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from dflash_lab.drafter.workers import Job, PeerGone, WorkerFailed, receive, run_crew, send
+from dflash_lab.drafter.workers import Job, PeerGone, WorkerFailed, receive, run_workers, send
 
 
-def give(connection, value):
-    send(connection, "taker", value)
+def send_one(connection, value):
+    send(connection, "receiver", value)
     return {"gave": value}
 
 
-def take(connection, then):
-    value = receive(connection, "giver")
+def receive_one(connection, then):
+    value = receive(connection, "sender")
     if then == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if then == "raise":
@@ -35,12 +35,12 @@ def wait_for(connection):
 
 def test_results_come_back_by_name(tmp_path):
     left, right = Pipe()
-    found = run_crew(
-        [Job("giver", give, (left, 7), False), Job("taker", take, (right, ""), True)],
+    found = run_workers(
+        [Job("sender", send_one, (left, 7), False), Job("receiver", receive_one, (right, ""), True)],
         tmp_path,
         ends=(left, right),
     )
-    assert found == {"giver": {"gave": 7}, "taker": {"took": 7}}
+    assert found == {"sender": {"gave": 7}, "receiver": {"took": 7}}
 
 
 class Lacking(RuntimeError):
@@ -60,14 +60,14 @@ def lack(connection):
 def test_what_an_error_knew_comes_back_with_it(tmp_path):
     left, right = Pipe()
     with pytest.raises(WorkerFailed, match="lacking failed") as caught:
-        run_crew([Job("lacking", lack, (right,), True)], tmp_path, ends=(left, right))
+        run_workers([Job("lacking", lack, (right,), True)], tmp_path, ends=(left, right))
     assert caught.value.advice == "take fewer" and caught.value.details == {"asked": 3}
 
 
 def talk_then_fail(connection, then):
     print("words before the end", flush=True)
     send(connection, "waiter", 1)
-    return take(connection, then)
+    return receive_one(connection, then)
 
 
 def wait_twice(connection):
@@ -86,7 +86,7 @@ def wait_twice(connection):
 def test_the_one_at_fault_is_named_and_not_the_one_who_lost_a_peer(tmp_path, then, words):
     left, right = Pipe()
     with pytest.raises(WorkerFailed, match=words) as caught:
-        run_crew(
+        run_workers(
             [Job("waiter", wait_twice, (left,), True), Job("talker", talk_then_fail, (right, then), False)],
             tmp_path,
             ends=(left, right),
@@ -108,7 +108,7 @@ def test_a_stop_asks_the_leading_one_and_leaves_nobody_behind(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_crew(
+        run_workers(
             [Job("leader", wait_for_file, (str(flag),), True), Job("other", wait_for, (right,), False)],
             tmp_path,
             on_poll=poll,
@@ -127,12 +127,12 @@ import sys
 from multiprocessing import Pipe
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_drafter_crew import tell_and_wait
-from dflash_lab.drafter.workers import Job, run_crew
+from test_drafter_workers import tell_and_wait
+from dflash_lab.drafter.workers import Job, run_workers
 if __name__ == "__main__":
     left, right = Pipe()
     folder = Path(sys.argv[1])
-    run_crew([Job("child", tell_and_wait, (right, str(folder / "pid")), True)], folder)
+    run_workers([Job("child", tell_and_wait, (right, str(folder / "pid")), True)], folder)
 """
 
 

@@ -1,8 +1,6 @@
-"""What a run of training, and the tau measured after it, can tell: in a sentence, from what was recorded.
+"""What a run of training, and the tau measured after it, can tell, in a sentence.
 
-A short try on a few chats ends with numbers like any other run. Whether they mean something is a matter of
-how many steps and samples stand behind them and of whether the trained drafter's interval lies above the
-untrained one's; where they do not, the sentence says why and what to type.
+Where the numbers mean nothing (few steps, no interval above the untrained drafter's), it says what to type.
 """
 
 from __future__ import annotations

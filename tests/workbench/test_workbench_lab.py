@@ -17,9 +17,9 @@ import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from traitlets import import_item
 
-from dflash_lab import start_page
+from dflash_lab import lab
 from dflash_lab.files import write_json
-from dflash_lab.own_kernel import OwnKernelSpecs
+from dflash_lab.lab import OwnKernelSpecs
 from dflash_lab.runs import StageStatus
 from dflash_lab.stage_run import stage_lock
 from dflash_lab.stages import STAGES
@@ -57,7 +57,7 @@ def rows(text: str) -> list[list[str]]:
 
 def say(monkeypatch, **stages: list[StageStatus]) -> None:
     """Let the dry run of each run say what is given here."""
-    monkeypatch.setattr(start_page, "run_status", lambda run: stages.get(Path(run).name, []))
+    monkeypatch.setattr(lab, "run_status", lambda run: stages.get(Path(run).name, []))
 
 
 def test_every_run_is_listed_with_its_state_and_why_stages_are_not_finished(here, monkeypatch):
@@ -73,7 +73,7 @@ def test_every_run_is_listed_with_its_state_and_why_stages_are_not_finished(here
         StageStatus("acceptance", "acceptance", "never run", ""),
     ]
     say(monkeypatch, mine=mine)
-    text = start_page.start_page()
+    text = lab.start_page()
     listed = {row[0]: row[1:] for row in rows(text)}
     assert listed["<strong>demo</strong>"][:2] == ["finished", "2/2"]
     assert listed["<strong>demo</strong>"][-2:] == ["1.00", "1.25"]
@@ -89,12 +89,12 @@ def test_every_run_is_listed_with_its_state_and_why_stages_are_not_finished(here
 
 
 def test_without_runs_the_page_says_how_to_make_the_first(here):
-    text = start_page.write_start_page().read_text()
+    text = lab.write_start_page().read_text()
     assert "None yet" in text and "`make demo`" in text
 
 
 def test_the_notebooks_stand_in_order_with_the_readmes_questions_and_all_links_lead_somewhere(here):
-    text = start_page.write_start_page().read_text()
+    text = lab.write_start_page().read_text()
     table = [row for row in rows(text) if len(row) == 3 and row[0].isdigit()]
     assert [re.sub("<.*?>", "", row[1]) for row in table] == list(STAGES)
     tour = re.findall(r"^\| `(\w+)` \| (.*?) \|", (REPO / "README.md").read_text(), re.MULTILINE)
@@ -110,8 +110,8 @@ def test_the_notebooks_stand_in_order_with_the_readmes_questions_and_all_links_l
 def test_text_of_runs_stays_text(here, monkeypatch):
     finish(here / "runs" / EVIL.replace("/", "") / "prepare")
     status = StageStatus("extract", "extract", "failed", f"{EVIL}\n# more")
-    monkeypatch.setattr(start_page, "run_status", lambda run: [status])
-    html = rendered(start_page.start_page())
+    monkeypatch.setattr(lab, "run_status", lambda run: [status])
+    html = rendered(lab.start_page())
     assert "<b>" not in html and "<h1>more" not in html and "<em>c" not in html and 'href="f"' not in html
     assert "&lt;b&gt;a|b&lt;/b&gt; *c* _d_ [e](f) `g` # more" in html
 
@@ -127,8 +127,8 @@ def test_a_run_that_cannot_be_judged_is_named_and_the_others_are_listed(here, mo
             raise StoreError("no parameters of that name")
         return []
 
-    monkeypatch.setattr(start_page, "run_status", judged)
-    text = start_page.start_page()
+    monkeypatch.setattr(lab, "run_status", judged)
+    text = lab.start_page()
     assert "- **odd**: no parameters of that name" in text and "**good**" in text
 
 
