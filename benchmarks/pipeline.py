@@ -149,17 +149,15 @@ def train_alone(work: Work, folder: Path, samples: Path) -> dict[str, float]:
     """
     import torch
 
-    from dflash_lab.stages.training_inputs import live_taps, open_live, packed_rows
+    from dflash_lab.stages.training_inputs import open_live, packed_rows, resolve_inputs
 
     began = time.perf_counter()
-    cuda = torch.cuda.is_available() and work.device != "cpu"
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     layers = work.layers or int(work.config()["num_hidden_layers"])
-    params = parameters(work, folder / "alone", samples, layers)
-    items: Any = open_live(params, device)
-    found: dict[str, float] = {"forward_ms": row_ms(items, packed_rows(params, items)[0], device)}
-    blank = Blank(samples, items.hidden_size, live_taps(params))
-    trainer = new_trainer(params, blank, device)
+    inputs = resolve_inputs(parameters(work, folder / "alone", samples, layers))
+    device, cuda = inputs.device, inputs.device.type == "cuda"
+    items: Any = open_live(inputs)
+    found: dict[str, float] = {"forward_ms": row_ms(items, packed_rows(inputs, items)[0], device)}
+    trainer = new_trainer(inputs, Blank(samples, items.hidden_size, list(inputs.drafter.tap_ids)))
     found["compile_s"] = trainer.warm_up()
     found["drafter_ms"] = steps_ms(trainer, WARM)
     if not work.layers:
@@ -168,9 +166,9 @@ def train_alone(work: Work, folder: Path, samples: Path) -> dict[str, float]:
         del items
         if cuda:
             torch.cuda.empty_cache()
-        params = parameters(work, folder / "balanced", samples, layers)
-        items = open_live(params, device)
-        found["forward_ms"] = row_ms(items, packed_rows(params, items)[0], device)
+        inputs = resolve_inputs(parameters(work, folder / "balanced", samples, layers))
+        items = open_live(inputs)
+        found["forward_ms"] = row_ms(items, packed_rows(inputs, items)[0], device)
     log.info("%d layers of the target, %s", layers, found)
     trainer.live = items
     found |= {"layers": layers, "step_ms": steps_ms(trainer, 2 * WARM)}
@@ -179,25 +177,16 @@ def train_alone(work: Work, folder: Path, samples: Path) -> dict[str, float]:
     return found | {"seconds": time.perf_counter() - began}
 
 
-def new_trainer(params: TrainDrafterParams, items: Any, device: Any) -> Any:
+def new_trainer(inputs: Any, items: Any) -> Any:
     """The training loop of a run, before its first step."""
-    import torch
-
-    from dflash_lab.drafter.model import Drafter
     from dflash_lab.drafter.train import Trainer
-    from dflash_lab.stages.training_inputs import drafter_config, load_ends, train_settings
+    from dflash_lab.stages.train_processes import first_drafter
+    from dflash_lab.stages.training_inputs import load_ends, train_settings
 
-    dtype = getattr(torch, params.drafter_dtype)
-    config = drafter_config(params, items)
-    with device:
-        drafter = Drafter(config).to(dtype)
-    drafter.initialize(torch.Generator(device).manual_seed(params.seed))
-    head = load_ends(params, device, dtype)
-    drafter.fit_to_head(head.weight)
-    if params.compile and device.type == "cuda":
-        drafter.compile_layers()
-    settings = train_settings(params, items, config)
-    return Trainer(items, head, drafter, settings, params.folder / "run")
+    head = load_ends(inputs)
+    drafter, settings = first_drafter(inputs, head), train_settings(inputs, items)
+    folder = inputs.params.folder / "run"
+    return Trainer(items, head, drafter, settings, folder)
 
 
 def steps_ms(trainer: Any, steps: int) -> float:
@@ -241,7 +230,7 @@ def apart(
     work: Work, folder: Path, samples: Path, layers: int, split: tuple[list[int], list[int]]
 ) -> dict[str, Any]:
     """Train with targets and drafters on GPUs of their own."""
-    params = parameters(work, folder, samples, layers, targets=split[0], drafters=split[1])
+    params = parameters(work, folder, samples, layers, target_gpus=split[0], drafter_gpus=split[1])
     train_pipeline(params)
     frame = pl.read_parquet(params.folder / TIMINGS)
     count = len(split[1])

@@ -46,7 +46,7 @@ from dflash_lab.models.load import choose_device, load_target
 from dflash_lab.models.source import cached_folder
 from dflash_lab.stage_run import execute
 from dflash_lab.stages.train_drafter import TrainDrafterParams
-from dflash_lab.stages.training_inputs import drafter_config, open_bare
+from dflash_lab.stages.training_inputs import resolve_inputs
 from dflash_lab.strict_yaml import parse_parameters
 
 log = logging.getLogger("quality")
@@ -80,7 +80,7 @@ def offline_taus(data: Path, folder: Path, model: str, device: torch.device, mos
 def warm_start(params: TrainDrafterParams, layers: list[int], device: torch.device) -> Path:
     """Write the drafter that starts from the target's layers; return its folder."""
     target = load_target(params.target, device=device, dtype="float32")
-    drafter = warm_drafter(target, drafter_config(params, open_bare(params)), layers, params.seed)
+    drafter = warm_drafter(target, resolve_inputs(params).drafter, layers, params.seed)
     save_checkpoint(params.run_folder / "start", drafter)
     return params.run_folder / "start"
 

@@ -164,9 +164,12 @@ def _typed_then(made: StageParams, said: Mapping[str, Any], typed: Typed) -> dic
     with contextlib.suppress(StoreError):  # one that cannot be read is told by whoever needs it
         result = read_result(path) if path.exists() else {"parameters": {}}
         values = of_today(cls, result["parameters"])
+        overridden = {
+            cls.renamed.get(name, name): then for name, then in result.get("overridden", {}).items()
+        }
         return {
             name: (values[name], "typed when it was made")
-            for name, then in result.get("overridden", {}).items()
+            for name, then in overridden.items()
             if name in said and name not in typed and _same(cls, name, then, said[name])
         }
     return {}

@@ -209,7 +209,7 @@ class Evaluator:
         settings = self.settings
         items = self.answers.items(self.prompts, self.studies["plain"], extra=settings.offline_samples)
         self.facts["offline_source"] = self.answers.source
-        with_temperatures = self.answers.has_final and not self.drafter.config.is_second
+        with_temperatures = self.answers.has_final and not self.drafter.config.is_dflash2
         done = itertools.count(1)
         report = offline(
             items,

@@ -1,4 +1,4 @@
-"""Which tokens a block sees, and attention over them: one rule, dense and in tiles."""
+"""Which tokens a block sees, and attention over them: one rule, and two ways to compute it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,10 @@ from torch import Tensor
 from dflash_lab.drafter.config import LayerMask
 from dflash_lab.errors import InputError
 
-# ----------------------------------------------------------------------------------------------------
-# Which tokens a block sees, and attention over them: one rule, two ways to compute it.
-#
-# A block at anchor a sees the context strictly before a in its own document (the target has not run on the
-# anchor yet) and its own slots, never another block. In a sliding layer of window W the query at position t
-# = a + k keeps keys p with t - p < W. Since a document is contiguous in its row, the visible context of a
-# slot is one interval of row indices; every mask below is that interval plus the own block.
-#
-# - `dense`: scaled_dot_product_attention, a document at a time. Anchors are sorted, so a document's blocks
-#   and its context are both slices, and nothing is computed across documents. Exact everywhere; the path of
-#   CPUs and decoding.
-# - `flex`: flex_attention over the whole row; its block mask skips empty tiles and masks nothing in full
-#   ones (`attention_tiles`). The path of CUDA training.
+# The rule: a block at anchor a sees the context strictly before a in its own document (the target has not run
+# on the anchor yet) and its own slots, never another block. In a sliding layer of window W the query at
+# position t = a + k keeps keys p with t - p < W. Since a document is contiguous in its row, the visible
+# context of a slot is one interval of row indices; every mask below is that interval plus the own block.
 
 
 # attend(q [A,B,nq,d], k_block [A,B,nkv,d], v_block, k_context [S,nkv,d], v_context) -> [A,B,nq,d]
@@ -148,8 +139,10 @@ def dense_mask(layout: BlockLayout, mask: LayerMask, segment: Segment) -> Tensor
 
 
 def dense_attend(layout: BlockLayout) -> Attends:
-    """Attention a document at a time with a boolean mask; masks are built once a layer kind and shared by
-    layers.
+    """Attention a document at a time with a boolean mask: exact everywhere, the path of CPUs and decoding.
+
+    Anchors are sorted, so a document's blocks and its context are both slices, and nothing is computed across
+    documents. Masks are built once a layer kind and shared by layers.
     """
     masks: dict[tuple[LayerMask, Segment], Tensor | None] = {}
 
@@ -187,12 +180,12 @@ def dense_attend(layout: BlockLayout) -> Attends:
 
 
 def flex_attend(layout: BlockLayout) -> Attends:
-    """Attention over the whole row with block masks (one a layer kind). Rows of one shape compile once.
+    """Attention over the whole row with block masks (one a layer kind): the path of CUDA training. Rows of
+    one shape compile once.
 
     What it returns may be called inside a compiled layer, whose graph then holds the attention too; outside
     one, on CUDA, the kernel is compiled on its own.
     """
-
     masks: dict[LayerMask, Any] = {}
 
     def attends(mask: LayerMask) -> Attend:
@@ -237,14 +230,11 @@ def make_attends(layout: BlockLayout, path: str = "auto") -> Attends:
     raise InputError(f"attention = {path!r}: choose 'auto', 'dense' or 'flex'.")
 
 
-# ----------------------------------------------------------------------------------------------------
-# The block mask of a packed row for flex_attention, from intervals instead of from all pairs.
-#
-# Every slot sees two intervals of keys: part of its document's context, and part of its own block. Whether
-# a tile of 128 keys is touched or filled by an interval is two comparisons, so the mask of 24,576 slots
-# over 32,768 keys costs a table of slots by tiles, not one of slots by keys. Anchors are sorted: the slots
-# of a tile see nearly the same context, and all but a few of the tiles they see are full, where the kernel
-# masks nothing.
+# The block mask for flex_attention, from intervals instead of from all pairs --------------------------------
+# Whether a tile of 128 keys is touched or filled by an interval is two comparisons, so the mask of 24,576
+# slots over 32,768 keys costs a table of slots by tiles, not one of slots by keys. Anchors are sorted: the
+# slots of a tile see nearly the same context, and all but a few of the tiles they see are full, where the
+# kernel masks nothing.
 
 
 TILE = 128  # queries and keys of a tile, flex_attention's own default

@@ -22,9 +22,7 @@ from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.objective import TrainSettings
 from dflash_lab.errors import FileError, InputError, LabError, StoreError, naming, near, reading
 
-# ----------------------------------------------------------------------------------------------------
-# Drafter checkpoints in the z-lab layout, the one that z-lab, vLLM, SGLang and SpecForge read.
-#
+# The z-lab layout, which z-lab, vLLM, SGLang and SpecForge read ---------------------------------------------
 # A folder with `config.json` and `model.safetensors`: tensor names without a prefix, no other tensor in the
 # file.
 
@@ -104,7 +102,13 @@ def load_checkpoint(
     path = folder / WEIGHTS
     if not path.is_file():
         raise InputError(f"no weights at {path}; a z-lab checkpoint has one {WEIGHTS}.")
-    _check_config(folder)
+    with reading(path, _REMEDY), safe_open(path, framework="pt") as file:
+        written = (file.metadata() or {}).get(CONFIG_DIGEST)
+    if written is not None and written != files.digest(files.read_json(folder / CONFIG)):
+        raise StoreError(
+            f"{folder / CONFIG} is not the configuration that the weights beside it were written with: put "
+            "it back, or remove it and run the stage that wrote it again."
+        )
     with torch.device("meta"):
         drafter = Drafter(config)
     tensors = read_tensors(path, device)
@@ -126,17 +130,6 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, to
     if written is not None and written != _digest(tensors):
         raise StoreError(f"{path}: its values are not those that were written. {_REMEDY}")
     return {name: tensor.to(device) for name, tensor in tensors.items()}
-
-
-def _check_config(folder: Path) -> None:
-    path = folder / WEIGHTS
-    with reading(path, _REMEDY), safe_open(path, framework="pt") as file:
-        written = (file.metadata() or {}).get(CONFIG_DIGEST)
-    if written is not None and written != files.digest(files.read_json(folder / CONFIG)):
-        raise StoreError(
-            f"{folder / CONFIG} is not the configuration that the weights beside it were written with: put "
-            "it back, or remove it and run the stage that wrote it again."
-        )
 
 
 def _digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -168,13 +161,10 @@ def check_tensors(path: Path, drafter: Drafter, tensors: dict[str, torch.Tensor]
         raise InputError(f"{path}: " + "; ".join(wrong[:5]) + more + ".")
 
 
-# ----------------------------------------------------------------------------------------------------
-# Checkpoints of a run: whole folders that appear at once, the newest few kept.
-#
-# `checkpoints/step-00000100/` is a drafter in the z-lab layout with `trainer/` beside its weights:
-# `state.json` (place in the data, schedule, guard, best) and `state.safetensors` (masters, moments, open
-# sums). Random streams depend on seed and place alone, so the place is all that a resumed run must know of
-# them.
+# Checkpoints of a run: whole folders that appear at once, the newest few kept -------------------------------
+# `checkpoints/step-00000100/` is a drafter with `trainer/` beside its weights: `state.json` (place in the
+# data, schedule, guard, best) and `state.safetensors` (masters, moments, open sums). Random streams depend on
+# seed and place alone, so the place is all that a resumed run must know of them.
 
 
 _NAME = re.compile(r"step-(\d{8})")

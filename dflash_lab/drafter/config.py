@@ -1,9 +1,10 @@
-"""What a drafter is, and how the public `config.json` says it."""
+"""What a drafter is, how the public `config.json` says it, and which token stands in its masked slots."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,11 +12,12 @@ from typing import Any
 
 from dflash_lab.errors import InputError, UnsupportedTarget
 
-# ----------------------------------------------------------------------------------------------------
-# The values of a drafter's `config.json`, each read with its kind and range.
-#
-# A checkpoint comes from another machine or another program: a word where a number belongs must be told
-# with the file and the field as that file spells it, not by the first layer that cannot be built from it.
+logger = logging.getLogger(__name__)
+
+
+# Typed reads from a file of another machine or program ------------------------------------------------------
+# A word where a number belongs is told with the file and the field as that file spells it, not by the first
+# layer that cannot be built from it.
 
 
 REMEDY = "Copy it again from where it came, or remove it and run the stage that wrote it again."
@@ -40,14 +42,11 @@ class Fields:
 
     def __init__(self, where: str, *objects: Mapping[str, Any]) -> None:
         self._where, self._objects = where, objects
+        self.read: set[str] = set()  # names that were asked for
 
     def whole(self, name: str, default: int | None = None, *, low: int = 1, high: int = LARGEST) -> int:
         """A whole number in low..high; without a default it must be there."""
         return self._whole(name, self._must(name, default), low, high)
-
-    def whole_or_none(self, name: str, *, low: int = 1) -> int | None:
-        """The same, None where it is missing."""
-        return None if self._get(name) is None else self.whole(name, low=low)
 
     def wholes(self, name: str, *, low: int, high: int, optional: bool = False) -> list[int]:
         """A list of at least one whole number; where it is missing and `optional`, an empty one."""
@@ -89,6 +88,7 @@ class Fields:
         return InputError(f"{self._where}: {name!r} is {shown(value)}; it must be {must}. {REMEDY}")
 
     def _get(self, name: str) -> Any:
+        self.read.add(name)
         found = (one.get(name) for one in self._objects)
         return next((value for value in found if value is not None), None)
 
@@ -114,15 +114,34 @@ class Fields:
         return value
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a drafter is: its shapes, its blocks, and how its layers see.
-#
-# Hidden size and vocabulary are the target's, whose embedding and head a drafter borrows. Partial rotary or
-# multi-axis positions of a target never enter: a drafter rotates all of its head dimension by plain
-# absolute positions.
+# What a drafter is ----------------------------------------------------------------------------------------
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+_DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_OPTIONAL = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping", *_DFLASH2)
+# Read, but not always written; the others of a file are `extra`.
+_READ_ONLY = (
+    "torch_dtype",
+    "transformers_version",
+    "mask_token_id",
+    "target_layer_ids",
+    "is_causal",
+    *_OPTIONAL,
+)
+_SPELLED = {  # our names -> the file's
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "tap_ids": "target_layer_ids",
+}
+_PLAIN = {  # fields that change what is computed, with the only value that is computed here
+    "partial_rotary_factor": 1.0,
+    "mlp_bias": False,
+    "sample_from_anchor": False,
+    "attn_logit_softcapping": None,
+}
+LARGEST_BLOCK = 1024  # slots; a drafter that was trained has tens
 
 
 @dataclass(frozen=True)
@@ -139,6 +158,9 @@ class LayerMask:
 class DrafterConfig:
     """Shape and meaning of a drafter. `block_size` counts the anchor; `tap_ids` are 0-based target layer
     outputs.
+
+    Partial rotary or multi-axis positions of a target never enter: a drafter rotates all of its head
+    dimension by plain absolute positions.
     """
 
     vocab_size: int
@@ -166,29 +188,20 @@ class DrafterConfig:
     conv_group_size: int = 0
     selector_rank: int = 0
     selector_top_k: int = 0
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)  # of a file: what means nothing here, kept
 
     def __post_init__(self) -> None:
         if not self.layer_types:
             object.__setattr__(self, "layer_types", (FULL,) * self.num_layers)
         object.__setattr__(self, "layer_types", tuple(self.layer_types))
         object.__setattr__(self, "tap_ids", tuple(int(tap) for tap in self.tap_ids))
-        self._check()
 
-    def _check(self) -> None:
         def need(holds: bool, message: str) -> None:
             if not holds:
                 raise InputError(f"drafter config: {message}")
 
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-        ):
+        sizes = "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim"
+        for name in sizes.split():
             need(getattr(self, name) >= 1, f"{name} = {getattr(self, name)} must be at least 1.")
         need(
             self.num_heads % self.num_kv_heads == 0,
@@ -222,11 +235,8 @@ class DrafterConfig:
             0 <= self.mask_token_id < self.vocab_size,
             f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}.",
         )
-        second = (self.conv_kernel_size, self.conv_group_size, self.selector_rank, self.selector_top_k)
-        need(
-            all(second) or not any(second),
-            "DFlash 2 needs conv_kernel_size, conv_group_size, selector_rank, selector_top_k, or none.",
-        )
+        dflash2 = [getattr(self, name) for name in _DFLASH2]
+        need(all(dflash2) or not any(dflash2), f"DFlash 2 needs {', '.join(_DFLASH2)}, or none.")
         if self.conv_group_size:
             need(
                 self.hidden_size % self.conv_group_size == 0,
@@ -234,7 +244,7 @@ class DrafterConfig:
             )
 
     @property
-    def is_second(self) -> bool:
+    def is_dflash2(self) -> bool:
         """True for DFlash 2 (dynamic convolutions and a candidate selector)."""
         return self.conv_kernel_size > 0
 
@@ -244,7 +254,7 @@ class DrafterConfig:
         size, heads, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         layer = size * (2 * heads + 2 * kv + 3 * self.intermediate_size) + 2 * size + 2 * self.head_dim
         total = len(self.tap_ids) * size * size + 2 * size
-        if self.is_second:
+        if self.is_dflash2:
             projection = 2 * self.conv_kernel_size * (size // self.conv_group_size)
             layer += 2 * (2 * self.conv_kernel_size * size + size * projection)
             total += (2 * self.vocab_size + size) * self.selector_rank
@@ -324,17 +334,128 @@ class DrafterConfig:
         return cls(**values)
 
     def to_json(self, dtype: str = "bfloat16") -> dict[str, Any]:
-        """The z-lab `config.json` as plain values; `dtype` is the weights' type by torch name."""
+        """The z-lab `config.json` as plain values: a flat Qwen3 configuration plus `dflash_config`. `dtype`
+        is the weights' type by torch name.
 
-        return to_json(self, dtype)
+        Readers disagree on two spots, so both are written: `block_size` stands at the top level and in
+        `dflash_config` (the inner one wins when read), the rotary base as `rope_theta` and inside
+        `rope_parameters`.
+        """
+        inner: dict[str, Any] = {
+            "block_size": self.block_size,
+            "mask_token_id": self.mask_token_id,
+            "target_layer_ids": list(self.tap_ids),
+        }
+        defaults = {one.name: one.default for one in dataclasses.fields(self)}
+        inner |= {name: getattr(self, name) for name in _OPTIONAL if getattr(self, name) != defaults[name]}
+        architecture = "DFlash2DraftModel" if self.is_dflash2 else "DFlashDraftModel"
+        values: dict[str, Any] = {
+            "architectures": [architecture],
+            "auto_map": {"AutoModel": f"dflash.{architecture}"},
+            "model_type": "qwen3",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "max_position_embeddings": self.max_position_embeddings,
+            "initializer_range": self.initializer_range,
+            "layer_types": list(self.layer_types),
+            "sliding_window": self.sliding_window,
+            "use_sliding_window": SLIDING in self.layer_types,
+            "max_window_layers": self.num_layers,
+            "tie_word_embeddings": False,
+            "use_cache": True,
+            "dtype": dtype,
+            "num_target_layers": self.num_target_layers,
+            "block_size": self.block_size,
+            "dflash_config": inner,
+        }
+        if self.is_causal is not None:
+            values["is_causal"] = self.is_causal
+        return {**self.extra, **values}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], where: str = "drafter config.json") -> DrafterConfig:
-        """Read a z-lab `config.json`, the file `where`; `InputError` names a missing or damaged field,
-        `UnsupportedTarget` what is not known.
+        """Read a z-lab `config.json`, the file `where`. `InputError` names a missing or damaged field,
+        `UnsupportedTarget` what is not known; of `dflash_config`, what nothing reads is told in the log.
         """
+        outer = Fields(where, values)
+        inner = outer.part("dflash_config")
+        fields = Fields(where, inner, values)
+        if outer.flag("attention_bias", False):
+            raise UnsupportedTarget(f"{where}: attention_bias is true; DFlash projections have no bias.")
+        if (act := values.get("hidden_act", "silu")) != "silu":
+            raise UnsupportedTarget(f"{where}: hidden_act is {shown(act)}; only 'silu' is known.")
+        tables = outer.part("rope_parameters")
+        own = Fields(where, tables).part(FULL) or tables  # some files have a table a kind of layer
+        rope = {**outer.part("rope_scaling"), **own}
+        if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
+            raise UnsupportedTarget(f"{where}: rope type is {shown(kind)}; only 'default' is known.")
+        for name, plain in _PLAIN.items():
+            found = next((one[name] for one in (inner, rope, values) if one.get(name) is not None), plain)
+            if found != plain:
+                raise UnsupportedTarget(f"{where}: {name} is {shown(found)}; only {shown(plain)} is known.")
+        layers = fields.whole("num_hidden_layers", high=MOST_LAYERS)
+        depth = fields.whole("num_target_layers", high=MOST_LAYERS)
+        hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+        window = None if values.get("sliding_window") is None else outer.whole("sliding_window")
+        taps = fields.wholes("target_layer_ids", low=0, high=depth - 1, optional=True)
+        try:
+            config = cls(
+                vocab_size=fields.whole("vocab_size"),
+                hidden_size=hidden,
+                intermediate_size=fields.whole("intermediate_size"),
+                num_layers=layers,
+                num_heads=heads,
+                num_kv_heads=fields.whole("num_key_value_heads", heads),
+                head_dim=fields.whole("head_dim", hidden // heads),
+                block_size=fields.whole("block_size", 16, low=2, high=LARGEST_BLOCK),
+                mask_token_id=fields.whole("mask_token_id", low=0),
+                tap_ids=tuple(taps or released_tap_ids(depth, layers)),
+                num_target_layers=depth,
+                layer_types=tuple(outer.words("layer_types")),
+                sliding_window=window,
+                is_causal=outer.flag("is_causal", None),
+                rope_theta=Fields(where, rope, values).number("rope_theta", 1e6),
+                rms_norm_eps=outer.number("rms_norm_eps", 1e-6),
+                max_position_embeddings=outer.whole("max_position_embeddings", 32768),
+                initializer_range=outer.number("initializer_range", 0.02, positive=False),
+                input_embedding_scale=fields.number("input_embedding_scale", 1.0),
+                output_multiplier=fields.number("output_multiplier", 1.0),
+                final_logit_softcapping=fields.number("final_logit_softcapping", 0.0, positive=False),
+                conv_kernel_size=fields.whole("conv_kernel_size", 0, low=0),
+                conv_group_size=fields.whole("conv_group_size", 0, low=0),
+                selector_rank=fields.whole("selector_rank", 0, low=0),
+                selector_top_k=fields.whole("selector_top_k", 0, low=0),
+            )
+        except InputError as error:
+            if str(error).startswith(where):
+                raise
+            raise InputError(f"{where}: {_spelled(str(error))} {REMEDY}") from error
+        try:
+            json.dumps(values, allow_nan=False)  # Python reads what it could not write back
+        except ValueError as error:
+            raise InputError(f"{where}: holds NaN or Infinity, which JSON cannot. {REMEDY}") from error
+        if unread := sorted(inner.keys() - fields.read - _PLAIN.keys()):
+            logger.warning("%s: dflash_config has %s, which is not read here", where, ", ".join(unread))
+        known = {*config.to_json(), *_READ_ONLY}
+        return dataclasses.replace(config, extra={n: value for n, value in values.items() if n not in known})
 
-        return from_json(values, where)
+
+def _spelled(message: str) -> str:
+    """What `DrafterConfig` says of its fields, with the names that the file has for them."""
+    told = message.removeprefix("drafter config: ")
+    return re.sub("|".join(_SPELLED), lambda found: _SPELLED[found[0]], told)
 
 
 def released_tap_ids(num_target_layers: int, count: int) -> tuple[int, ...]:
@@ -342,6 +463,17 @@ def released_tap_ids(num_target_layers: int, count: int) -> tuple[int, ...]:
     from dflash_lab.models.hooks import default_tap_ids
 
     return tuple(default_tap_ids(num_target_layers, count))
+
+
+def rope_theta(values: Mapping[str, Any]) -> float:
+    """Rotary base of a Qwen3-like configuration, old (`rope_theta`) or new (`rope_parameters`) spelling."""
+    parameters = values.get("rope_parameters") or {}
+    parameters = parameters.get(FULL, parameters)  # per-layer-type tables: take the full layers' entry
+    theta = parameters.get("rope_theta") or values.get("rope_theta")
+    return float(theta) if theta else 1e6
+
+
+# The token of masked slots -------------------------------------------------------------------------------
 
 
 # How vocabularies name the tokens that they keep free.
@@ -399,168 +531,3 @@ def _free_tokens(vocab_size: int, tokenizer: Any) -> Iterator[tuple[int, str]]:
     yield from ((token, f"{free[token]}, which the vocabulary keeps free") for token in reserved)
     others = [token for token in free if token not in reserved]
     yield from ((token, f"{free[token]}, which the template does not use") for token in others)
-
-
-def rope_theta(values: Mapping[str, Any]) -> float:
-    """Rotary base of a Qwen3-like configuration, old (`rope_theta`) or new (`rope_parameters`) spelling."""
-    parameters = values.get("rope_parameters") or {}
-    parameters = parameters.get(FULL, parameters)  # per-layer-type tables: take the full layers' entry
-    theta = parameters.get("rope_theta") or values.get("rope_theta")
-    return float(theta) if theta else 1e6
-
-
-# ----------------------------------------------------------------------------------------------------
-# The z-lab `config.json`: a flat Qwen3 configuration plus `dflash_config`, read by z-lab, vLLM, SGLang and
-# SpecForge.
-#
-# Readers disagree on two spots, so both are written: `block_size` stands at the top level and inside
-# `dflash_config` (the inner one wins when read), the rotary base as `rope_theta` and inside
-# `rope_parameters`. Keys that mean nothing here are carried along in `extra`.
-
-
-ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
-_SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-_READ_ONLY: tuple[str, ...] = (
-    "torch_dtype",
-    "transformers_version",
-    "mask_token_id",
-    "target_layer_ids",
-    "input_embedding_scale",
-)
-_READ_ONLY += ("output_multiplier", "final_logit_softcapping", "is_causal", *_SECOND)
-
-_SPELLED = {  # our names -> the file's
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "tap_ids": "target_layer_ids",
-}
-_PLAIN = {  # fields that change what is computed, with the only value that is computed here
-    "partial_rotary_factor": 1.0,
-    "mlp_bias": False,
-    "sample_from_anchor": False,
-    "attn_logit_softcapping": None,
-}
-LARGEST_BLOCK = 1024  # slots; a drafter that was trained has tens
-
-
-def to_json(config: DrafterConfig, dtype: str = "bfloat16") -> dict[str, Any]:
-    """Return the z-lab `config.json` as plain values. `dtype` is the weights' type by torch name."""
-    inner: dict[str, Any] = {
-        "block_size": config.block_size,
-        "mask_token_id": config.mask_token_id,
-        "target_layer_ids": list(config.tap_ids),
-    }
-    if config.input_embedding_scale != 1.0:
-        inner["input_embedding_scale"] = config.input_embedding_scale
-    if config.output_multiplier != 1.0:
-        inner["output_multiplier"] = config.output_multiplier
-    if config.final_logit_softcapping > 0:
-        inner["final_logit_softcapping"] = config.final_logit_softcapping
-    if config.is_second:
-        inner |= {name: getattr(config, name) for name in _SECOND}
-    architecture = ARCHITECTURE_2 if config.is_second else ARCHITECTURE
-    values: dict[str, Any] = {
-        "architectures": [architecture],
-        "auto_map": {"AutoModel": f"dflash.{architecture}"},
-        "model_type": "qwen3",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "max_position_embeddings": config.max_position_embeddings,
-        "initializer_range": config.initializer_range,
-        "layer_types": list(config.layer_types),
-        "sliding_window": config.sliding_window,
-        "use_sliding_window": SLIDING in config.layer_types,
-        "max_window_layers": config.num_layers,
-        "tie_word_embeddings": False,
-        "use_cache": True,
-        "dtype": dtype,
-        "num_target_layers": config.num_target_layers,
-        "block_size": config.block_size,
-        "dflash_config": inner,
-    }
-    if config.is_causal is not None:
-        values["is_causal"] = config.is_causal
-    return {**config.extra, **values}
-
-
-def from_json(values: Mapping[str, Any], where: str = "drafter config.json") -> DrafterConfig:
-    """Read a z-lab `config.json`. `InputError` begins with `where` and names the field that is missing or
-    damaged; an unsupported feature is `UnsupportedTarget`.
-    """
-    outer = Fields(where, values)
-    inner = outer.part("dflash_config")
-    fields = Fields(where, inner, values)
-    if outer.flag("attention_bias", False):
-        raise UnsupportedTarget(f"{where}: attention_bias is true; DFlash projections have no bias.")
-    if (act := values.get("hidden_act", "silu")) != "silu":
-        raise UnsupportedTarget(f"{where}: hidden_act is {shown(act)}; only 'silu' is known.")
-    tables = outer.part("rope_parameters")
-    own = Fields(where, tables).part(FULL) or tables  # some files have a table a kind of layer
-    rope = {**outer.part("rope_scaling"), **own}
-    if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
-        raise UnsupportedTarget(f"{where}: rope type is {shown(kind)}; only 'default' is known.")
-    for name, plain in _PLAIN.items():
-        found = next((one[name] for one in (inner, rope, values) if one.get(name) is not None), plain)
-        if found != plain:
-            raise UnsupportedTarget(f"{where}: {name} is {shown(found)}; only {shown(plain)} is known.")
-    layers = fields.whole("num_hidden_layers", high=MOST_LAYERS)
-    depth = fields.whole("num_target_layers", high=MOST_LAYERS)
-    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    taps = fields.wholes("target_layer_ids", low=0, high=depth - 1, optional=True)
-    try:
-        config = DrafterConfig(
-            vocab_size=fields.whole("vocab_size"),
-            hidden_size=hidden,
-            intermediate_size=fields.whole("intermediate_size"),
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=fields.whole("num_key_value_heads", heads),
-            head_dim=fields.whole("head_dim", hidden // heads),
-            block_size=fields.whole("block_size", 16, low=2, high=LARGEST_BLOCK),
-            mask_token_id=fields.whole("mask_token_id", low=0),
-            tap_ids=tuple(taps or released_tap_ids(depth, layers)),
-            num_target_layers=depth,
-            layer_types=tuple(outer.words("layer_types")),
-            sliding_window=outer.whole_or_none("sliding_window"),
-            is_causal=outer.flag("is_causal", None),
-            rope_theta=Fields(where, rope, values).number("rope_theta", 1e6),
-            rms_norm_eps=outer.number("rms_norm_eps", 1e-6),
-            max_position_embeddings=outer.whole("max_position_embeddings", 32768),
-            initializer_range=outer.number("initializer_range", 0.02, positive=False),
-            input_embedding_scale=fields.number("input_embedding_scale", 1.0),
-            output_multiplier=fields.number("output_multiplier", 1.0),
-            final_logit_softcapping=fields.number("final_logit_softcapping", 0.0, positive=False),
-            conv_kernel_size=fields.whole("conv_kernel_size", 0, low=0),
-            conv_group_size=fields.whole("conv_group_size", 0, low=0),
-            selector_rank=fields.whole("selector_rank", 0, low=0),
-            selector_top_k=fields.whole("selector_top_k", 0, low=0),
-        )
-    except InputError as error:
-        if str(error).startswith(where):
-            raise
-        raise InputError(f"{where}: {_spelled(str(error))} {REMEDY}") from error
-    try:
-        json.dumps(values, allow_nan=False)  # Python reads what it could not write back
-    except ValueError as error:
-        raise InputError(f"{where}: holds NaN or Infinity, which JSON cannot. {REMEDY}") from error
-    known = {*to_json(config), *_READ_ONLY}
-    return dataclasses.replace(config, extra={n: value for n, value in values.items() if n not in known})
-
-
-def _spelled(message: str) -> str:
-    """What `DrafterConfig` says of its fields, with the names that the file has for them."""
-    told = message.removeprefix("drafter config: ")
-    return re.sub("|".join(_SPELLED), lambda found: _SPELLED[found[0]], told)

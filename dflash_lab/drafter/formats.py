@@ -8,21 +8,14 @@ from shlex import quote
 from typing import Any
 
 from dflash_lab import files
-from dflash_lab.drafter.checkpoint import WEIGHTS, check_tensors, read_tensors, write_checkpoint
+from dflash_lab.drafter.checkpoint import WEIGHTS, check_tensors, read_config, read_tensors, write_checkpoint
 from dflash_lab.drafter.config import MOST_LAYERS, SLIDING, DrafterConfig, Fields, shown
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError, UnsupportedTarget
 
-# ----------------------------------------------------------------------------------------------------
-# The speculators layout, out and in: the same tensors under another `config.json`.
-#
-# Speculators and vLLM name a tapped state by Hugging Face's index, the output of layer k being k + 1, so
-# ids gain one on the way out and lose it on the way in. Weights are copied as they are: a round trip is
-# equal to the bit.
-#
-# Causality inside the block is one flag, `sliding_window_non_causal`. Speculators asks it for sliding
-# layers alone and keeps full ones bidirectional; vLLM takes it for every layer. Only masks that both read
-# alike are written: all layers bidirectional (true), or all of them sliding and causal (false).
+# The speculators layout: the same tensors under another `config.json` ---------------------------------------
+# Speculators and vLLM name a tapped state by Hugging Face's index, the output of layer k being k + 1, so ids
+# gain one on the way out and lose it on the way in. Weights are copied as they are.
 
 
 # What lies beside the body in some files: the target's own matrices and the maps of a cut vocabulary.
@@ -54,7 +47,7 @@ def speculators_json(
     config: DrafterConfig, dtype: str, target: str, target_architecture: str = ""
 ) -> dict[str, Any]:
     """The layout's `config.json` as plain values."""
-    if config.is_second:
+    if config.is_dflash2:
         raise UnsupportedTarget(
             "export to speculators: DFlash 2 drafters have no place in its dflash layout."
         )
@@ -168,7 +161,12 @@ def read_speculators_json(
 
 
 def _causal(config: DrafterConfig) -> bool:
-    """Whether the layers are causal inside the block; `UnsupportedTarget` where one flag cannot say it."""
+    """Whether the layers are causal inside the block; `UnsupportedTarget` where one flag cannot say it.
+
+    Speculators asks `sliding_window_non_causal` for sliding layers alone and keeps full ones bidirectional;
+    vLLM takes it for every layer. So only masks that both read alike are written: all layers bidirectional
+    (true), or all of them sliding and causal (false).
+    """
     if not any(config.layer_mask(layer).causal for layer in range(config.num_layers)):
         return False
     if set(config.layer_types) == {SLIDING}:
@@ -185,9 +183,7 @@ def _dtype(drafter: Drafter) -> str:
     return str(drafter.fc.weight.dtype).removeprefix("torch.")
 
 
-# ----------------------------------------------------------------------------------------------------
-# `serve.md` beside a drafter: the commands that serve it, with its own numbers filled in.
-#
+# `serve.md` beside a drafter: the commands that serve it, with its own numbers ------------------------------
 # Both servers read the z-lab layout as it is. vLLM counts the drafted tokens (block size - 1), SGLang the
 # whole block.
 
@@ -233,7 +229,6 @@ python -m sglang.launch_server --model-path {quote(target)} \\
 """
 
 
-def write_serving_notes(folder: Path | str, config: DrafterConfig, target: str) -> None:
-    """Write `serve.md` into a drafter's folder."""
-    path = Path(folder)
-    files.write_bytes(path / "serve.md", serving_notes(config, str(path), target).encode())
+def write_serving_notes(folder: Path, target: str, *, place: Path) -> None:
+    """Write `serve.md` into a drafter's `folder`, for the `place` that the folder will be moved to."""
+    files.write_bytes(folder / "serve.md", serving_notes(read_config(folder), str(place), target).encode())

@@ -1,4 +1,7 @@
-"""The drafter: block-parallel layers over target states, and their cache in decoding."""
+"""The drafter: a few Qwen3-like layers that read the target's hidden states and fill a block of masked slots.
+
+Shapes: S context tokens, A blocks, B slots, H hidden, K taps, nq/nkv query/key heads, d head dimension.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,15 @@ from dflash_lab.drafter.attention import Attend, BlockLayout, dense_attend, make
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.errors import InputError
 
-# ----------------------------------------------------------------------------------------------------
-# What DFlash 2 adds: slots talk to their left neighbours twice a layer, and drafted tokens are chosen in
-# order.
-#
-# The convolution is causal over the slots of one block (never across blocks, never over context), with a
-# kernel that is a learned base plus a part computed from the input for each group of channels. The selector
-# rescores the top candidates of a slot given the token chosen before it, with a rank-r bilinear form
-# between two token codebooks.
+# What DFlash 2 adds -----------------------------------------------------------------------------------------
+# Slots talk to their left neighbours twice a layer, and drafted tokens are chosen in order.
 
 
 def convolve(x: Tensor, delta: Tensor, base: Tensor) -> Tensor:
     """y[i, c] = sum over t of (base[t, c] + delta[i, t, c // g]) * x[i - t, c]; terms before slot 0 are zero.
 
+    Causal over the slots of one block, never across blocks nor over context; the kernel is a learned base
+    plus a part computed from the input for each group of g channels.
     x [A, B, H], delta [A, B, taps, H/g], base [taps, H] -> [A, B, H].
     """
     groups = delta.shape[-1]
@@ -65,7 +64,9 @@ class GroupedDynamicCausalConv(nn.Module):
 
 
 class CandidateSelector(nn.Module):
-    """score(c) = unary[c] + sum_r P[previous]_r (W h)_r S[c]_r over the top candidates of a slot."""
+    """score(c) = unary[c] + sum_r P[previous]_r (W h)_r S[c]_r over the top candidates of a slot: a bilinear
+    form of rank r between two token codebooks, given the token chosen before.
+    """
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -94,18 +95,7 @@ class CandidateSelector(nn.Module):
         return torch.stack(tokens, 1), candidates, torch.stack(scores, 1)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The DFlash drafter: a few Qwen3-like layers that read the target's hidden states and fill a block of
-# masked slots.
-#
-# Tapped target states (K layers, concatenated) are fused once, `ctx = hidden_norm(fc(taps))`, and every
-# layer turns the same ctx into keys and values with the projections it uses for the block itself ("K/V
-# injection"); ctx is never updated and has no queries. The block [anchor, MASK x (B-1)] enters as rows of
-# the target's embedding and leaves through the target's head, both frozen and not stored here. Slot k
-# predicts the token AT its own position a + k.
-#
-# Tensor names are those of the released checkpoints (3 + 11 a layer). Shapes: S context tokens, A blocks, B
-# slots, H hidden, K taps, nq/nkv query/key heads, d head dimension.
+# Layers -----------------------------------------------------------------------------------------------------
 
 
 Rope = tuple[Tensor, Tensor]  # cos, sin [..., d]
@@ -212,8 +202,8 @@ class Layer(nn.Module):
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
-        self.attention_conv = GroupedDynamicCausalConv(config) if config.is_second else None
-        self.mlp_conv = GroupedDynamicCausalConv(config) if config.is_second else None
+        self.attention_conv = GroupedDynamicCausalConv(config) if config.is_dflash2 else None
+        self.mlp_conv = GroupedDynamicCausalConv(config) if config.is_dflash2 else None
 
     def forward(
         self, h: Tensor, angles: Rope, context: ContextStates | ContextKeys, attend: Attend
@@ -229,8 +219,18 @@ class Layer(nn.Module):
         return h + self.mlp_conv.leave(self.mlp(y), kernel)
 
 
+# The drafter ------------------------------------------------------------------------------------------------
+
+
 class Drafter(nn.Module):
-    """A DFlash drafter. Parameters carry the released names; embedding and head are the target's."""
+    """A DFlash drafter. Parameters carry the names of the released checkpoints (3 + 11 a layer).
+
+    Tapped target states (K layers, concatenated) are fused once, `ctx = hidden_norm(fc(taps))`, and every
+    layer turns the same ctx into keys and values with the projections it uses for the block itself ("K/V
+    injection"); ctx is never updated and has no queries. The block [anchor, MASK x (B-1)] enters as rows of
+    the target's embedding and leaves through the target's head, both frozen and not stored here. Slot k
+    predicts the token AT its own position a + k.
+    """
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.candidate_selector = CandidateSelector(config) if config.is_second else None
+        self.candidate_selector = CandidateSelector(config) if config.is_dflash2 else None
         self.gradient_checkpointing = False  # recompute each layer in the backward pass
         self.compiled = False
 
@@ -349,9 +349,7 @@ class Drafter(nn.Module):
         return logits
 
 
-# ----------------------------------------------------------------------------------------------------
-# The drafter's memory in decoding: context keys and values of every layer, and nothing of past blocks.
-# Block keys and values live for one call, so a rejected draft leaves nothing behind.
+# Its memory in decoding -------------------------------------------------------------------------------------
 
 
 def run_blocks(
@@ -377,10 +375,11 @@ def run_blocks(
 
 
 class DraftCache:
-    """Context of one sequence for one drafter; `length` positions 0 .. length-1 are in it.
+    """Context keys and values of one sequence, of every layer; positions 0 .. length-1 are in it.
 
     A verify round commits some positions and brings their tapped states; `extend` appends them, `block`
-    drafts after them.
+    drafts after them. A block's own keys and values live for one call, so a rejected draft leaves nothing
+    behind.
     """
 
     def __init__(self, drafter: Drafter, capacity_tokens: int = 256) -> None:

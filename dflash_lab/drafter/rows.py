@@ -20,18 +20,7 @@ from dflash_lab.drafter.attention import BlockLayout, Segment, block_mask
 from dflash_lab.drafter.config import SLIDING, DrafterConfig
 from dflash_lab.errors import InputError
 
-# ----------------------------------------------------------------------------------------------------
-# Where training blocks start, and which of their slots count.
-#
-# An anchor is what decoding would start a block from: a response token whose next token is a response token
-# too. So position a is valid when 1 <= a, a + 1 < L, loss_mask[a] = 1 and loss_mask[a + 1] = 1 (SpecForge's
-# rule; a = 0 has no context). Anchors are shared out over the documents of a row in proportion to their
-# valid positions, drawn without replacement, sorted, and drawn anew each epoch: random anchors train better
-# than fixed ones (paper: tau 5.64 / 4.94).
-#
-# Slot k >= 1 counts while every slot up to it stands on a response token of the same document: what lies
-# behind a gap could never be accepted in one round.
-#
+# Where training blocks start, and which of their slots count ------------------------------------------------
 # A whole row is worked on at once, in numpy: a thread packs rows beside the one that starts the device's
 # kernels, and each of thousands of small operations would stop it on its way.
 
@@ -51,7 +40,10 @@ def seeded(*parts: int | str) -> torch.Generator:
 
 def valid_anchors(loss_mask: Tensor, starts: np.ndarray | Sequence[int] = (0,)) -> np.ndarray:
     """Sorted indices [n] where a block may start, for the loss_mask [S] of a row whose documents begin at
-    `starts`.
+    `starts`: what decoding would start a block from.
+
+    Position a of a document of L tokens is valid when 1 <= a, a + 1 < L and both loss_mask[a] and
+    loss_mask[a + 1] are 1 (SpecForge's rule; a = 0 has no context).
     """
     on = loss_mask.numpy() != 0
     first = np.zeros(len(on) + 1, dtype=bool)
@@ -64,7 +56,8 @@ def draw_anchors(counts: np.ndarray, total: int, generator: torch.Generator) -> 
     sorted places among all of them, [n].
 
     Shares are proportional, rounded at random without bias (systematic sampling), so short documents get
-    their turn.
+    their turn. Drawn anew each epoch: random anchors train better than fixed ones (DFlash paper: tau 5.64 /
+    4.94).
     """
     available = int(counts.sum())
     if available <= total:
@@ -84,6 +77,9 @@ def slot_labels(
     input_ids: Tensor, loss_mask: Tensor, anchors: np.ndarray, ends: np.ndarray, block_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """labels [n, B] = input_ids[a + k] (0 past the end) and valid [n, B] bool; slot 0 is never valid.
+
+    Slot k >= 1 counts while every slot up to it stands on a response token of the same document: what lies
+    behind a gap could never be accepted in one round.
 
     `anchors` [n] are indices of a row [S] of documents, `ends` [n] lie one past the last token of each
     anchor's document.
@@ -110,14 +106,7 @@ def decay_weights(block_size: int, gamma: float) -> Tensor:
     return weights
 
 
-# ----------------------------------------------------------------------------------------------------
-# Samples into packed rows: several documents side by side up to a budget of context tokens, with drawn
-# anchors.
-#
-# A source answers `row(epoch, index)` from its parameters alone (no hidden state), so a run resumes at any
-# row, and a prefetch thread may work ahead. An item of a feature store is read with its states; `Unfilled`
-# items have none, and the loop asks for them once the row is on its device.
-
+# Samples into packed rows -----------------------------------------------------------------------------------
 
 OPEN_ROWS = 64  # that a sample may still join while rows are planned
 
@@ -240,7 +229,10 @@ def plan_rows(lengths: Sequence[int], context_tokens: int, generator: torch.Gene
 
 
 class PackedRows:
-    """Rows of a collection of items; the plan is drawn anew each epoch from the seed."""
+    """Rows of a collection of items; the plan is drawn anew each epoch from the seed.
+
+    `row(epoch, index)` depends on nothing else, so a run resumes at any row, and a thread may work ahead.
+    """
 
     def __init__(
         self,
@@ -411,11 +403,9 @@ def padded(row: Row, context_tokens: int, anchors: int, config: DrafterConfig) -
     )
 
 
-# ----------------------------------------------------------------------------------------------------
-# Rows on their way to the device: read, packed, pinned and copied by a thread, on a stream of its own.
-#
-# The copy of a row of a 27B target (half a gigabyte) takes as long as a hundredth of its step; on the
-# step's own stream the device would stand still for it.
+# Rows on their way to the device ----------------------------------------------------------------------------
+# A thread reads, packs, pins and copies them on a stream of its own: the copy of a row of a 27B target (half
+# a gigabyte) takes a hundredth of its step, for which the device would stand still on the step's own stream.
 
 
 T = TypeVar("T")
@@ -498,9 +488,7 @@ def prefetch(source: Iterable[T], depth: int = DEPTH) -> Generator[T]:
         thread.join()
 
 
-# ----------------------------------------------------------------------------------------------------
-# One real packed row as plain data, so that a person can see what its blocks see (no weights involved).
-
+# One real packed row as plain data, for a person to see what its blocks see ---------------------------------
 
 SHOWN = 160  # tokens of the document
 

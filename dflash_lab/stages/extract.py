@@ -247,7 +247,7 @@ def run_extract(params: ExtractParams, progress: Any = None) -> ExtractResult:
     from dflash_lab.models.hooks import default_tap_ids
     from dflash_lab.models.load import choose_device, load_target
     from dflash_lab.models.source import load_config
-    from dflash_lab.stages.training_inputs import SNAPSHOT, ask_extraction, extraction_budgets, memory_figures
+    from dflash_lab.stages.clearance import SNAPSHOT, ask_extraction, extraction_budgets, memory_figures
 
     config = load_config(params.target)
     tap_ids = params.tap_ids or default_tap_ids(config.num_hidden_layers, params.num_taps)

@@ -1,4 +1,7 @@
-"""Stage `train_drafter`: a DFlash drafter from stored target states, or from a target that runs beside it."""
+"""Stage `train_drafter`: a DFlash drafter from stored target states, or from a target that runs beside it.
+
+Its run resumes from its last checkpoint; with other parameters the earlier steps are set aside.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +16,17 @@ import numpy as np
 import polars as pl
 
 from dflash_lab import files
-from dflash_lab.drafter.journal import BY_SLOT
+from dflash_lab.drafter.journal import BY_SLOT, read_journal
 from dflash_lab.errors import FileError
 from dflash_lab.files import Move, beside
 from dflash_lab.params import StageParams, param
+from dflash_lab.stages.judgement import of_training
 
 if TYPE_CHECKING:
-    from dflash_lab.drafter.config import DrafterConfig
     from dflash_lab.drafter.train import TrainReport
+    from dflash_lab.stages.training_inputs import TrainingInputs
 
-# ----------------------------------------------------------------------------------------------------
-# Stage `train_drafter`: a DFlash drafter from stored target states, or from a target that runs beside it.
-#
-# From a feature store only the target's embedding, final norm and head are read; with `source: live` the
-# whole target makes the states of each row as it is needed, from the samples alone. The run below
-# `train_drafter/run` in the run's folder resumes from its last checkpoint; with other parameters the
-# earlier steps are set aside, never overwritten. At the end the drafter (`export`: the best on held-out
-# rows, or the last) is written to `drafter/` of the run, ready to be served.
+# Parameters ------------------------------------------------------------------------------------------------
 
 
 class TrainDrafterParams(StageParams):
@@ -37,7 +34,15 @@ class TrainDrafterParams(StageParams):
 
     stage: ClassVar[str] = "train_drafter"
     passing: ClassVar[tuple[str, ...]] = (*StageParams.passing, "ignore_memory")
-    renamed: ClassVar[Mapping[str, str]] = {"processes": "gpus", "second": "dflash2"}
+    renamed: ClassVar[Mapping[str, str]] = {
+        "processes": "gpus",
+        "second": "dflash2",
+        "accumulate": "grad_accum_steps",
+        "floor": "min_lr_ratio",
+        "head": "head_gpu",
+        "targets": "target_gpus",
+        "drafters": "drafter_gpus",
+    }
 
     source: str = param(
         "store", "of states: a feature store, or the live target", choices=("store", "live"), group="data"
@@ -74,7 +79,7 @@ class TrainDrafterParams(StageParams):
     anchors: int = param(
         512, "blocks of a packed row; 0: the most that the memory planner says fit", low=0, high=2**20
     )
-    accumulate: int = param(1, "rows of an optimizer step", low=1, high=2**16)
+    grad_accum_steps: int = param(1, "rows of an optimizer step", low=1, high=2**16)
     noise_std: float = param(0.0, "uniform noise on the states, half width", low=0.0, high=100.0)
 
     gamma: float = param(
@@ -121,7 +126,7 @@ class TrainDrafterParams(StageParams):
     moments: str = param("fp32", "Adam's moments; int8: a byte each", choices=("fp32", "int8"))
     offload: bool = param(False, "masters and moments in host memory: slower steps, 12 bytes a weight less")
     warmup: float = param(0.04, "share of the run", low=0.0, high=1.0)
-    floor: float = param(0.0, "last learning rate as a share of the peak", low=0.0, high=1.0)
+    min_lr_ratio: float = param(0.0, "last learning rate as a share of the peak", low=0.0, high=1.0)
     clip_norm: float = param(1.0, "gradient norm above which gradients shrink; 0: never", low=0.0)
 
     max_steps: int = param(
@@ -152,11 +157,13 @@ class TrainDrafterParams(StageParams):
     parallel: str = param(
         "ddp", "of several processes: whole drafter in each, or sharded", choices=("ddp", "fsdp")
     )
-    targets: list[int] = param(
+    target_gpus: list[int] = param(
         [], "GPUs of targets that feed drafters on others (live); empty: in one process", low=0, high=1023
     )
-    drafters: list[int] = param([], "GPUs of the drafters they feed; several train as one", low=0, high=1023)
-    head: int = param(
+    drafter_gpus: list[int] = param(
+        [], "GPUs of the drafters they feed; several train as one", low=0, high=1023
+    )
+    head_gpu: int = param(
         -1, "GPU of the frozen head, where the loss is; -1: the drafter's own", low=-1, high=1023
     )
     target_head_gpu: int = param(
@@ -175,23 +182,27 @@ class TrainDrafterParams(StageParams):
         self.require(
             self.source == "live" or not self.tap_ids, "tap_ids", "a store has its own; give them to extract"
         )
+        apart = bool(self.target_gpus)
         self.require(
-            bool(self.targets) == bool(self.drafters), "drafters", "name GPUs for both targets and drafters"
+            apart == bool(self.drafter_gpus), "drafter_gpus", "name GPUs for both targets and drafters"
         )
-        apart = bool(self.targets)
         self.require(
-            not apart or self.source == "live", "targets", "targets that feed drafters need source: live"
+            not apart or self.source == "live",
+            "target_gpus",
+            "targets that feed drafters need source: live",
         )
-        self.require(not apart or self.gpus == 1, "gpus", "drafters says on which GPUs to train")
-        once = len(set(self.drafters)) == len(self.drafters)
-        self.require(once, "drafters", "name each GPU once: drafters that train as one cannot share a GPU")
-        alone = self.head < 0 and self.target_head_gpu < 0 and not self.dflash2
+        self.require(not apart or self.gpus == 1, "gpus", "drafter_gpus says on which GPUs to train")
+        once = len(set(self.drafter_gpus)) == len(self.drafter_gpus)
+        self.require(
+            once, "drafter_gpus", "name each GPU once: drafters that train as one cannot share a GPU"
+        )
+        alone = self.head_gpu < 0 and self.target_head_gpu < 0 and not self.dflash2
         self.require(not self.head_parallel or self.world > 1, "head_parallel", "one process has no slices")
         self.require(
             not self.head_parallel or alone,
             "head_parallel",
-            "slices lie with their drafters, and the selector of second needs the whole head: not with head, "
-            "target_head_gpu or second",
+            "slices lie with their drafters, and the selector of dflash2 needs the whole head: not with "
+            "head_gpu, target_head_gpu or dflash2",
         )
         over = [layer for layer in self.sliding_layers if layer >= self.num_layers]
         self.require(not over, "sliding_layers", f"the drafter has layers 0..{self.num_layers - 1}")
@@ -213,7 +224,7 @@ class TrainDrafterParams(StageParams):
     @property
     def world(self) -> int:
         """Processes that train one drafter."""
-        return len(self.drafters) or self.gpus
+        return len(self.drafter_gpus) or self.gpus
 
     @property
     def samples_path(self) -> Path:
@@ -260,6 +271,48 @@ class TrainDrafterParams(StageParams):
         return [self.drafter_path / name for name in ("model.safetensors", "config.json", "serve.md")]
 
 
+# Run -------------------------------------------------------------------------------------------------------
+
+
+def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> TrainDrafterResult:
+    """Train, export the drafter (`export`: the best on held-out rows, or the last), and collect what the
+    figures need.
+    """
+    from dflash_lab.drafter.checkpoint import copy_checkpoint
+    from dflash_lab.drafter.formats import write_serving_notes
+    from dflash_lab.models.source import served_name
+    from dflash_lab.stages.clearance import clear_processes, with_anchors
+    from dflash_lab.stages.train_processes import train_apart, train_here, train_pipeline
+    from dflash_lab.stages.training_inputs import check_placement, check_states, resolve_inputs
+
+    # All that can be refused is refused before targets load and processes start.
+    check_placement(params)
+    inputs = resolve_inputs(params)
+    check_states(inputs, progress)
+    inputs = with_anchors(inputs)
+    params = inputs.params
+    if params.target_gpus or max(params.head_gpu, params.target_head_gpu) >= 0:  # one GPU for several
+        clear_processes(inputs)
+    if params.drafter_path.exists() and not params.drafter_path.is_dir():
+        raise FileError(errno.ENOTDIR, params.drafter_path)
+    shutil.rmtree(params.fresh_drafter, ignore_errors=True)  # of an attempt that was killed
+    # On the disk of the drafter: one that cannot be written to is told now.
+    files.make_folder(params.fresh_drafter)
+    if params.target_gpus:
+        report = train_pipeline(params, progress)
+    elif params.gpus > 1:
+        report = train_apart(params, progress)
+    else:
+        report = train_here(inputs, progress)
+    chosen = report.best if params.export == "best" else report.last_checkpoint
+    copy_checkpoint(chosen, params.fresh_drafter)
+    write_serving_notes(params.fresh_drafter, served_name(params.target), place=params.drafter_path)
+    return collect(inputs, report)
+
+
+# Result ----------------------------------------------------------------------------------------------------
+
+
 _FRAMES = ("steps", "metrics", "positions", "pipeline")
 
 
@@ -269,7 +322,8 @@ class TrainDrafterResult:
 
     `steps`: step, loss, grad_norm, lr, skipped (the fault, or null). `metrics`: kind (train | heldout), step
     and the metrics of `drafter.metrics`. `positions`: kind, step, slot, accuracy, conditional. `row`: the
-    inspected packed row. `pipeline`: a record a row and worker (TIMING_SCHEMA), empty without one.
+    inspected packed row. `pipeline`: a record a row and worker (TIMING_SCHEMA), empty without
+    one.
     """
 
     figures: dict[str, Any]
@@ -298,69 +352,84 @@ class TrainDrafterResult:
         )
 
 
-def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> TrainDrafterResult:
-    """Train, export, and collect what the figures need."""
-    from dflash_lab.drafter.checkpoint import copy_checkpoint, read_config
-    from dflash_lab.drafter.formats import write_serving_notes
-    from dflash_lab.models.source import served_name
-    from dflash_lab.stages import training_inputs
-    from dflash_lab.stages.train_processes import train_apart, train_here, train_pipeline
-    from dflash_lab.stages.training_inputs import check_placement, clear_processes, with_anchors
-
-    check_placement(params)
-    training_inputs.check_states(params, progress)  # before targets load and processes start
-    params = with_anchors(params)
-    if params.targets or max(params.head, params.target_head_gpu) >= 0:  # a GPU may be named for several
-        clear_processes(params)
-    if params.drafter_path.exists() and not params.drafter_path.is_dir():
-        raise FileError(errno.ENOTDIR, params.drafter_path)
-    shutil.rmtree(params.fresh_drafter, ignore_errors=True)  # of an attempt that was killed
-    # On the disk of the drafter: one that cannot be written to is told now.
-    files.make_folder(params.fresh_drafter)
-    if params.targets:
-        report = train_pipeline(params, progress)
-    elif params.gpus > 1:
-        report = train_apart(params, progress)
-    else:
-        report = train_here(params, progress)
-    chosen = report.best if params.export == "best" else report.last_checkpoint
-    copy_checkpoint(chosen, params.fresh_drafter)
-    config = read_config(params.fresh_drafter)
-    write_serving_notes(params.fresh_drafter, config, served_name(params.target))
-    return collect(params, report, config)
-
-
-def collect(params: TrainDrafterParams, report: TrainReport, config: DrafterConfig) -> TrainDrafterResult:
+def collect(inputs: TrainingInputs, report: TrainReport) -> TrainDrafterResult:
     """Turn a finished run into tables and headline figures."""
-    from dflash_lab.drafter.journal import read_journal
     from dflash_lab.drafter.pipeline import TIMING_SCHEMA
     from dflash_lab.drafter.rows import inspect_row
-    from dflash_lab.stages.train_processes import TIMINGS
-    from dflash_lab.stages.training_inputs import open_bare
-
-    items = open_bare(params)
-    records = read_journal(params.folder / "run")
-    steps, metrics = step_frame(records), metric_frame(records)
-    figures = headline(params, report, config, steps, items)
-    row = inspect_row(items, config, params.context_tokens, params.anchors, params.seed, _decoder(params))
-    pipeline = (
-        pl.read_parquet(params.folder / TIMINGS) if params.targets else pl.DataFrame(schema=TIMING_SCHEMA)
-    )
-    return TrainDrafterResult(figures, steps, metrics, position_frame(records), row, pipeline)
-
-
-def _decoder(params: TrainDrafterParams) -> Any:
-    """token id -> text, or None for targets without a tokenizer."""
-    if params.target.startswith("random:"):
-        return None
     from dflash_lab.models.source import load_tokenizer
+    from dflash_lab.stages.train_processes import TIMINGS
 
-    tokenizer = load_tokenizer(params.target)
-    return lambda token: tokenizer.decode([token])
+    params = inputs.params
+    # Random targets have no tokenizer.
+    tokenizer: Any = None if params.target.startswith("random:") else load_tokenizer(params.target)
+    decode = None if tokenizer is None else lambda token: tokenizer.decode([token])
+    pipeline = (
+        pl.read_parquet(params.folder / TIMINGS) if params.target_gpus else pl.DataFrame(schema=TIMING_SCHEMA)
+    )
+    records = read_journal(params.folder / "run")
+    steps = step_frame(records)
+    row = inspect_row(
+        inputs.items, inputs.drafter, params.context_tokens, params.anchors, params.seed, decode
+    )
+    return TrainDrafterResult(
+        figures=headline(inputs, report, steps),
+        steps=steps,
+        metrics=metric_frame(records),
+        positions=position_frame(records),
+        row=row,
+        pipeline=pipeline,
+    )
 
 
-# ----------------------------------------------------------------------------------------------------
-# A run's journal as tables (steps, window metrics, metrics by slot), and its headline figures.
+def headline(inputs: TrainingInputs, report: TrainReport, steps: pl.DataFrame) -> dict[str, Any]:
+    """The figures of a finished run, with what its processes left of memory and rates, and in a sentence what
+    they amount to.
+    """
+    from dflash_lab.extraction.manifest import trial_of
+    from dflash_lab.stages.train_processes import MEMORY, SUMMARY
+
+    params, items = inputs.params, inputs.items
+    losses = steps.filter(pl.col("loss").is_not_null())["loss"]
+    measured = report.best / "metrics.json"  # absent when no held-out row could be measured
+    best = files.read_json(measured) if measured.exists() else {}
+    seconds = max(report.seconds, 1e-9)
+    train = ~np.asarray(items.heldout, dtype=bool)
+    trial = trial_of(params.store_path) if params.source == "store" else 0
+    figures = {
+        "steps": report.steps,
+        "time_limit_s": params.time_limit_s,
+        "training_samples": int(train.sum()),
+        "training_tokens": int(np.asarray(items.lengths)[train].sum()),
+        "anchors": params.anchors,
+        "skipped_steps": report.skipped,
+        "loss_first": losses[0] if len(losses) else None,
+        "loss_last": losses.tail(max(1, min(10, len(losses) // 10))).mean(),
+        "heldout_loss_first": report.first.get("loss"),
+        "heldout_loss_last": report.last.get("loss"),
+        "accuracy_first": report.first.get("accuracy"),
+        "accuracy_last": report.last.get("accuracy"),
+        "streak_first": report.first.get("streak"),
+        "streak_last": report.last.get("streak"),
+        "streak_best": best.get("streak"),
+        "chained_tau_first": report.first.get("chained_tau"),
+        "chained_tau_last": report.last.get("chained_tau"),
+        "best_step": report.best_step,
+        "labels": params.labels,
+        "agreement": report.last.get("agreement"),
+        "train_seconds": seconds,
+        "compile_seconds": report.compile_seconds,
+        "context_tokens_per_s": report.context_tokens / seconds,
+        "anchors_per_s": report.blocks / seconds,
+        "loader_share_pct": 100 * report.loader_share,
+        "drafter_parameters": inputs.drafter.parameter_count,
+        **files.read_json(params.folder / MEMORY),
+        **(files.read_json(params.folder / SUMMARY) if params.target_gpus else {}),
+        **({"stored_samples": len(items.lengths), "stored_samples_of": trial} if trial else {}),
+    }
+    return {**figures, "judgement": of_training(figures)}
+
+
+# The journal as tables ------------------------------------------------------------------------------------
 
 
 STEP_SCHEMA = {
@@ -429,53 +498,3 @@ def position_frame(records: list[dict[str, Any]]) -> pl.DataFrame:
 
 def _number(value: Any) -> Any:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
-def headline(
-    params: TrainDrafterParams, report: TrainReport, config: DrafterConfig, steps: pl.DataFrame, items: Any
-) -> dict[str, Any]:
-    """The figures of a finished run on `items` (store or samples), with what its processes left of memory and
-    rates, and in a sentence what they amount to.
-    """
-    from dflash_lab.extraction.manifest import trial_of
-    from dflash_lab.stages.judgement import of_training
-    from dflash_lab.stages.train_processes import MEMORY, SUMMARY
-
-    losses = steps.filter(pl.col("loss").is_not_null())["loss"]
-    measured = report.best / "metrics.json"  # absent when no held-out row could be measured
-    best = files.read_json(measured) if measured.exists() else {}
-    seconds = max(report.seconds, 1e-9)
-    train = ~np.asarray(items.heldout, dtype=bool)
-    trial = trial_of(params.store_path) if params.source == "store" else 0
-    figures = {
-        "steps": report.steps,
-        "time_limit_s": params.time_limit_s,
-        "training_samples": int(train.sum()),
-        "training_tokens": int(np.asarray(items.lengths)[train].sum()),
-        "anchors": params.anchors,
-        "skipped_steps": report.skipped,
-        "loss_first": losses[0] if len(losses) else None,
-        "loss_last": losses.tail(max(1, min(10, len(losses) // 10))).mean(),
-        "heldout_loss_first": report.first.get("loss"),
-        "heldout_loss_last": report.last.get("loss"),
-        "accuracy_first": report.first.get("accuracy"),
-        "accuracy_last": report.last.get("accuracy"),
-        "streak_first": report.first.get("streak"),
-        "streak_last": report.last.get("streak"),
-        "streak_best": best.get("streak"),
-        "chained_tau_first": report.first.get("chained_tau"),
-        "chained_tau_last": report.last.get("chained_tau"),
-        "best_step": report.best_step,
-        "labels": params.labels,
-        "agreement": report.last.get("agreement"),
-        "train_seconds": seconds,
-        "compile_seconds": report.compile_seconds,
-        "context_tokens_per_s": report.context_tokens / seconds,
-        "anchors_per_s": report.blocks / seconds,
-        "loader_share_pct": 100 * report.loader_share,
-        "drafter_parameters": config.parameter_count,
-        **files.read_json(params.folder / MEMORY),
-        **(files.read_json(params.folder / SUMMARY) if params.targets else {}),
-        **({"stored_samples": len(items.lengths), "stored_samples_of": trial} if trial else {}),
-    }
-    return {**figures, "judgement": of_training(figures)}

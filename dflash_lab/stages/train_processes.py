@@ -1,4 +1,6 @@
-"""The training itself: here, in processes that torchrun starts, or with targets and drafters apart."""
+"""The training itself: in this process, in processes that torchrun starts, or with targets and drafters in
+processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -12,127 +14,100 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import polars as pl
 
-from dflash_lab import files
-from dflash_lab.drafter.workers import WorkerFailed, words_of
+from dflash_lab import files, machine
+from dflash_lab.acceptance.offline import answer_segments, offline
+from dflash_lab.drafter.checkpoint import load_checkpoint, setup
+from dflash_lab.drafter.distributed import join
+from dflash_lab.drafter.journal import Reader
+from dflash_lab.drafter.live import LiveItems
+from dflash_lab.drafter.loss import VocabShard
+from dflash_lab.drafter.model import Drafter
+from dflash_lab.drafter.pipeline import PipelineItems, Receiver, RowServer, Sender, Timings, summary
+from dflash_lab.drafter.train import TrainReport, train
+from dflash_lab.drafter.workers import Job, WorkerFailed, run_workers, words_of
 from dflash_lab.errors import InputError, naming
-from dflash_lab.machine import usable_cpus
+from dflash_lab.memory.gate import explained
+from dflash_lab.models.load import TargetHead, choose_device
+from dflash_lab.models.source import identify, resolve
 from dflash_lab.stages import params_class
+from dflash_lab.stages.clearance import SNAPSHOT, ask_training, check_queue, memory_figures, target_figures
 from dflash_lab.stages.judgement import before_training
-from dflash_lab.stages.training_inputs import SNAPSHOT
+from dflash_lab.stages.training_inputs import (
+    TrainingInputs,
+    check_disks,
+    load_ends,
+    open_live,
+    open_states,
+    packed_rows,
+    resolve_inputs,
+    set_aside_other_run,
+    source_of,
+    train_settings,
+)
 
 if TYPE_CHECKING:
-    import torch
-
-    from dflash_lab.drafter.config import DrafterConfig
-    from dflash_lab.drafter.model import Drafter
-    from dflash_lab.drafter.rows import Items
-    from dflash_lab.drafter.train import TrainReport
-    from dflash_lab.memory.gate import Clearance, NotPredicted
-    from dflash_lab.models.load import TargetHead
     from dflash_lab.stages.train_drafter import TrainDrafterParams
-
-# ----------------------------------------------------------------------------------------------------
-# The measure that training runs on the side: acceptance on held-out samples, which the loss does not say.
-
-
-BUDGETS = (16, 64)  # of draft trees, in nodes
-
-
-def tau_probe(params: TrainDrafterParams, store: Items, head: Any) -> Any:
-    """Acceptance length on the first held-out samples, as decoding would walk them: chained, and of draft
-    trees.
-    """
-    import numpy as np
-
-    from dflash_lab.acceptance.offline import answer_segments, offline
-
-    items = [store[int(i)] for i in np.flatnonzero(store.heldout)[: params.tau_samples]]
-    items = [item for item in items if answer_segments(item.loss_mask)]  # some are cut within their prompt
-
-    def probe(drafter: Any) -> dict[str, Any]:
-        if not items:
-            return {}
-        report = offline(items, head, drafter, budgets=BUDGETS, top_k=())
-        trees = {f"tree{budget}_tau": report.tau(budget).mean for budget in BUDGETS}
-        return {"chained_tau": report.tau().mean, **trees}
-
-    return probe
-
-
-# ----------------------------------------------------------------------------------------------------
-# Training in this process: ask for the memory, load, train, and say how right the answer was.
-
 
 logger = logging.getLogger(__name__)
 MEMORY = "memory.json"  # of the first process: predicted and measured peak, how a live target runs its rows
+BUDGETS = (16, 64)  # of draft trees, in nodes
+
+Opener = Callable[[TrainingInputs], tuple[Any, TargetHead]]  # what makes the states, and the target's head
 
 
-def train_here(
-    params: TrainDrafterParams, progress: Any = None, open_with: Callable[..., Any] | None = None
-) -> TrainReport:
-    """Load states (or the target that makes them), the ends of the target and the drafter, and train in this
-    process, perhaps one of several. `open_with` replaces `open_states`.
+# In this process -------------------------------------------------------------------------------------------
+
+
+def train_here(inputs: TrainingInputs, progress: Any = None, open_with: Opener = open_states) -> TrainReport:
+    """Ask for the memory, load the states, the ends of the target and the drafter, train in this process,
+    perhaps one of several, and write how right the answer was.
     """
     import torch
 
-    from dflash_lab.drafter.checkpoint import setup
-    from dflash_lab.drafter.distributed import join
-    from dflash_lab.drafter.live import LiveItems
-    from dflash_lab.drafter.loss import VocabShard
-    from dflash_lab.drafter.train import train
-    from dflash_lab.machine import device_budget_gib
-    from dflash_lab.memory.gate import explained
-    from dflash_lab.models.load import choose_device
-    from dflash_lab.models.source import load_config
-    from dflash_lab.stages import training_inputs
-    from dflash_lab.stages.training_inputs import ask_training, memory_figures
-
-    group, device = join(params.parallel, choose_device(params.device))
+    params = inputs.params
+    group, device = join(params.parallel, inputs.device)
+    inputs = dataclasses.replace(inputs, device=device)
     if params.attention == "flex" and device.type != "cuda":
         raise InputError(
             f"train_drafter: attention='flex' needs CUDA for its backward pass, and this trains on {device}. "
             "Give attention='auto'."
         )
-    dtype = training_inputs.drafter_dtype(params, device)
     if params.compile and device.type == "cuda":
         torch.compiler.reset()  # shapes of earlier runs of this process count against the compiler's limit
-    target, free_gib = load_config(params.target), device_budget_gib(device)
-    store = training_inputs.open_bare(params) if params.source == "store" else None
-    config = training_inputs.drafter_config(params, store)
-    training_inputs.check_room(params, config, dtype)
-    final = bool(getattr(store, "has_final", False))
-
-    def ask(rows: str = "") -> Clearance | NotPredicted:
-        return ask_training(
-            params, target, config, device, dtype, final_states=final, rows=rows, budget_gib=free_gib
-        )
-
-    cleared = ask()  # before anything is loaded
+    free_gib = machine.device_budget_gib(device)
+    check_disks(inputs)
+    cleared = ask_training(inputs, budget_gib=free_gib)  # before anything is loaded
+    config = inputs.drafter
     sizes = {
         "anchors": params.anchors, "block_size": config.block_size, "context": params.context_tokens,
         "hidden": config.hidden_size, "vocabulary": config.vocab_size, "taps": len(config.tap_ids),
         "intermediate": config.intermediate_size,
     }  # fmt: skip
-    watch: dict[str, Any] = dict(device=device, snapshot=params.folder / snapshot_name(group))
+    snapshot = Path(SNAPSHOT)
+    if group.world > 1:
+        snapshot = snapshot.with_stem(f"{snapshot.stem}-{group.rank}")
+    watch: dict[str, Any] = dict(device=device, snapshot=params.folder / snapshot)
     with explained(cleared, sizes, **watch):
-        items, head = (open_with or training_inputs.open_states)(params, device, dtype)
-        drafter = first_drafter(params, config, head, device, dtype)
-    if isinstance(items, LiveItems):
-        cleared = ask(items.forward.path)
-    settings = training_inputs.train_settings(params, items, config)
-    run, source = params.folder / "run", training_inputs.source_of(params, items)
+        items, head = open_with(inputs)
+        drafter = first_drafter(inputs, head)
+    if isinstance(items, LiveItems):  # now it is known how the target runs its rows
+        cleared = ask_training(inputs, rows=items.forward.path, budget_gib=free_gib)
+    settings = train_settings(inputs, items)
+    run, source = params.folder / "run", source_of(inputs, items)
     if group.rank == 0:
         lengths = items.lengths[~items.heldout].tolist()
         if warning := before_training(settings.max_steps, len(lengths), sum(lengths)):
             logger.warning("%s", warning)
         now = setup(settings, drafter, lengths, group.world, source)
-        training_inputs.set_aside_other_run(run, now, anew=params.force)
+        set_aside_other_run(run, now, anew=params.force)
     group.barrier()
     whole, shard = head, None
     measured = bool(params.tau_samples) and group.rank == 0  # tau is measured with the whole head
@@ -142,7 +117,7 @@ def train_here(
         tied = whole.weight is whole.embedding_weight
         kept = tied or measured or isinstance(items, LiveItems)
         head = dataclasses.replace(whole, weight=mine if kept else mine.clone())
-    probe = tau_probe(params, items, whole if measured else head) if params.tau_samples else None
+    probe = tau_probe(params.tau_samples, items, whole if measured else head) if params.tau_samples else None
     del whole
     apart = params.target_head_gpu
     with explained(cleared, sizes, **watch):
@@ -167,28 +142,14 @@ def train_here(
     return report
 
 
-def snapshot_name(group: Any) -> str:
-    """The file of a process's last refused request; of one process, simply that."""
-    path = Path(SNAPSHOT)
-    return path.name if group.world == 1 else f"{path.stem}-{group.rank}{path.suffix}"
-
-
-def first_drafter(
-    params: TrainDrafterParams,
-    config: DrafterConfig,
-    head: TargetHead,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Drafter:
+def first_drafter(inputs: TrainingInputs, head: TargetHead) -> Drafter:
     """The drafter before its first step, drawn or read, compiled on CUDA if asked for."""
     import torch
 
-    from dflash_lab.drafter.checkpoint import load_checkpoint
-    from dflash_lab.drafter.model import Drafter
-
+    params, device = inputs.params, inputs.device
     if params.start_from:
-        drafter = load_checkpoint(params.start_from, device, dtype)
-        if told := drafter.config.differences(config):
+        drafter = load_checkpoint(params.start_from, device, inputs.dtype)
+        if told := drafter.config.differences(inputs.drafter):
             raise InputError(
                 f"train_drafter: {params.start_from} is a drafter of another shape than these parameters say "
                 f"({'; '.join(told)}: the drafter's value first). Give the drafter's values, or start from "
@@ -196,9 +157,9 @@ def first_drafter(
             )
     else:
         with torch.device("meta"):  # a billion weights are drawn once, not first as torch's layers would
-            empty = Drafter(config)
+            empty = Drafter(inputs.drafter)
         empty.to_empty(device="cpu").initialize(torch.Generator().manual_seed(params.seed))
-        drafter = empty.to(device, dtype)
+        drafter = empty.to(device, inputs.dtype)
         drafter.fit_to_head(head.weight)
     drafter.gradient_checkpointing = params.gradient_checkpointing
     if params.compile and device.type == "cuda":
@@ -206,120 +167,46 @@ def first_drafter(
     return drafter
 
 
-# ----------------------------------------------------------------------------------------------------
-# Training in several processes, started from a notebook or a shell alike: torchrun runs this module in
-# each.
-#
-#     torchrun --nproc-per-node 8 -m dflash_lab.stages.train_processes <parameters.json>
-#
-# The parent follows the run's journal for its progress bar, ends all processes when it is stopped, and
-# shows the failing process's own traceback when one dies. Rank 0 leaves the report as JSON.
+def tau_probe(samples: int, store: Any, head: TargetHead) -> Callable[[Drafter], dict[str, Any]]:
+    """Acceptance length on the first held-out samples, as decoding would walk them, which the loss does not
+    say: chained, and of draft trees.
+    """
+    items = [store[int(i)] for i in np.flatnonzero(store.heldout)[:samples]]
+    items = [item for item in items if answer_segments(item.loss_mask)]  # some are cut within their prompt
+
+    def probe(drafter: Drafter) -> dict[str, Any]:
+        if not items:
+            return {}
+        report = offline(items, head, drafter, budgets=BUDGETS, top_k=())
+        trees = {f"tree{budget}_tau": report.tau(budget).mean for budget in BUDGETS}
+        return {"chained_tau": report.tau().mean, **trees}
+
+    return probe
+
+
+# Several processes of this machine, whichever way they are started -----------------------------------------
+# The parent follows the run's journal for its progress bar, and asks for a checkpoint and an orderly end when
+# it is stopped.
 
 
 POLL_S = 1.0
-GRACE_S = 60.0  # for a checkpoint after a stop
+GRACE_S = 60.0  # for a checkpoint after a stop, and for targets once the drafters have ended
 STOP = "stop"  # the file that asks training processes for an end
 STEPS = "steps.json"  # how many steps there will be, as the processes counted them from epochs
-_PARAMETERS, _REPORT, _OUTPUT = "launch.json", "report.json", "processes.log"
-_WORDS = "failed-{}.json"  # advice and details of the error of one process
 
 
 class Stop(Exception):
     """The parent asked for an end."""
 
 
-def train_apart(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
-    """Train with `params.gpus` processes of this machine and wait for them."""
-    folder = params.folder
-    for path in (*(folder / name for name in (_REPORT, STOP, STEPS)), *folder.glob(_WORDS.format("*"))):
-        path.unlink(missing_ok=True)
-    files.write_json(folder / _PARAMETERS, params.as_dict())
-    # By number, for a machine's own name need not be known to it.
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command += ["--nproc-per-node", str(params.gpus), "-m", __name__, str(folder / _PARAMETERS)]
-    environment = {"OMP_NUM_THREADS": str(max(1, usable_cpus() // params.gpus)), **os.environ}
-    with naming(folder / _OUTPUT), open(folder / _OUTPUT, "w", encoding="utf-8") as output:
-        workers = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-    follow = follower(params, progress)
-    try:
-        while workers.poll() is None:
-            time.sleep(POLL_S)
-            follow()
-    except BaseException:
-        _end(workers, folder)
-        raise
-    if workers.returncode != 0 or not (folder / _REPORT).exists():
-        raise WorkerFailed(
-            f"training in {params.gpus} processes failed:\n{_last_words(folder / _OUTPUT)}",
-            _first_words(folder),
-        )
-    return read_report(files.read_json(folder / _REPORT))
-
-
-def follower(params: TrainDrafterParams, progress: Any) -> Callable[[], None]:
-    """What reports progress, at each call, from the journal that the first process writes."""
-    from dflash_lab.drafter.journal import Reader
-
-    journal = Reader(params.folder / "run")
-    told = params.folder / STEPS  # there once the first step is done
-
-    def follow() -> None:
-        records = journal.read() if told.exists() else []
-        streak = next((r.get("streak") for r in reversed(records) if r["kind"] == "heldout"), None)
-        facts = {} if streak is None else {"streak": streak}
-        total = files.read_json(told) if records else params.max_steps
-        progress("training", records[-1]["step"] if records else 0, total, **facts)
-
-    return follow if progress is not None else lambda: None
-
-
-def _end(workers: subprocess.Popen, folder: Path) -> None:
-    """Ask for a checkpoint and an orderly end, then end the processes that this call started."""
-    files.write_bytes(folder / STOP, b"")
-    try:
-        workers.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(workers.pid, signal.SIGKILL)
-        workers.wait()
-
-
-def _last_words(path: Path) -> str:
-    """The first traceback in the processes' output (the others only tell that a peer is gone), or its end."""
-    text = path.read_text(encoding="utf-8", errors="replace")
-    start = text.find("Traceback (most recent call last)")
-    return text[start : start + 4000] if start >= 0 else text[-4000:]
-
-
-def _first_words(folder: Path) -> dict[str, Any]:
-    """What the process that failed first, and knew why, left of its error."""
-    left = [files.read_json(path) for path in folder.glob(_WORDS.format("*"))]
-    return min(left, key=lambda told: (not told["advice"], told["time"]), default={})
-
-
-def report_values(report: TrainReport) -> dict[str, Any]:
-    """A report as plain JSON values."""
-    paths = {"best": str(report.best), "last_checkpoint": str(report.last_checkpoint)}
-    return {**dataclasses.asdict(report), **paths}
-
-
-def read_report(values: dict[str, Any]) -> TrainReport:
-    """The report that `report_values` made plain."""
-    from dflash_lab.drafter.train import TrainReport
-
-    paths = {name: Path(values[name]) for name in ("best", "last_checkpoint")}
-    return TrainReport(**{**values, **paths})
-
-
-def stoppable(params: TrainDrafterParams) -> Callable[..., None]:
+def stoppable(folder: Path) -> Callable[..., None]:
     """The progress callback of a training process: raises `Stop` when the parent asks for an end, in all
     processes at the same step.
     """
     import torch
     import torch.distributed as dist
 
-    stop, steps = params.folder / STOP, params.folder / STEPS
+    stop, steps = folder / STOP, folder / STEPS
     groups: list[Any] = []  # one over the host: through NCCL every step would wait for its device
 
     def progress(description: str, done: int, total: int, **facts: Any) -> None:
@@ -335,6 +222,82 @@ def stoppable(params: TrainDrafterParams) -> Callable[..., None]:
     return progress
 
 
+def follower(params: TrainDrafterParams, progress: Any) -> Callable[[], None]:
+    """What reports progress, at each call, from the journal that the first process writes."""
+    journal = Reader(params.folder / "run")
+    told = params.folder / STEPS  # there once the first step is done
+
+    def follow() -> None:
+        records = journal.read() if told.exists() else []
+        streak = next((r.get("streak") for r in reversed(records) if r["kind"] == "heldout"), None)
+        facts = {} if streak is None else {"streak": streak}
+        total = files.read_json(told) if records else params.max_steps
+        progress("training", records[-1]["step"] if records else 0, total, **facts)
+
+    return follow if progress is not None else lambda: None
+
+
+def report_values(report: TrainReport) -> dict[str, Any]:
+    """A report as plain JSON values."""
+    paths = {"best": str(report.best), "last_checkpoint": str(report.last_checkpoint)}
+    return {**dataclasses.asdict(report), **paths}
+
+
+def read_report(values: dict[str, Any]) -> TrainReport:
+    """The report that `report_values` made plain."""
+    paths = {name: Path(values[name]) for name in ("best", "last_checkpoint")}
+    return TrainReport(**{**values, **paths})
+
+
+# Processes that torchrun starts, from a notebook or a shell alike: it runs this module in each --------------
+#
+#     torchrun --nproc-per-node 8 -m dflash_lab.stages.train_processes <parameters.json>
+
+
+_PARAMETERS, _REPORT, _OUTPUT = "launch.json", "report.json", "processes.log"
+_WORDS = "failed-{}.json"  # advice and details of the error of one process
+
+
+def train_apart(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
+    """Train with `params.gpus` processes of this machine and wait for them. `WorkerFailed` shows the failing
+    process's own traceback.
+    """
+    folder = params.folder
+    for path in (*(folder / name for name in (_REPORT, STOP, STEPS)), *folder.glob(_WORDS.format("*"))):
+        path.unlink(missing_ok=True)
+    files.write_json(folder / _PARAMETERS, params.as_dict())
+    # By number, for a machine's own name need not be known to it.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", str(params.gpus), "-m", __name__, str(folder / _PARAMETERS)]
+    environment = {"OMP_NUM_THREADS": str(max(1, machine.usable_cpus() // params.gpus)), **os.environ}
+    with naming(folder / _OUTPUT), open(folder / _OUTPUT, "w", encoding="utf-8") as output:
+        workers = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    follow = follower(params, progress)
+    try:
+        while workers.poll() is None:
+            time.sleep(POLL_S)
+            follow()
+    except BaseException:
+        files.write_bytes(folder / STOP, b"")
+        try:
+            workers.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(workers.pid, signal.SIGKILL)
+            workers.wait()
+        raise
+    if workers.returncode != 0 or not (folder / _REPORT).exists():
+        text = (folder / _OUTPUT).read_text(encoding="utf-8", errors="replace")
+        start = text.find("Traceback (most recent call last)")  # later ones only tell that a peer is gone
+        words = text[start : start + 4000] if start >= 0 else text[-4000:]
+        left = [files.read_json(path) for path in folder.glob(_WORDS.format("*"))]
+        left.sort(key=lambda told: (not told["advice"], told["time"]))  # the first that knew why
+        told = left[0] if left else None
+        raise WorkerFailed(f"training in {params.gpus} processes failed:\n{words}", told)
+    return read_report(files.read_json(folder / _REPORT))
+
+
 def main(path: str) -> None:
     """One process: train, and on rank 0 leave the report."""
     import torch.distributed as dist
@@ -342,7 +305,7 @@ def main(path: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     params: Any = params_class("train_drafter")(**json.loads(Path(path).read_bytes()))
     try:
-        report = train_here(params, stoppable(params))
+        report = train_here(resolve_inputs(params), stoppable(params.folder))
     except Stop:
         return
     except BaseException as error:
@@ -356,45 +319,29 @@ def main(path: str) -> None:
         files.write_json(params.folder / _REPORT, report_values(report))
 
 
-if __name__ == "__main__":
-    main(sys.argv[1])
+# Targets and drafters in processes of their own, placed on the GPUs that were named -------------------------
 
 
-# ----------------------------------------------------------------------------------------------------
-# Online training with targets and drafters in processes of their own, placed on the GPUs that were named.
-#
-# The parent starts them, follows the run's journal for its progress bar, asks for a checkpoint and an
-# orderly end when it is stopped, and raises the failing process's own traceback when one dies. Each leaves
-# its log and its timings in `train_drafter/workers/` of the run's folder.
-
-
-WORKERS = "workers"
+WORKERS = "workers"  # in the stage's folder: each process's log and timings
 TIMINGS, SUMMARY = "pipeline.parquet", "pipeline.json"
-# for a checkpoint after a stop, and for the targets once the drafters have ended
 
 
 def train_pipeline(params: TrainDrafterParams, progress: Any = None) -> TrainReport:
-    """Train with `params.targets` feeding `params.drafters`, and wait for them."""
-    from multiprocessing import Pipe
-
-    from dflash_lab.drafter.pipeline import summary
-    from dflash_lab.drafter.workers import Job, run_workers
-
-    folder, values = params.folder, params.as_dict()
+    """Train with targets on `target_gpus` that feed drafters on `drafter_gpus`, and wait for them."""
+    folder, count = params.folder, len(params.target_gpus)
     for path in (folder / STOP, folder / STEPS, *(folder / WORKERS).glob("*")):
         path.unlink(missing_ok=True)
-    targets, drafters = len(params.targets), len(params.drafters)
-    pipes = {(m, k): Pipe() for m in range(targets) for k in range(drafters)}
-    port = _free_port()
-    jobs = [
-        Job(
-            f"drafter-{k}", drafter_process, (values, k, [pipes[m, k][0] for m in range(targets)], port), True
-        )
-        for k in range(drafters)
-    ] + [
-        Job(f"target-{m}", target_process, (values, m, [pipes[m, k][1] for k in range(drafters)]), False)
-        for m in range(targets)
-    ]
+    pipes = {(m, k): Pipe() for m in range(count) for k in range(len(params.drafter_gpus))}
+    with socket.socket() as probe:  # a free port
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    jobs = []
+    for k, gpu in enumerate(params.drafter_gpus):
+        ends = [pipes[m, k][0] for m in range(count)]
+        jobs.append(Job(f"drafter-{k}", drafter_process, (params, gpu, k, ends, port), True))
+    for m, gpu in enumerate(params.target_gpus):
+        ends = [pipes[m, k][1] for k in range(len(params.drafter_gpus))]
+        jobs.append(Job(f"target-{m}", target_process, (params, gpu, m, ends), False))
     results = run_workers(
         jobs,
         folder / WORKERS,
@@ -411,25 +358,23 @@ def train_pipeline(params: TrainDrafterParams, progress: Any = None) -> TrainRep
     return read_report(results["drafter-0"])
 
 
-def drafter_process(values: dict[str, Any], rank: int, pipes: list[Connection], port: int) -> dict[str, Any]:
+def drafter_process(
+    params: TrainDrafterParams, gpu: int, rank: int, pipes: list[Connection], port: int
+) -> dict[str, Any]:
     """Train on the states that come through `pipes`, one a target; what is returned is its report."""
     import torch
 
-    from dflash_lab.drafter.pipeline import PipelineItems, Receiver, Timings
-    from dflash_lab.models.source import identify, load_config, resolve
-    from dflash_lab.stages.training_inputs import check_queue, live_taps, load_ends
-
-    params = _placed(values, "drafters", rank)
-    world = len(params.drafters)
+    inputs = _placed(params, gpu)
+    world = len(params.drafter_gpus)
     if world > 1:
-        place = dict(RANK=rank, WORLD_SIZE=world, LOCAL_RANK=params.drafters[rank], MASTER_PORT=port)
+        place = dict(RANK=rank, WORLD_SIZE=world, LOCAL_RANK=gpu, MASTER_PORT=port)
         os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    device = torch.device(params.device)
-    timings = Timings(f"drafter-{rank}", device)
-    width, taps = load_config(params.target).hidden_size, live_taps(params)
-    check_queue(params, device, len(taps), width)
+    timings = Timings(f"drafter-{rank}", inputs.device)
+    width, taps = inputs.drafter.hidden_size, list(inputs.drafter.tap_ids)
+    check_queue(inputs)
+    opened: list[PipelineItems] = []
 
-    def open_pipeline(params: TrainDrafterParams, device: torch.device, dtype: torch.dtype) -> Any:
+    def open_pipeline(inputs: TrainingInputs) -> tuple[PipelineItems, TargetHead]:
         receivers = [
             Receiver(
                 pipe,
@@ -438,27 +383,25 @@ def drafter_process(values: dict[str, Any], rank: int, pipes: list[Connection], 
                 row_tokens=params.context_tokens,
                 tap_width=len(taps) * width,
                 hidden=width,
-                device=device,
+                device=inputs.device,
             )
             for m, pipe in enumerate(pipes)
         ]
-        identity = identify(resolve(params.target), seed=params.seed)
         items = PipelineItems(
             params.samples_path,
             width,
             taps,
             receivers,
-            identity=identity,
+            identity=identify(resolve(params.target), seed=params.seed),
             rank=rank,
             world=world,
             timings=timings,
         )
         opened.append(items)
-        return items, load_ends(params, device, dtype)
+        return items, load_ends(inputs)
 
-    opened: list[PipelineItems] = []
     try:
-        report = train_here(params, stoppable(params), open_pipeline)
+        report = train_here(inputs, stoppable(params.folder), open_pipeline)
     except Stop:
         opened[0].close()
         return {}
@@ -469,28 +412,34 @@ def drafter_process(values: dict[str, Any], rank: int, pipes: list[Connection], 
     return report_values(report)
 
 
-def target_process(values: dict[str, Any], number: int, pipes: list[Connection]) -> dict[str, Any]:
+def target_process(
+    params: TrainDrafterParams, gpu: int, number: int, pipes: list[Connection]
+) -> dict[str, Any]:
     """Make rows for the drafters at the other ends of `pipes`."""
-    import torch
-
-    from dflash_lab.drafter.pipeline import RowServer, Sender, Timings
-    from dflash_lab.memory.gate import explained
-    from dflash_lab.models.source import load_config
-    from dflash_lab.stages.training_inputs import SNAPSHOT, live_taps, open_live, packed_rows, target_figures
-
-    params = _placed(values, "targets", number)
-    device, config = torch.device(params.device), load_config(params.target)
-    width = config.hidden_size
-    sizes = {"context": params.context_tokens, "hidden": width, "taps": len(live_taps(params))}
+    inputs = _placed(params, gpu)
+    taps = len(inputs.drafter.tap_ids)
+    sizes = {"context": params.context_tokens, "hidden": inputs.drafter.hidden_size, "taps": taps}
     left = params.folder / f"{Path(SNAPSHOT).stem}-target-{number}.json"
-    with explained(None, sizes, device=device, snapshot=left):
-        items = open_live(params, device)
-        rows, heldout = packed_rows(params, items)
+    with explained(None, sizes, device=inputs.device, snapshot=left):
+        items = open_live(inputs)
+        rows, heldout = packed_rows(inputs, items)
         senders = [Sender(pipe, f"drafter-{k}") for k, pipe in enumerate(pipes)]
         timings = Timings(f"target-{number}", items.target.device)
-        result = RowServer(items, rows, heldout, senders, number, len(params.targets), timings).serve()
+        result = RowServer(items, rows, heldout, senders, number, len(params.target_gpus), timings).serve()
     timings.save(params.folder / WORKERS)
-    return {**result, **target_figures(params, config, device, items.forward.path)}
+    return {**result, **target_figures(inputs, items.forward.path)}
+
+
+def _placed(params: TrainDrafterParams, gpu: int) -> TrainingInputs:
+    """The run's inputs with this process's own device: GPU `gpu`, or the CPU where the run is on one."""
+    import torch
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    device = "cpu"
+    if choose_device(params.device).type == "cuda":
+        device = f"cuda:{gpu}"
+        torch.cuda.set_device(device)
+    return resolve_inputs(params.changed(device=device))
 
 
 def _of_targets(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
@@ -503,22 +452,5 @@ def _of_targets(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     return {f"target_{name}": most[name] for name in names if name in most}
 
 
-def _placed(values: dict[str, Any], side: str, number: int) -> TrainDrafterParams:
-    """The run's parameters with this process's own device."""
-    import torch
-
-    from dflash_lab.models.load import choose_device
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    params: Any = params_class("train_drafter")(**values)
-    if choose_device(params.device).type != "cuda":
-        return params.changed(device="cpu")
-    device = f"cuda:{getattr(params, side)[number]}"
-    torch.cuda.set_device(device)
-    return params.changed(device=device)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+if __name__ == "__main__":
+    main(sys.argv[1])

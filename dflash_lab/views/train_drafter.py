@@ -13,25 +13,53 @@ import polars as pl
 from plotly.subplots import make_subplots
 
 from dflash_lab import files
-from dflash_lab.drafter.journal import NAME
+from dflash_lab.drafter.journal import NAME, Reader
 from dflash_lab.errors import naming
 from dflash_lab.progress import duration
 from dflash_lab.results import FAILURE
+from dflash_lab.stages.train_drafter import (
+    TrainDrafterResult,
+    metric_frame,
+    position_frame,
+    seconds_left,
+    step_frame,
+)
 from dflash_lab.views.style import BLUE, GREEN, GREY, LOG_AXIS, ORANGE, PURPLE, RED, SKY, escape, live, thin
 
 if TYPE_CHECKING:
     import ipywidgets
 
-    from dflash_lab.drafter.journal import Reader
-    from dflash_lab.stages.train_drafter import TrainDrafterResult
-
-# ----------------------------------------------------------------------------------------------------
-# Figures of the stage `train_drafter`: is it learning, where in the block, how fast, and what a block sees.
-
 
 _TERMS = {"loss": BLUE, "ce": ORANGE, "kl": GREEN, "entropy": PURPLE}
 # What each term adds to the loss, its factor included; cross-entropy's and KL's show in their own lines.
 _PARTS = {"loss_cap": PURPLE, "loss_tv": SKY, "loss_lk": RED, "loss_length": GREY, "loss_selector": GREEN}
+_TAUS = {
+    "streak": ("streak, held out", BLUE, "solid"),
+    "chained_tau": ("chained tau", RED, "solid"),
+    "tree16_tau": ("tau of a tree of 16", GREEN, "solid"),
+    "tree64_tau": ("tau of a tree of 64", PURPLE, "solid"),
+    "top4_streak": ("streak if one of 4 were enough", GREY, "dot"),
+    "top16_streak": ("... of 16", GREY, "dash"),
+}
+
+
+def _line(
+    fig: go.Figure,
+    frame: pl.DataFrame,
+    column: str,
+    name: str,
+    color: str,
+    dash: str | None = None,
+    **more: Any,
+) -> None:
+    """Add a column over the steps; `more` goes to plotly, as the row of a figure with several."""
+    line = {"color": color, "dash": dash}
+    fig.add_scatter(x=frame["step"], y=frame[column], name=name, line=line, **more)
+
+
+def _of_kind(metrics: pl.DataFrame, kind: str) -> pl.DataFrame:
+    frame = metrics.filter(pl.col("kind") == kind)
+    return frame[thin(frame.height)]
 
 
 def losses(steps: pl.DataFrame, metrics: pl.DataFrame) -> go.Figure:
@@ -39,28 +67,17 @@ def losses(steps: pl.DataFrame, metrics: pl.DataFrame) -> go.Figure:
     fig = go.Figure()
     good = steps.filter(pl.col("loss").is_not_null())
     good = good[thin(good.height)]
-    fig.add_scatter(
-        x=good["step"], y=good["loss"], mode="markers", name="each step", marker={"color": SKY, "size": 3}
-    )
-    for kind, dash in (("train", "solid"), ("heldout", "dash")):
-        frame = metrics.filter(pl.col("kind") == kind)
-        frame = frame[thin(frame.height)]
-        for term, colour in _TERMS.items():
+    marker = {"color": SKY, "size": 3}
+    fig.add_scatter(x=good["step"], y=good["loss"], mode="markers", name="each step", marker=marker)
+    for kind, dash, dotted in (("train", "solid", "dot"), ("heldout", "dash", "dashdot")):
+        frame = _of_kind(metrics, kind)
+        for term, color in _TERMS.items():
             shown = frame.filter(pl.col(term).is_not_null())
             if shown.height and (term != "kl" or shown["kl"].max()):
-                fig.add_scatter(
-                    x=shown["step"],
-                    y=shown[term],
-                    name=f"{term}, {kind}",
-                    line={"color": colour, "dash": dash},
-                )
+                _line(fig, shown, term, f"{term}, {kind}", color, dash)
         for part in (name for name in _PARTS if name in frame.columns and frame[name].count()):
-            fig.add_scatter(
-                x=frame["step"],
-                y=frame[part],
-                name=f"{part.removeprefix('loss_')} in the loss, {kind}",
-                line={"color": _PARTS[part], "dash": "dot" if kind == "train" else "dashdot"},
-            )
+            name = f"{part.removeprefix('loss_')} in the loss, {kind}"
+            _line(fig, frame, part, name, _PARTS[part], dotted)
     for step, fault in steps.filter(pl.col("skipped").is_not_null()).select("step", "skipped").rows()[:50]:
         fig.add_vline(
             x=step,
@@ -77,26 +94,15 @@ def accuracies(metrics: pl.DataFrame) -> go.Figure:
     labels.
     """
     fig = go.Figure()
-    for kind, colour in (("train", BLUE), ("heldout", ORANGE)):
-        frame = metrics.filter(pl.col("kind") == kind)
-        frame = frame[thin(frame.height)]
-        fig.add_scatter(
-            x=frame["step"], y=frame["accuracy"], name=f"accuracy, {kind}", line={"color": colour}
-        )
-        fig.add_scatter(
-            x=frame["step"],
-            y=frame["ece"],
-            name=f"calibration error, {kind}",
-            line={"color": colour, "dash": "dot"},
-        )
+    for kind, color in (("train", BLUE), ("heldout", ORANGE)):
+        frame = _of_kind(metrics, kind)
+        _line(fig, frame, "accuracy", f"accuracy, {kind}", color)
+        _line(fig, frame, "ece", f"calibration error, {kind}", color, "dot")
     ceiling = metrics.filter(pl.col("agreement").is_not_null())
     if ceiling.height:
         value = float(ceiling["agreement"][-1])
-        fig.add_hline(
-            y=value,
-            line={"color": GREY, "dash": "dash"},
-            annotation_text=f"target agrees with data: {value:.1%}",
-        )
+        words = f"target agrees with data: {value:.1%}"
+        fig.add_hline(y=value, line={"color": GREY, "dash": "dash"}, annotation_text=words)
     fig.update_layout(title="Accuracy of slots", xaxis_title="step", yaxis_title="share")
     fig.update_yaxes(range=[0, 1.02])
     return fig
@@ -108,26 +114,10 @@ def streaks(metrics: pl.DataFrame) -> go.Figure:
     """
     fig = go.Figure()
     heldout = metrics.filter(pl.col("kind") == "heldout")
-    train = metrics.filter(pl.col("kind") == "train")
-    train = train[thin(train.height)]
-    fig.add_scatter(x=train["step"], y=train["streak"], name="streak, train", line={"color": SKY})
-    lines = {
-        "streak": ("streak, held out", BLUE, "solid"),
-        "chained_tau": ("chained tau", RED, "solid"),
-        "tree16_tau": ("tau of a tree of 16", GREEN, "solid"),
-        "tree64_tau": ("tau of a tree of 64", PURPLE, "solid"),
-        "top4_streak": ("streak if one of 4 were enough", GREY, "dot"),
-        "top16_streak": ("... of 16", GREY, "dash"),
-    }
-    for column, (name, colour, dash) in lines.items():
+    _line(fig, _of_kind(metrics, "train"), "streak", "streak, train", SKY)
+    for column, (name, color, dash) in _TAUS.items():
         if column in heldout.columns and heldout[column].count():
-            fig.add_scatter(
-                x=heldout["step"],
-                y=heldout[column],
-                name=name,
-                mode="lines+markers",
-                line={"color": colour, "dash": dash},
-            )
+            _line(fig, heldout, column, name, color, dash, mode="lines+markers")
     fig.update_layout(title="Tokens a round", xaxis_title="step", yaxis_title="accepted + 1")
     fig.update_yaxes(rangemode="tozero")
     return fig
@@ -171,55 +161,35 @@ def pace(steps: pl.DataFrame, metrics: pl.DataFrame) -> go.Figure:
     fig = make_subplots(
         rows=count, cols=1, shared_xaxes=True, vertical_spacing=0.08, specs=[[{"secondary_y": True}]] * count
     )
+
+    def left(row: int) -> dict[str, Any]:
+        return dict(row=row, col=1, secondary_y=False)
+
+    def right(row: int) -> dict[str, Any]:
+        return dict(row=row, col=1, secondary_y=True)
+
     if train.height and "context_tokens" in train.columns:
-        rates = train.with_columns(
-            pl.col("seconds", "context_tokens", "blocks_seen")
-            .diff()
-            .fill_null(strategy="zero")
-            .name.suffix("_more")
-        ).filter(pl.col("seconds_more") > 0)
-        rates = rates[thin(rates.height)]
-        tokens, anchors = (
-            rates[f"{c}_more"] / rates["seconds_more"] for c in ("context_tokens", "blocks_seen")
+        more = pl.col("seconds", "context_tokens", "blocks_seen").diff().fill_null(strategy="zero")
+        rates = train.with_columns(more.name.suffix("_more")).filter(pl.col("seconds_more") > 0)
+        seconds = pl.col("seconds_more")
+        rates = rates[thin(rates.height)].with_columns(
+            tokens=pl.col("context_tokens_more") / seconds, anchors=pl.col("blocks_seen_more") / seconds
         )
-        fig.add_scatter(
-            x=rates["step"], y=tokens, name="context tokens / s", line={"color": BLUE}, row=1, col=1
-        )
-        fig.add_scatter(
-            x=rates["step"],
-            y=anchors,
-            name="anchors / s",
-            line={"color": ORANGE},
-            row=1,
-            col=1,
-            secondary_y=True,
-        )
+        _line(fig, rates, "tokens", "context tokens / s", BLUE, **left(1))
+        _line(fig, rates, "anchors", "anchors / s", ORANGE, **right(1))
     shown = steps[thin(steps.height)]
-    fig.add_scatter(x=shown["step"], y=shown["lr"], name="learning rate", line={"color": GREEN}, row=2, col=1)
-    fig.add_scatter(
-        x=shown["step"],
-        y=shown["grad_norm"],
-        name="gradient norm",
-        line={"color": GREY, "width": 1},
-        row=2,
-        col=1,
-        secondary_y=True,
-    )
+    _line(fig, shown, "lr", "learning rate", GREEN, **left(2))
+    _line(fig, shown, "grad_norm", "gradient norm", GREY, line_width=1, **right(2))
     if known:
         memory = train.filter(pl.col("memory_gib").is_not_null())
-        memory = memory[thin(memory.height)]
-        fig.add_scatter(
-            x=memory["step"], y=memory["memory_gib"], name="peak memory", line={"color": PURPLE}, row=3, col=1
-        )
-        fig.update_yaxes(rangemode="tozero", title_text="GiB", row=3, col=1, secondary_y=False)
+        _line(fig, memory[thin(memory.height)], "memory_gib", "peak memory", PURPLE, **left(3))
+        fig.update_yaxes(rangemode="tozero", title_text="GiB", **left(3))
     fig.update_layout(title="Pace and schedule", height=260 * count)
     fig.update_xaxes(title_text="step", row=count, col=1)
-    fig.update_yaxes(rangemode="tozero", title_text="tokens / s", row=1, col=1, secondary_y=False)
-    fig.update_yaxes(
-        rangemode="tozero", title_text="anchors / s", row=1, col=1, secondary_y=True, showgrid=False
-    )
-    fig.update_yaxes(title_text="learning rate", exponentformat="power", row=2, col=1, secondary_y=False)
-    fig.update_yaxes(**LOG_AXIS, title_text="norm", row=2, col=1, secondary_y=True, showgrid=False)
+    fig.update_yaxes(rangemode="tozero", title_text="tokens / s", **left(1))
+    fig.update_yaxes(rangemode="tozero", title_text="anchors / s", showgrid=False, **right(1))
+    fig.update_yaxes(title_text="learning rate", exponentformat="power", **left(2))
+    fig.update_yaxes(**LOG_AXIS, title_text="norm", showgrid=False, **right(2))
     return fig
 
 
@@ -306,9 +276,7 @@ def queues(frame: pl.DataFrame) -> go.Figure:
     return fig
 
 
-# ----------------------------------------------------------------------------------------------------
-# Live views of training: a monitor that follows a run's journal, and an explorer of what blocks see.
-
+# Live views -------------------------------------------------------------------------------------------------
 
 VIEWS = ("losses", "positions", "streaks", "accuracies", "pace")
 BUSY = 50  # times as long between drawings as a drawing takes: training may share this process
@@ -316,8 +284,6 @@ BUSY = 50  # times as long between drawings as a drawing takes: training may sha
 
 def snapshot(journal: Reader) -> tuple[list[Any], str]:
     """The figures of VIEWS as a run's journal stands, and a line of text about it."""
-    from dflash_lab.stages.train_drafter import metric_frame, position_frame, step_frame
-
     records = journal.read()
     steps, metrics, places = step_frame(records), metric_frame(records), position_frame(records)
     drawn = [
@@ -334,8 +300,6 @@ def snapshot(journal: Reader) -> tuple[list[Any], str]:
 
 def _stand(steps: pl.DataFrame, metrics: pl.DataFrame) -> str:
     """Where a run is, how fast, with what memory, and when it will end."""
-    from dflash_lab.stages.train_drafter import seconds_left
-
     last = steps.row(-1, named=True)
     loss = "skipped" if last["loss"] is None else f"{last['loss']:.4f}"
     words = [f"step {last['step']:,}: loss {loss}"]
@@ -375,8 +339,6 @@ def monitor(run: Path | str, *, follow: bool = False, every_s: float = 5.0) -> i
     journal, and the buttons of the views work in the browser alone.
     """
     import ipywidgets as widgets
-
-    from dflash_lab.drafter.journal import Reader
 
     journal = Reader(Path(run))
     following = widgets.ToggleButton(

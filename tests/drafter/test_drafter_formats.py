@@ -249,6 +249,17 @@ def test_a_field_that_changes_the_computation_is_refused_by_name(place, name, va
     assert DrafterConfig.from_json({**tiny_config().to_json(), **neutral}).extra.keys() == neutral.keys()
 
 
+def test_a_field_of_the_inner_object_that_nothing_reads_is_told_by_name(caplog):
+    values = tiny_config().to_json()
+    values["dflash_config"] |= {"is_causal": True, "target_layer_idz": [1], "mlp_bias": False}
+    assert DrafterConfig.from_json(values, "x.json") == tiny_config()
+    assert "x.json: dflash_config has is_causal, target_layer_idz, which" in caplog.text
+    caplog.clear()
+    DrafterConfig.from_json(config_values())
+    DrafterConfig.from_json(RELEASED)
+    assert not caplog.text
+
+
 def test_two_shapes_differ_in_what_computes_otherwise():
     full = tiny_config(**ALL_FULL, sliding_window=None)
     for changes in (dict(sliding_window=2048), dict(is_causal=False), dict(extra={"bos_token_id": 1})):

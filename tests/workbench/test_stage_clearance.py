@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import subprocess
 from types import SimpleNamespace
@@ -20,13 +21,10 @@ from dflash_lab.files import read_json
 from dflash_lab.memory import crash, gate, planner
 from dflash_lab.memory.gate import DoesNotFit, NotPredicted
 from dflash_lab.memory.shapes import target_shape
-from dflash_lab.models import load
 from dflash_lab.models.source import load_config
 from dflash_lab.stage_run import execute
-from dflash_lab.stages import train_processes, training_inputs
-from dflash_lab.stages.extract import ExtractParams
-from dflash_lab.stages.train_drafter import TrainDrafterParams
-from dflash_lab.stages.training_inputs import (
+from dflash_lab.stages import clearance, train_processes
+from dflash_lab.stages.clearance import (
     PLANNED,
     ask_extraction,
     ask_training,
@@ -35,6 +33,9 @@ from dflash_lab.stages.training_inputs import (
     memory_figures,
     with_anchors,
 )
+from dflash_lab.stages.extract import ExtractParams
+from dflash_lab.stages.train_drafter import TrainDrafterParams
+from dflash_lab.stages.training_inputs import TrainingInputs, resolve_inputs
 
 CPU = torch.device("cpu")
 
@@ -58,11 +59,16 @@ def small_budget(monkeypatch):
     monkeypatch.setattr(machine, "device_budget_gib", lambda device: 1e-5)
 
 
-def training(target, **changes) -> tuple[TrainDrafterParams, object, DrafterConfig]:
+def training(target, *, device=CPU, dtype=torch.float32, num_layers=2, **changes) -> TrainingInputs:
+    """Inputs of a training; the store, if that is its source, is not there."""
     sizes = dict(anchors=16, context_tokens=64, block_size=4)
     params = TrainDrafterParams(target=str(target), **(sizes | changes))
     config = load_config(params.target)
-    return params, config, DrafterConfig.from_target(config, mask_token_id=0, num_layers=2, block_size=4)
+    drafter = DrafterConfig.from_target(
+        config, mask_token_id=0, num_layers=num_layers, block_size=params.block_size
+    )
+    store = SimpleNamespace(has_final=False) if params.source == "store" else None
+    return TrainingInputs(params, device, dtype, config, drafter, store)  # type: ignore[arg-type]
 
 
 def test_an_extraction_that_does_not_fit_is_refused_before_the_target_is_loaded(extraction, small_budget):
@@ -85,21 +91,19 @@ def test_a_cleared_extraction_says_what_was_predicted(extraction):
 
 
 def test_a_training_step_is_refused_forced_or_cleared(tiny_target, monkeypatch):
-    params, config, drafter = training(tiny_target("llama"))
-    cleared = ask_training(params, config, drafter, CPU, torch.float32)
+    inputs = training(tiny_target("llama"))
+    cleared = ask_training(inputs)
     assert not cleared.forced and memory_figures(cleared, CPU)["predicted_peak_gib"] > 0
     monkeypatch.setattr(machine, "device_budget_gib", lambda device: 1e-5)
     with pytest.raises(DoesNotFit, match="anchors"):
-        ask_training(params, config, drafter, CPU, torch.float32)
-    params, *rest = training(tiny_target("llama"), ignore_memory=True)
-    assert ask_training(params, *rest, CPU, torch.float32).forced
+        ask_training(inputs)
+    assert ask_training(training(tiny_target("llama"), ignore_memory=True)).forced
 
 
 def test_settings_that_hold_less_are_predicted_to(tiny_target):
     peaks = {}
     for name, changes in {"plain": {}, "int8": {"moments": "int8"}, "offload": {"offload": True}}.items():
-        cleared = ask_training(*training(tiny_target("llama"), **changes), CPU, torch.float32)
-        peaks[name] = cleared.account.live
+        peaks[name] = ask_training(training(tiny_target("llama"), **changes)).account.live
     assert peaks["offload"] < peaks["int8"] < peaks["plain"]
 
 
@@ -112,44 +116,41 @@ def test_unknown_structures_start_without_an_answer_and_say_why(extraction, capl
 
 
 def test_a_share_of_a_sharded_drafter_is_asked_for(tiny_target):
-    whole = ask_training(*training(tiny_target("llama")), CPU, torch.float32).account
-    params, *rest = training(tiny_target("llama"), gpus=2, parallel="fsdp")
-    share = ask_training(params, *rest, CPU, torch.float32).account
+    whole = ask_training(training(tiny_target("llama"))).account
+    share = ask_training(training(tiny_target("llama"), gpus=2, parallel="fsdp")).account
     for term in ("drafter weights", "optimizer moments"):
         assert share.terms[term] == -(-whole.terms[term] // 2)
-    params, *rest = training(tiny_target("llama"), gpus=2)
-    copy = ask_training(params, *rest, CPU, torch.float32).account
+    copy = ask_training(training(tiny_target("llama"), gpus=2)).account
     assert copy.terms["drafter weights"] == whole.terms["drafter weights"]
     assert copy.terms["gradients"] == whole.terms["drafter weights"]  # DDP's buckets, at any moment
 
 
 def test_a_live_target_is_asked_for_with_its_weights_and_its_forward(tiny_target):
     stored, live = (
-        ask_training(*training(tiny_target("llama"), source=source), CPU, torch.float32).account
-        for source in ("store", "live")
+        ask_training(training(tiny_target("llama"), source=source)).account for source in ("store", "live")
     )
     config = load_config(str(tiny_target("llama")))
     layers = target_shape(config).body_parameters() - config.vocab_size * config.hidden_size
     assert live.terms["target weights"] == 4 * (layers - config.hidden_size)
     assert "target weights" not in stored.terms and "rows ahead" in stored.terms
     assert "rows ahead" not in live.terms  # they come bare
-    params, *rest = training(tiny_target("llama"), source="live", context_tokens=4096)
-    assert "forward of a row" in ask_training(params, *rest, CPU, torch.float32).account.moment
+    longer = training(tiny_target("llama"), source="live", context_tokens=4096)
+    assert "forward of a row" in ask_training(longer).account.moment
 
 
 def test_on_cuda_layers_are_taken_as_compiled_and_a_packed_row_as_recorded(monkeypatch):
     monkeypatch.setattr(machine, "device_budget_gib", lambda device: 140.0)
-    cuda, options = torch.device("cuda"), dict(block_size=16, num_layers=5)
+    sizes = dict(context_tokens=4096, anchors=512, block_size=16, num_layers=5)
     found = {}
     for name, changes in {"compiled": {}, "plain": {"compile": False}, "live": {"source": "live"}}.items():
-        params = TrainDrafterParams(target="random:qwen3-8b", context_tokens=4096, **changes)
-        config = load_config(params.target)
-        drafter = DrafterConfig.from_target(config, mask_token_id=0, **options)
-        found[name] = ask_training(params, config, drafter, cuda, torch.bfloat16).account
+        inputs = training(
+            "random:qwen3-8b", device=torch.device("cuda"), dtype=torch.bfloat16, **sizes, **changes
+        )
+        found[name] = ask_training(inputs).account
     assert found["compiled"].live < 0.9 * found["plain"].live
     pool = found["live"].terms["recorded forward's pool"]
     assert found["live"].live <= found["live"].peak - pool
-    again = ask_training(params, config, drafter, cuda, torch.bfloat16, rows="padded").account
+    again = ask_training(inputs, rows="padded").account
     assert "recorded forward's pool" not in again.terms
 
 
@@ -173,7 +174,7 @@ def test_a_live_run_writes_what_was_predicted(tiny_target, tmp_path):
 @pytest.mark.slow
 def test_a_sharded_run_writes_what_was_predicted(tiny_target, tmp_path):
     params = training_run(tiny_target, tmp_path, gpus=2, parallel="fsdp")
-    asked = ask_training(params, *rest_of(params), CPU, torch.float32)
+    asked = ask_training(resolve_inputs(params))
     assert "gathered weights" in asked.account.terms
     found = execute(params).figures
     assert found["predicted_peak_gib"] == memory_figures(asked, CPU)["predicted_peak_gib"] > 0
@@ -213,29 +214,25 @@ def test_anchors_are_the_planners_where_none_are_given_and_stay_the_same(tiny_ta
     figures = execute(params).figures
     assert figures["anchors"] == 56  # of 63 that a row of 64 tokens has room for, in eights
     monkeypatch.setattr(machine, "device_budget_gib", lambda device: 0.0016)
-    assert with_anchors(params).anchors == 56  # a run that goes on keeps its own
+
+    def planned() -> TrainingInputs:
+        return with_anchors(resolve_inputs(params))
+
+    assert planned().params.anchors == 56  # a run that goes on keeps its own
     for text in ("[]", "{}", '{"anchors": "56"}', '{"anchors": -5}', '{"anchors": true}'):
         (params.folder / PLANNED).write_text(text)
         with pytest.raises(StoreError, match=r"anchors\.json: no planned anchors"):
-            with_anchors(params)
+            planned()
     (params.folder / PLANNED).unlink()
-    fewer = with_anchors(params).anchors
+    fewer = planned().params.anchors
     assert 0 < fewer < 56 and fewer % 8 == 0
-    cleared = ask_training(params.changed(anchors=fewer), *rest_of(params), CPU, torch.float32)
-    assert not cleared.forced
+    assert not ask_training(planned()).forced
     with pytest.raises(DoesNotFit):
-        ask_training(params.changed(anchors=fewer + 8), *rest_of(params), CPU, torch.float32)
+        ask_training(resolve_inputs(params.changed(anchors=fewer + 8)))
     monkeypatch.setattr(machine, "device_budget_gib", lambda device: 1e-5)
     (params.folder / PLANNED).unlink()
     with pytest.raises(DoesNotFit, match="8 anchors"):
-        with_anchors(params)
-
-
-def rest_of(params):
-    """The target's config and the drafter's, as a run of `params` takes them."""
-    from dflash_lab.stages.training_inputs import drafter_config
-
-    return load_config(params.target), drafter_config(params, None)
+        planned()
 
 
 def test_what_was_live_when_memory_lacked_lies_beside_the_failure(extraction, monkeypatch):
@@ -264,7 +261,7 @@ def test_what_was_live_when_memory_lacked_lies_beside_the_failure(extraction, mo
     with pytest.raises(torch.OutOfMemoryError):
         execute(params)
     record = read_json(params.folder / "failure.json")
-    left = params.folder / training_inputs.SNAPSHOT
+    left = params.folder / clearance.SNAPSHOT
     assert record["details"]["snapshot"] == str(left) and record["details"]["requested_gib"] == 3.0
     assert sum(record["details"]["held_gib"].values()) == pytest.approx(1.25)
     assert "20 blocks, tensors of 64.0 MiB each" in record["advice"]
@@ -289,7 +286,7 @@ def test_layers_that_stay_plain_are_asked_for_again_with_the_memory_there_was(ex
         asked.append(options)
         return ask_extraction(*args, **options)
 
-    monkeypatch.setattr(training_inputs, "ask_extraction", ask)
+    monkeypatch.setattr(clearance, "ask_extraction", ask)
     monkeypatch.setattr(
         fused_layers, "speed_up", lambda *_: fused_layers.FastPath("triton", plain={0: "not understood"})
     )
@@ -308,12 +305,13 @@ def test_layers_that_stay_plain_are_asked_for_again_with_the_memory_there_was(ex
 def test_the_gpu_of_a_head_is_asked_for_too(monkeypatch):
     free = {"cuda:0": 140.0, "cuda:1": 1.0}
     monkeypatch.setattr(machine, "device_budget_gib", lambda device: free[str(device)])
-    monkeypatch.setattr(load, "choose_device", lambda name: torch.device("cuda"))
-    params = TrainDrafterParams(target="random:qwen3-8b", source="live", context_tokens=4096, head=1)
+    inputs = training(
+        "random:qwen3-8b", device=torch.device("cuda"), source="live", context_tokens=4096, head_gpu=1
+    )
     with pytest.raises(
         DoesNotFit, match=r"cuda:1 is predicted to hold head of drafter-0 .*head and embedding"
     ):
-        clear_processes(params)
-    clear_processes(params.changed(ignore_memory=True))
+        clear_processes(inputs)
+    clear_processes(dataclasses.replace(inputs, params=inputs.params.changed(ignore_memory=True)))
     free["cuda:1"] = 10.0
-    clear_processes(params)
+    clear_processes(inputs)

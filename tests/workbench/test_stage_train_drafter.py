@@ -23,13 +23,14 @@ from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.checkpoint import load_checkpoint, read_config
 from dflash_lab.drafter.journal import Journal, Reader
 from dflash_lab.errors import InputError, StoreError
+from dflash_lab.extraction.store import open_store
 from dflash_lab.files import read_json, write_json
 from dflash_lab.results import WouldReplace
 from dflash_lab.stage_run import execute
 from dflash_lab.stages.train_drafter import TrainDrafterParams, TrainDrafterResult, seconds_left
 from dflash_lab.stages.train_processes import WorkerFailed
+from dflash_lab.stages.training_inputs import resolve_inputs, train_settings
 from dflash_lab.views import train_drafter as figures
-from dflash_lab.views import train_drafter as widgets
 from dflash_lab.views.style import headline
 
 TINY = dict(
@@ -97,7 +98,9 @@ def test_what_does_not_fit_on_the_disk_is_said_before_anything_is_loaded(
 
     Usage = collections.namedtuple("Usage", "free")
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10_000))
-    monkeypatch.setattr("dflash_lab.models.load.load_head", lambda *args, **more: pytest.fail("loaded"))
+    monkeypatch.setattr(
+        "dflash_lab.stages.training_inputs.load_head", lambda *args, **more: pytest.fail("loaded")
+    )
     before = (run_dir / "drafter" / "model.safetensors").read_bytes()
     with pytest.raises(InputError, match=r"GiB are free\. An earlier drafter stays until it is whole"):
         execute(params(run_dir, tiny_target, num_layers=1, force=True))
@@ -108,7 +111,9 @@ def test_stage_leaves_a_drafter_and_its_figures(result, run_dir):
     drafter = load_checkpoint(run_dir / "drafter")
     assert drafter.config.tap_ids == (1, 3, 5) and drafter.config.block_size == 4
     assert drafter.config.layer_types == ("sliding_attention", "full_attention")
-    assert 'num_speculative_tokens": 3' in (run_dir / "drafter" / "serve.md").read_text()
+    notes = (run_dir / "drafter" / "serve.md").read_text()
+    assert '"num_speculative_tokens": 3' in notes
+    assert f'"model": "{run_dir / "drafter"}"' in notes  # not the folder it was put together in
     found = json.loads((run_dir / "train_drafter" / "result.json").read_text())["figures"]
     for name in (
         "loss_first",
@@ -226,19 +231,17 @@ def test_a_released_drafter_can_be_started_from(result, run_dir, tiny_target, tm
 
 
 def test_epochs_become_steps(run_dir, tiny_target):
-    from dflash_lab.extraction.store import open_store
-    from dflash_lab.stages.training_inputs import drafter_config, train_settings
+    def steps(**changes) -> int:
+        chosen = params(run_dir, tiny_target, epochs=3.0, grad_accum_steps=2, **{"max_steps": 0, **changes})
+        inputs = resolve_inputs(chosen)
+        return train_settings(inputs, inputs.items).max_steps
 
     store = open_store(run_dir / "store")
-    chosen = params(run_dir, tiny_target, max_steps=0, epochs=3.0, accumulate=2)
-    steps = train_settings(chosen, store, drafter_config(chosen, store)).max_steps
     rows = int(store.lengths[~store.heldout].sum()) / 96
-    assert 3 * rows / 2 <= steps <= 3 * (rows + 3) / 2
-    for least, wanted in ((2, steps), (50, 50)):
-        floored = params(run_dir, tiny_target, max_steps=0, epochs=3.0, accumulate=2, min_steps=least)
-        assert train_settings(floored, store, drafter_config(floored, store)).max_steps == wanted
-    given = params(run_dir, tiny_target, max_steps=7, min_steps=50)  # steps asked for are steps
-    assert train_settings(given, store, drafter_config(given, store)).max_steps == 7
+    found = steps()
+    assert 3 * rows / 2 <= found <= 3 * (rows + 3) / 2
+    assert steps(min_steps=2) == found and steps(min_steps=50) == 50
+    assert steps(max_steps=7, min_steps=50) == 7  # steps asked for are steps
 
 
 def test_wrong_parameters_are_named(run_dir, tiny_target):
@@ -296,15 +299,15 @@ def test_monitor_reads_a_run_and_says_where_it_is(result, run_dir):
     folder = next(
         p for p in sorted((run_dir / "train_drafter").glob("run*")) if (p / "metrics.jsonl").exists()
     )
-    drawn, line = widgets.snapshot(Reader(folder))
-    assert all(figure.data for figure in drawn) and len(drawn) == len(widgets.VIEWS)
+    drawn, line = figures.snapshot(Reader(folder))
+    assert all(figure.data for figure in drawn) and len(drawn) == len(figures.VIEWS)
     assert [figure.data[0].type for figure in drawn[:2]] == ["scatter", "heatmap"]
     assert re.search(r"^step .* [\d,]+ tokens/s, peak memory [\d.]+ GiB, done$", line)
-    _, line = widgets.snapshot(Reader(run_dir / "nowhere"))
+    _, line = figures.snapshot(Reader(run_dir / "nowhere"))
     assert "nothing recorded" in line
-    places = widgets.monitor(folder).children[2].children
-    assert places[widgets.VIEWS.index("streaks")].children[0].layout.title.text == "Tokens a round"
-    assert widgets.mask_explorer(result).children
+    places = figures.monitor(folder).children[2].children
+    assert places[figures.VIEWS.index("streaks")].children[0].layout.title.text == "Tokens a round"
+    assert figures.mask_explorer(result).children
 
 
 def test_the_monitor_follows_a_run_while_it_is_written_and_ends_when_closed(tmp_path, monkeypatch):
@@ -317,12 +320,12 @@ def test_the_monitor_follows_a_run_while_it_is_written_and_ends_when_closed(tmp_
             time.sleep(0.02)
         assert holds()
 
-    monkeypatch.setattr(widgets, "BUSY", 0)
+    monkeypatch.setattr(figures, "BUSY", 0)
     run, failure = tmp_path / "run", tmp_path / "failure.json"
     failure.write_text('{"state": "failed", "message": "of an earlier start"}')
     os.utime(failure, (1, 1))
     journal = Journal(run, -1)
-    box = widgets.monitor(run, follow=True, every_s=0.02)
+    box = figures.monitor(run, follow=True, every_s=0.02)
     line, (_, follow, refresh) = box.children[1], box.children[0].children
     for step in range(1, 4):
         journal.write("step", step, loss=2.0, grad_norm=1.0, lr=1e-3, skipped=None)
@@ -409,9 +412,9 @@ def test_processes_with_a_slice_of_the_head_each_train_as_those_with_the_whole(
     ("changes", "words"),
     [
         (dict(head_parallel=True), "one process has no slices"),
-        (dict(head_parallel=True, gpus=2, head=1), "slices lie with their drafters"),
+        (dict(head_parallel=True, gpus=2, head_gpu=1), "slices lie with their drafters"),
         (dict(head_parallel=True, gpus=2, target_head_gpu=1), "slices lie with their drafters"),
-        (dict(head_parallel=True, gpus=2, second=True), "needs the whole head"),
+        (dict(head_parallel=True, gpus=2, dflash2=True), "needs the whole head"),
         (dict(target_head_gpu=1), "target_head_gpu = 1 names a GPU .* this trains on a CPU"),
     ],
 )
@@ -546,7 +549,7 @@ def test_live_samples_are_checked_before_a_target_is_loaded(tiny_target, tmp_pat
         return [Sample(f"s{n}", np.full(9, n), np.r_[0, np.ones(8)].astype(np.uint8), "t") for n in numbers]
 
     path = tmp_path / "samples.parquet"
-    for placed in ({}, {"targets": [0], "drafters": [0]}, {"gpus": 2}):
+    for placed in ({}, {"target_gpus": [0], "drafter_gpus": [0]}, {"gpus": 2}):
         chosen = params(tmp_path, tiny_target, source="live", **placed)
         path.unlink(missing_ok=True)
         with pytest.raises(InputError, match=r"samples\.parquet is not there yet\. Run prepare first"):

@@ -26,22 +26,21 @@ from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.checkpoint import load_checkpoint
 from dflash_lab.drafter.workers import WorkerFailed
 from dflash_lab.errors import InputError, UnsupportedTarget
-from dflash_lab.memory import shapes
 from dflash_lab.memory.gate import DoesNotFit, clear_devices
 from dflash_lab.memory.planner import MARGIN
 from dflash_lab.memory.shapes import GIB
-from dflash_lab.models import load
 from dflash_lab.progress import Stopped
 from dflash_lab.stage_run import execute
-from dflash_lab.stages.train_drafter import TrainDrafterParams
-from dflash_lab.stages.training_inputs import (
-    check_placement,
+from dflash_lab.stages import clearance, training_inputs
+from dflash_lab.stages.clearance import (
     check_queue,
     clear_processes,
     gpu_processes,
     queue_row_bytes,
     with_anchors,
 )
+from dflash_lab.stages.train_drafter import TrainDrafterParams
+from dflash_lab.stages.training_inputs import check_placement, resolve_inputs
 from dflash_lab.views import train_drafter as figures
 
 TINY = dict(
@@ -100,7 +99,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def test_two_targets_and_one_drafter_train_the_drafter_of_one_process(alone, samples, tiny_target, tmp_path):
-    chosen = params(tmp_path, samples, tiny_target, targets=[0, 1], drafters=[0])
+    chosen = params(tmp_path, samples, tiny_target, target_gpus=[0, 1], drafter_gpus=[0])
     result = execute(chosen)
     assert same(last(chosen.folder), last(alone))
     frame = result.pipeline
@@ -121,10 +120,10 @@ def test_two_targets_and_one_drafter_train_the_drafter_of_one_process(alone, sam
 
 def test_one_target_and_two_drafters_train_one_drafter(alone, samples, tiny_target, tmp_path):
     """The global batch is that of one process with two rows a step."""
-    chosen = params(tmp_path / "pair", samples, tiny_target, targets=[0], drafters=[0, 1], max_steps=4,
-                    checkpoint_every=4)  # fmt: skip
+    short = dict(max_steps=4, checkpoint_every=4)
+    chosen = params(tmp_path / "pair", samples, tiny_target, target_gpus=[0], drafter_gpus=[0, 1], **short)
     execute(chosen)
-    single = params(tmp_path / "single", samples, tiny_target, accumulate=2, max_steps=4, checkpoint_every=4)
+    single = params(tmp_path / "single", samples, tiny_target, grad_accum_steps=2, **short)
     execute(single)
     mine, theirs = (
         load_checkpoint(p.folder / "run" / "checkpoints" / "step-00000004").state_dict()
@@ -135,7 +134,7 @@ def test_one_target_and_two_drafters_train_one_drafter(alone, samples, tiny_targ
 
 
 def test_stopped_pipeline_goes_on_exactly(alone, samples, tiny_target, tmp_path):
-    chosen = params(tmp_path, samples, tiny_target, targets=[0], drafters=[1], max_steps=8)
+    chosen = params(tmp_path, samples, tiny_target, target_gpus=[0], drafter_gpus=[1], max_steps=8)
 
     def stop(description, done, total, **facts):
         if done >= 1:
@@ -153,7 +152,7 @@ def test_an_error_in_a_target_ends_the_run_with_its_traceback(samples, tiny_targ
     """The message is that of the one whose fault it was, not of those who waited for it."""
     broken = tmp_path / "target"
     shutil.copytree(tiny_target("llama"), broken)
-    chosen = params(tmp_path, samples, tiny_target, targets=[0], drafters=[0], target=str(broken))
+    chosen = params(tmp_path, samples, tiny_target, target_gpus=[0], drafter_gpus=[0], target=str(broken))
     weights = broken / "model.safetensors"
 
     from dflash_lab.drafter.workers import Job, run_workers
@@ -180,7 +179,7 @@ def _divide(a: int, b: int) -> float:
 
 @pytest.mark.parametrize("victim", ["target-0", "drafter-0"])
 def test_a_killed_worker_ends_the_run(samples, tiny_target, tmp_path, victim):
-    chosen = params(tmp_path, samples, tiny_target, targets=[0], drafters=[1], max_steps=100_000,
+    chosen = params(tmp_path, samples, tiny_target, target_gpus=[0], drafter_gpus=[1], max_steps=100_000,
                     checkpoint_every=10, eval_every=10**6, log_every=10)  # fmt: skip
     began = threading.Event()
 
@@ -207,7 +206,7 @@ def _child_named(name: str) -> int:
 def test_a_pipeline_that_does_not_fit_is_refused_before_a_process_starts(
     samples, tiny_target, tmp_path, monkeypatch
 ):
-    chosen = params(tmp_path, samples, tiny_target, targets=[0, 1], drafters=[0])
+    chosen = params(tmp_path, samples, tiny_target, target_gpus=[0, 1], drafter_gpus=[0])
     monkeypatch.setattr(machine, "device_budget_gib", lambda device: 1e-5)
     with pytest.raises(
         DoesNotFit, match=r"cpu is predicted to hold drafter-0 .* \+ target-0 .* \+ target-1 "
@@ -224,13 +223,15 @@ def test_a_pipeline_that_does_not_fit_is_refused_before_a_process_starts(
 def gpus(monkeypatch, tiny_target):
     """Parameters that take this machine for one with GPUs."""
     tiny_target("llama")
-    monkeypatch.setattr(load, "choose_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(training_inputs, "choose_device", lambda name: torch.device("cuda", 0))
 
 
 def test_what_shares_a_gpu_is_added_up(samples, tiny_target, tmp_path, gpus):
     common = dict(device="cuda", target="random:qwen3-8b", context_tokens=4096, anchors=512, tap_ids=[])
-    chosen = params(tmp_path, samples, tiny_target, targets=[0, 1], drafters=[1, 3], head=2, **common)
-    found = {(process.name, process.device): process for process in gpu_processes(chosen)}
+    chosen = params(
+        tmp_path, samples, tiny_target, target_gpus=[0, 1], drafter_gpus=[1, 3], head_gpu=2, **common
+    )
+    found = {(process.name, process.device): process for process in gpu_processes(resolve_inputs(chosen))}
     assert set(found) == {
         ("drafter-0", "cuda:1"), ("drafter-1", "cuda:3"), ("target-0", "cuda:0"), ("target-1", "cuda:1"),
         ("head of drafter-0", "cuda:2"), ("head of drafter-1", "cuda:2"),
@@ -257,8 +258,8 @@ def test_what_shares_a_gpu_is_added_up(samples, tiny_target, tmp_path, gpus):
 def test_the_heads_of_several_processes_are_added_up_on_their_gpu(samples, tiny_target, tmp_path, gpus):
     """Also with the process that trains there, whose head is its own."""
     common = dict(device="cuda", target="random:qwen3-8b", context_tokens=4096, anchors=512, tap_ids=[])
-    chosen = params(tmp_path, samples, tiny_target, gpus=3, head=0, **common)
-    found = gpu_processes(chosen)
+    chosen = params(tmp_path, samples, tiny_target, gpus=3, head_gpu=0, **common)
+    found = gpu_processes(resolve_inputs(chosen))
     assert [(process.name, process.device) for process in found] == [
         ("drafter-0", "cuda:0"), ("drafter-1", "cuda:1"), ("head of drafter-1", "cuda:0"),
         ("drafter-2", "cuda:2"), ("head of drafter-2", "cuda:0"),
@@ -267,7 +268,7 @@ def test_the_heads_of_several_processes_are_added_up_on_their_gpu(samples, tiny_
     budgets = {f"cuda:{number}": 1.1 * found[number].peak / GIB for number in range(3)}
     with pytest.raises(DoesNotFit, match=r"cuda:0 .* head of drafter-1 .* \+ head of drafter-2"):
         clear_devices(found, budgets)
-    one = gpu_processes(params(tmp_path, samples, tiny_target, head=1, **common))
+    one = gpu_processes(resolve_inputs(params(tmp_path, samples, tiny_target, head_gpu=1, **common)))
     assert [(process.name, process.device) for process in one] == [
         ("drafter-0", "cuda:0"), ("head of drafter-0", "cuda:1")
     ]  # fmt: skip
@@ -277,15 +278,14 @@ def test_the_head_that_makes_the_targets_logits_is_accounted_where_it_is(
     samples, tiny_target, tmp_path, gpus
 ):
     common = dict(device="cuda", target="random:qwen3-8b", context_tokens=4096, anchors=512, tap_ids=[])
-    found = gpu_processes(params(tmp_path, samples, tiny_target, target_head_gpu=1, **common))
+    found = gpu_processes(resolve_inputs(params(tmp_path, samples, tiny_target, target_head_gpu=1, **common)))
     assert [(process.name, process.device) for process in found] == [
         ("drafter-0", "cuda:0"), ("target's head of drafter-0", "cuda:1")
     ]  # fmt: skip
     assert found[1].account.terms["head"] == 151936 * 4096 * 2
+    apart = dict(target_gpus=[2], drafter_gpus=[0, 1], tau_samples=0)
     (whole, *_), (slices, *_) = (
-        gpu_processes(
-            params(tmp_path, samples, tiny_target, targets=[2], drafters=[0, 1], tau_samples=0, **placed)
-        )
+        gpu_processes(resolve_inputs(params(tmp_path, samples, tiny_target, **apart, **placed)))
         for placed in (common, {**common, "head_parallel": True})
     )
     saved = whole.account.terms["head and embedding"] - slices.account.terms["head and embedding"]
@@ -294,15 +294,15 @@ def test_the_head_that_makes_the_targets_logits_is_accounted_where_it_is(
 
 def test_planned_anchors_leave_targets_their_memory(samples, tiny_target, tmp_path, monkeypatch):
     """They are those with which the processes that share the memory are cleared together."""
-    chosen = params(tmp_path, samples, tiny_target, targets=[0, 0], drafters=[0], anchors=40)
-    budget_gib = 1.06 * sum(process.peak for process in gpu_processes(chosen)) / GIB
+    chosen = params(tmp_path, samples, tiny_target, target_gpus=[0, 0], drafter_gpus=[0], anchors=40)
+    budget_gib = 1.06 * sum(process.peak for process in gpu_processes(resolve_inputs(chosen))) / GIB
     monkeypatch.setattr(machine, "device_budget_gib", lambda device: budget_gib)
     counts = {}
     for targets in ([0], [0, 0]):
-        asked = chosen.changed(run_dir=str(tmp_path / str(len(targets))), anchors=0, targets=targets)
-        planned = with_anchors(asked)
+        asked = chosen.changed(run_dir=str(tmp_path / str(len(targets))), anchors=0, target_gpus=targets)
+        planned = with_anchors(resolve_inputs(asked))
         clear_processes(planned)
-        counts[len(targets)] = planned.anchors
+        counts[len(targets)] = planned.params.anchors
     assert counts[1] > counts[2] >= 32
 
 
@@ -312,22 +312,22 @@ def test_a_target_whose_memory_is_not_understood_feeds_without_a_prediction(
     def strange(config):
         raise UnsupportedTarget("model type 'mystery' is not known")
 
-    monkeypatch.setattr(shapes, "target_shape", strange)
-    clear_processes(params(tmp_path, samples, tiny_target, targets=[0], drafters=[0]))
+    monkeypatch.setattr(clearance, "target_shape", strange)
+    clear_processes(resolve_inputs(params(tmp_path, samples, tiny_target, target_gpus=[0], drafter_gpus=[0])))
     assert "'mystery'" in caplog.text
 
 
 def test_placement_is_checked(samples, tiny_target, tmp_path):
     with pytest.raises(InputError, match="both targets and drafters"):
-        params(tmp_path, samples, tiny_target, targets=[0])
+        params(tmp_path, samples, tiny_target, target_gpus=[0])
     with pytest.raises(InputError, match="source: live"):
-        params(tmp_path, samples, tiny_target, targets=[0], drafters=[1], source="store", tap_ids=[])
-    with pytest.raises(InputError, match="drafters says on which GPUs"):
-        params(tmp_path, samples, tiny_target, targets=[0], drafters=[1], gpus=2)
+        params(tmp_path, samples, tiny_target, target_gpus=[0], drafter_gpus=[1], source="store", tap_ids=[])
+    with pytest.raises(InputError, match="drafter_gpus says on which GPUs"):
+        params(tmp_path, samples, tiny_target, target_gpus=[0], drafter_gpus=[1], gpus=2)
     with pytest.raises(InputError, match="name each GPU once"):
-        params(tmp_path, samples, tiny_target, targets=[0], drafters=[1, 1])
-    with pytest.raises(InputError, match=r"head = 2 names a GPU .* this trains on a CPU"):
-        execute(params(tmp_path, samples, tiny_target, head=2))
+        params(tmp_path, samples, tiny_target, target_gpus=[0], drafter_gpus=[1, 1])
+    with pytest.raises(InputError, match=r"head_gpu = 2 names a GPU .* this trains on a CPU"):
+        execute(params(tmp_path, samples, tiny_target, head_gpu=2))
 
 
 def test_gpus_that_are_not_there_are_named(samples, tiny_target, tmp_path, monkeypatch):
@@ -336,34 +336,40 @@ def test_gpus_that_are_not_there_are_named(samples, tiny_target, tmp_path, monke
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for changes, words in (
-        (dict(targets=[0, 2], drafters=[1]), r"targets = \[0, 2\], but this machine shows 2 GPUs"),
-        (dict(targets=[0], drafters=[3]), r"drafters = \[3\]"),
-        (dict(head=2), "head = 2, but this machine shows 2 GPUs"),
+        (
+            dict(target_gpus=[0, 2], drafter_gpus=[1]),
+            r"target_gpus = \[0, 2\], but this machine shows 2 GPUs",
+        ),
+        (dict(target_gpus=[0], drafter_gpus=[3]), r"drafter_gpus = \[3\]"),
+        (dict(head_gpu=2), "head_gpu = 2, but this machine shows 2 GPUs"),
         (dict(gpus=3), "gpus = 3, but this machine shows"),
     ):
         with pytest.raises(InputError, match=words):
             check_placement(params(tmp_path, samples, tiny_target, device="cuda", **changes))
-    check_placement(params(tmp_path, samples, tiny_target, device="cuda", targets=[0], drafters=[1], head=0))
+    check_placement(
+        params(tmp_path, samples, tiny_target, device="cuda", target_gpus=[0], drafter_gpus=[1], head_gpu=0)
+    )
 
 
 def test_a_queue_too_large_is_refused_with_the_number_that_fits(samples, tiny_target, tmp_path, monkeypatch):
-    chosen = params(tmp_path, samples, tiny_target, targets=[0, 1], drafters=[0, 1], queue_rows=5)
-    each = queue_row_bytes(chosen, 3, 64) * 2 * 2
-    assert each == 96 * 4 * 64 * 2 * 4
+    chosen = params(tmp_path, samples, tiny_target, target_gpus=[0, 1], drafter_gpus=[0, 1], queue_rows=5)
+    inputs = resolve_inputs(chosen)
+    each = queue_row_bytes(inputs) * 2 * 2
+    assert each == 96 * 4 * 48 * 2 * 4  # tokens, states, hidden, bytes, pairs
     usage = shutil.disk_usage("/")
     room = int(3.5 * each / (1 - MARGIN))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=room))
     with pytest.raises(InputError, match=r"5 queue_rows of 96 tokens from 2 targets .*Give queue_rows = 3\."):
-        check_queue(chosen, torch.device("cpu"), 3, 64)
-    check_queue(chosen.changed(queue_rows=3), torch.device("cpu"), 3, 64)
+        check_queue(inputs)
+    check_queue(resolve_inputs(chosen.changed(queue_rows=3)))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=each // 2))
-    with pytest.raises(InputError, match="Give fewer context_tokens, targets or tap_ids"):
-        check_queue(chosen, torch.device("cpu"), 3, 64)
+    with pytest.raises(InputError, match="Give fewer context_tokens, target_gpus or tap_ids"):
+        check_queue(inputs)
 
 
 def test_a_full_disk_ends_the_run_and_is_named(samples, tiny_target, tmp_path):
     """A checkpoint larger than files may be: what a full disk is to a process, and workers inherit it."""
-    chosen = params(tmp_path, samples, tiny_target, targets=[0], drafters=[1])
+    chosen = params(tmp_path, samples, tiny_target, target_gpus=[0], drafter_gpus=[1])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
@@ -402,7 +408,7 @@ def test_a_live_run_of_one_process_killed_in_its_midst_goes_on_exactly(alone, sa
 def test_processes_on_one_gpu_train_the_drafter_of_one_process(samples, tiny_target, tmp_path):
     """Slots lie on a GPU: what the target writes there from its own process is what the drafter reads."""
     common = dict(device="cuda", dtype="bfloat16", drafter_dtype="float32", context_tokens=128, compile=False)
-    chosen = params(tmp_path / "apart", samples, tiny_target, targets=[0, 0], drafters=[0], **common)
+    chosen = params(tmp_path / "apart", samples, tiny_target, target_gpus=[0, 0], drafter_gpus=[0], **common)
     result = execute(chosen)
     single = params(tmp_path / "alone", samples, tiny_target, **common)
     execute(single)
@@ -423,6 +429,6 @@ def test_the_frozen_head_may_live_on_another_gpu(samples, tiny_target, tmp_path)
         execute(params(tmp_path / str(number), samples, tiny_target, **where, **common))
         .steps["loss"]
         .to_list()
-        for number, where in enumerate(({}, {"head": 1}, {"target_head_gpu": 1}))
+        for number, where in enumerate(({}, {"head_gpu": 1}, {"target_head_gpu": 1}))
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3) == pytest.approx(losses[2], rel=1e-3)

@@ -30,9 +30,9 @@ LEFT_OUT = {
     "gpus",
     "compile",
     "compile_target",
-    "targets",
-    "drafters",
-    "head",
+    "target_gpus",
+    "drafter_gpus",
+    "head_gpu",
     "target",
 }
 ODD: list[Any] = [

@@ -376,12 +376,22 @@ def test_stale_stages_are_done_again_when_asked(workspace, monkeypatch):
     assert set(states().values()) == {"finished"}
 
 
-def test_a_run_made_with_typed_values_is_opened_as_it_was_made(workspace, capsys):
+def test_a_run_made_with_typed_values_is_opened_as_it_was_made(workspace, monkeypatch):
     """`dflash-lab run mine -p limit 5`, then the notebook by hand: the run's own values did not change."""
     execute(given("prepare", limit=5, force=True))
-    assert read_json("runs/mine/prepare/result.json")["overridden"] == {"limit": 0}
+    path = Path("runs/mine/prepare/result.json")
+    made = read_json(path)
+    assert made["overridden"] == {"limit": 0}
     opened = read_given(params_class("prepare"), Given(run="mine"))
     assert opened.limit == 5 and opened.origins["limit"] == "typed when it was made"
+    # The same, made by a version that called it otherwise.
+    older = {**made["parameters"], "most": 5}
+    del older["limit"]
+    path.write_text(json.dumps({**made, "parameters": older, "overridden": {"most": 0}}))
+    with monkeypatch.context() as patch:
+        patch.setattr(params_class("prepare"), "renamed", {"most": "limit"})
+        assert given("prepare").limit == 5
+    path.write_text(json.dumps(made))
     assert execute(opened).figures["samples_stored"] == 5
     assert next(row for row in run_status("mine") if row.stage == "prepare").state == "finished"
     with pytest.raises(WouldReplace, match="limit was 5, now 7"):
