@@ -115,15 +115,14 @@ def offline_rate(lab: Evaluator, samples: Path, most: int, seconds: float) -> di
     """
     start, done, anchors = time.perf_counter(), 0, 0
     hashes = scan_samples(samples).select("content_hash").head(most).collect()["content_hash"].to_list()
-    items = sample_items(lab.target, lab.drafter.config.tap_ids, samples, hashes)
-    while done < len(items) and time.perf_counter() - start < seconds:
-        part = items[done : done + 32]
+    while done < len(hashes) and time.perf_counter() - start < seconds:
+        part = sample_items(lab.target, lab.drafter.config.tap_ids, samples, hashes[done : done + 32])
         report = offline(part, lab.target.head, lab.drafter, budgets=lab.settings.budgets)
         done, anchors = done + len(part), anchors + len(report.anchors)
     spent = time.perf_counter() - start
     return {
         "samples": done,
-        "samples_in_file": len(items),
+        "samples_in_file": len(hashes),
         "anchors": anchors,
         "seconds": round(spent, 2),
         "anchors_per_s": round(anchors / spent, 1),

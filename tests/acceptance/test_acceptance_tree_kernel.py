@@ -115,7 +115,7 @@ def test_a_graph_of_the_kernel_builds_the_tree_of_new_logits(budget):
         for own, new in zip(out, best_tree(choices, choices.tokens[:, 0, 0], plan)):
             own.copy_(new)
 
-    launch = captured(build, device, new_pool(device))
+    launch = captured(build, device, pool=new_pool(device))
     for seed in (1, 2):
         log_probs.copy_(_log_probs(depth, 49152, seed == 1, device, seed))
         launch()

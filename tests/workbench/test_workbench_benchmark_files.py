@@ -32,6 +32,7 @@ READERS = {  # script -> its arguments, FILE being read
     "memory": ["--again", "FILE"],
     "training": ["--json", "FILE", "--pipeline", "FILE"],
     "quality_report": ["FILE", "OUT"],
+    "references": ["--against", "FILE"],
 }
 
 
