@@ -34,6 +34,7 @@ check: install-test
 format: install-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python tests/support/write_cells.py
 	$(BIN)/nbstripout --keep-id notebooks/*.ipynb
 
 lab: install
