@@ -379,11 +379,16 @@ def main(words: Sequence[str]) -> None:
     from papermill.cli import papermill
 
     own = papermill.callback
-    papermill.callback = lambda **options: own(**filled_in(options, Path.cwd()))
-    try:
-        papermill.main(args=[*words], prog_name="papermill")
-    except (LabError, OSError) as error:
-        sys.exit(f"papermill: {redact(str(error))}")
+
+    def complete(**options: Any) -> None:
+        try:
+            found = filled_in(options, Path.cwd())
+        except (LabError, OSError) as error:
+            sys.exit(f"papermill: {redact(str(error))}")
+        own(**found)
+
+    papermill.callback = complete
+    papermill.main(args=[*words], prog_name="papermill")
 
 
 def filled_in(options: dict[str, Any], cwd: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import polars as pl
 from dflash_lab.errors import InputError, LabError, StoreError
 from dflash_lab.files import as_json, read_json, settle, write_json
 from dflash_lab.params import StageParams
-from dflash_lab.results import FAILURE, RESULT, differences, older_rules, read_result, stale_after
+from dflash_lab.results import FAILURE, RESULT, differences, of_today, older_rules, read_result, stale_after
 from dflash_lab.run_params import find_run, resolve
 from dflash_lab.stage_run import LOCK, is_held
 from dflash_lab.stages import STAGES, params_class
@@ -319,7 +319,10 @@ def _compare(runs: Sequence[Path], what: str, *, only_different: bool = True) ->
         for folder in _stage_folders(run):
             _, record = folder_state(folder)
             had.setdefault(folder.name, set()).add(name)
-            for key, value in record.get(what, {}).items():
+            found = record.get(what, {})
+            if what == "parameters" and record.get("stage") in STAGES:
+                found = of_today(params_class(record["stage"]), found)
+            for key, value in found.items():
                 values.setdefault((folder.name, key), {})[name] = json.dumps(value)
     if only_different:
         lone = {stage: who for stage, who in had.items() if len(who) < len(names)}

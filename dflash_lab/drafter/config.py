@@ -459,7 +459,7 @@ def _spelled(message: str) -> str:
 
 
 def released_tap_ids(num_target_layers: int, count: int) -> tuple[int, ...]:
-    """The target room's tap rule, imported late so that reading a configuration stays free of torch."""
+    """`models.hooks`' tap rule, imported late so that reading a configuration stays free of torch."""
     from dflash_lab.models.hooks import default_tap_ids
 
     return tuple(default_tap_ids(num_target_layers, count))

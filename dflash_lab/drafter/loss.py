@@ -988,7 +988,7 @@ class VocabShard:
         return slice(*bounds)
 
     def check(self, head: Tensor) -> None:
-        """`InputError` for a head that is not this rank's slice."""
+        """`InputError` for a head that is not this rank's slice. No other rank is asked."""
         mine = self.slice()
         if len(head) != mine.stop - mine.start:
             raise InputError(

@@ -30,7 +30,7 @@ from dflash_lab.memory.shapes import (
 # modules on fake tensors.
 
 STEP_FRAGMENTS = {False: 0.05, True: 0.03}  # as FRAGMENTS; large tensors return in the same sizes
-SELECTOR_ELEMENTS = 1 << 26  # logits that DFlash 2's selector holds at once: `drafter.selector_loss.ELEMENTS`
+SELECTOR_ELEMENTS = 1 << 26  # logits that DFlash 2's selector holds at once, as in drafter/objective.py
 
 
 def predict_training(target: Any, drafter: Any, setup: TrainingSetup, *, cuda: bool = True) -> Account:

@@ -208,6 +208,10 @@ def _target_options(inputs: TrainingInputs, rows: str) -> dict[str, Any]:
     )
 
 
+# What a plan of an earlier version had not been asked: neither was possible then.
+_ASKED_BEFORE = {"target_logits_elsewhere": False, "vocabulary_shards": 1}
+
+
 def with_anchors(inputs: TrainingInputs) -> TrainingInputs:
     """Return the inputs with the planner's most anchors where the parameters say 0.
 
@@ -236,7 +240,7 @@ def with_anchors(inputs: TrainingInputs) -> TrainingInputs:
         anchors = planned.get("anchors") if isinstance(planned, dict) else None
         if type(anchors) is not int or anchors < 1:
             raise StoreError(f"{path}: no planned anchors. Put the file back, or remove it to plan again.")
-        if planned.get("asked") == asked:
+        if {**_ASKED_BEFORE, **(planned.get("asked") or {})} == asked:
             return dataclasses.replace(inputs, params=params.changed(anchors=anchors))
     setup = _setup(inputs, options)
     cuda, budget_gib = inputs.device.type == "cuda", _least_budget_gib(inputs)

@@ -321,9 +321,8 @@ class TrainDrafterResult:
     """Headline figures and what the notebook draws.
 
     `steps`: step, loss, grad_norm, lr, skipped (the fault, or null). `metrics`: kind (train | heldout), step
-    and the metrics of `drafter.metrics`. `positions`: kind, step, slot, accuracy, conditional. `row`: the
-    inspected packed row. `pipeline`: a record a row and worker (TIMING_SCHEMA), empty without
-    one.
+    and the metrics of `drafter.objective.Tally`. `positions`: kind, step, slot, accuracy, conditional. `row`:
+    the inspected packed row. `pipeline`: a record a row and worker (TIMING_SCHEMA), empty without one.
     """
 
     figures: dict[str, Any]

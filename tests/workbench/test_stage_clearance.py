@@ -17,7 +17,7 @@ from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.workers import WorkerFailed
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.extraction import fused_layers
-from dflash_lab.files import read_json
+from dflash_lab.files import read_json, write_json
 from dflash_lab.memory import crash, gate, planner
 from dflash_lab.memory.gate import DoesNotFit, NotPredicted
 from dflash_lab.memory.shapes import target_shape
@@ -219,6 +219,11 @@ def test_anchors_are_the_planners_where_none_are_given_and_stay_the_same(tiny_ta
         return with_anchors(resolve_inputs(params))
 
     assert planned().params.anchors == 56  # a run that goes on keeps its own
+    plan = read_json(params.folder / PLANNED)
+    for name in ("target_logits_elsewhere", "vocabulary_shards"):  # which earlier versions did not ask
+        del plan["asked"][name]
+    write_json(params.folder / PLANNED, plan)
+    assert planned().params.anchors == 56
     for text in ("[]", "{}", '{"anchors": "56"}', '{"anchors": -5}', '{"anchors": true}'):
         (params.folder / PLANNED).write_text(text)
         with pytest.raises(StoreError, match=r"anchors\.json: no planned anchors"):

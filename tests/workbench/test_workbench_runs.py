@@ -157,6 +157,13 @@ def test_comparing_puts_the_closing_tables_side_by_side(root):
     assert {"figure": "measured_peak_gib", "unit": "GiB", "one": None, "two": "1.500"} in rows
 
 
+def test_a_run_of_an_earlier_version_is_compared_under_todays_names(root):
+    result(root / "one" / "train_drafter", {}, {"lr": 0.001, "accumulate": 2, "floor": 0.1})
+    result(root / "two" / "train_drafter", {}, {"lr": 0.001, "grad_accum_steps": 2, "min_lr_ratio": 0.2})
+    rows = runs.compare_parameters([root / "one", root / "two"]).to_dicts()
+    assert rows == [{"stage": "train_drafter", "parameter": "min_lr_ratio", "one": "0.1", "two": "0.2"}]
+
+
 def test_a_stage_of_one_run_alone_is_one_row(root):
     result(root / "two" / "memory_sweep", {}, {"batches": [1], "measure_s": 3.0})
     rows = runs.compare_parameters([root / "one", root / "two"]).to_dicts()
