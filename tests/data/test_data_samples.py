@@ -14,11 +14,13 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_lab.data.records import BadRecord
 from dflash_lab.data.samples import (
     MASK_RULES,
     SCHEMA,
     Sample,
     content_hash,
+    fitted,
     is_heldout,
     merge_samples,
     old_rules,
@@ -253,3 +255,20 @@ def test_provenance_of_another_file_is_refused(tmp_path):
     (tmp_path / "b.json").replace(tmp_path / "a.json")
     with pytest.raises(StoreError, match=r"a\.json is not about .*a\.parquet"):
         read_provenance(tmp_path / "a.parquet")
+
+
+def test_a_sample_as_long_as_the_limit_is_kept_whole_and_a_longer_one_dropped_or_cut():
+    ids, mask = [5, 6, 7, 8], [0, 1, 1, 1]
+    assert fitted(ids, mask, 4, "drop") == fitted(ids, mask, 0, "drop") == (ids, mask)
+    assert fitted(ids, mask, 3, "truncate") == (ids[:3], mask[:3])
+    with pytest.raises(BadRecord) as dropped:
+        fitted(ids, mask, 3, "drop")
+    with pytest.raises(BadRecord) as unanswered:
+        fitted(ids, mask, 1, "truncate")
+    with pytest.raises(BadRecord) as silent:
+        fitted(ids, [0, 0, 0, 0], 0, "drop")
+    assert [told.value.kind for told in (dropped, unanswered, silent)] == [
+        "too long",
+        "too long",
+        "no answer",
+    ]
