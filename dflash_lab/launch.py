@@ -330,6 +330,8 @@ def plan(given: Given) -> list[tuple[str, Given]]:
         raise InputError(f"{folder}: has no <stage>.yaml. Stages: {', '.join(STAGES)}.")
     known = {name for stage in stages for name in params_class(stage).model_fields}
     for name, _ in [*given.typed, *given.raw]:
+        if name not in known and (new := StageParams.renamed.get(name)):
+            raise InputError(f"{name} is now called {new}. Type {new} in its place.")
         if name not in known:
             raise InputError(f"no stage has a parameter {name[:80]!r}{near(name, known)}.")
     steps = []

@@ -79,7 +79,16 @@ class Params(BaseModel):
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True
     )
     stage: ClassVar[str] = ""
-    renamed: ClassVar[Mapping[str, str]] = {}  # names of earlier versions, and those of today
+    # Names of earlier versions, and those of today: one table, as a run's common.yaml is read by every stage.
+    renamed: ClassVar[Mapping[str, str]] = {
+        "processes": "gpus",
+        "second": "dflash2",
+        "accumulate": "grad_accum_steps",
+        "floor": "min_lr_ratio",
+        "head": "head_gpu",
+        "targets": "target_gpus",
+        "drafters": "drafter_gpus",
+    }
 
     def __init__(self, **values: Any) -> None:
         try:

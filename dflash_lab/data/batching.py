@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -97,8 +98,8 @@ def plan_batches(
     """
     lengths = _checked(lengths)
     for name, value in (("token_budget", token_budget), ("max_batch", max_batch), ("chunk", chunk)):
-        if value < 1:
-            raise InputError(f"{name}={value}: give at least 1.")
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+            raise InputError(f"{name}={value!r}: give a whole number, at least 1.")
     count = len(lengths)
     # Sorting all would leave the least padding, but reads the file in random order and, on resume, changes
     # every batch; windows of 32,768 samples lose under 1 % and keep reads local.

@@ -377,6 +377,10 @@ def merge_samples(
     Raises `InputError` if they were made by different tokenizers or templates.
     """
     paths = [Path(item) for item in inputs]
+    if absent := [path for path in paths if not path.is_file()]:
+        raise InputError(
+            f"{absent[0]}: no samples file is there. Give the .parquet files of `prepare` or `merge`."
+        )
     made = [read_provenance(item) for item in paths]
     same = ("tokenizer_hash", "template_hash", "thinking", "date", "mask_rules")
     for path, one in zip(paths, made, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, Self
 
 import torch
@@ -37,7 +38,11 @@ def default_tap_ids(num_layers: int, count: int = 5) -> list[int]:
 
 
 def check_tap_ids(ids: Sequence[int], num_layers: int) -> list[int]:
-    """Return `ids` as a list; `InputError` if empty, repeated, unsorted or not in 0..num_layers - 1."""
+    """Return `ids` as a list; `InputError` if not whole numbers, empty, repeated, unsorted or not in
+    0..num_layers - 1.
+    """
+    if isinstance(ids, str) or not all(isinstance(i, Integral) and not isinstance(i, bool) for i in ids):
+        raise InputError(f"tap_ids {ids!r}: give whole numbers, such as [1, 16, 31].")
     ids = [int(i) for i in ids]
     if not ids:
         raise InputError("No layer to tap: tap_ids is empty.")

@@ -9,7 +9,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
@@ -57,7 +57,6 @@ class MemorySweepParams(StageParams):
     """Parameters of `memory_sweep`."""
 
     stage: ClassVar[str] = "memory_sweep"
-    renamed: ClassVar[Mapping[str, str]] = {"second": "dflash2"}
 
     budget_gib: float = param(
         0.0, "memory to plan for; 0: what is free on the device now", unit="GiB", low=0, group="extraction"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -34,15 +33,6 @@ class TrainDrafterParams(StageParams):
 
     stage: ClassVar[str] = "train_drafter"
     passing: ClassVar[tuple[str, ...]] = (*StageParams.passing, "ignore_memory")
-    renamed: ClassVar[Mapping[str, str]] = {
-        "processes": "gpus",
-        "second": "dflash2",
-        "accumulate": "grad_accum_steps",
-        "floor": "min_lr_ratio",
-        "head": "head_gpu",
-        "targets": "target_gpus",
-        "drafters": "drafter_gpus",
-    }
 
     source: str = param(
         "store", "of states: a feature store, or the live target", choices=("store", "live"), group="data"

@@ -114,3 +114,11 @@ def test_a_plan_is_shown_in_a_line_and_run_in_a_loop():
     assert [lengths[batch].tolist() for batch in plan] == [[60, 58], [33, 31, 30], [12, 10, 9, 8, 7]]
     shown = f"10 samples in 3 batches of at most 128 tokens, {plan.waste_pct:.1f} % padding"
     assert shown in repr(plan) and "array" not in repr(plan)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, float("nan"), True])
+@pytest.mark.parametrize("name", ["token_budget", "max_batch", "chunk"])
+def test_limits_are_whole_numbers(name, wrong):
+    limits = {"token_budget": 8, "max_batch": 2, name: wrong}
+    with pytest.raises(InputError, match=name):
+        plan_batches(np.array([3, 4]), **limits)

@@ -272,3 +272,8 @@ def test_a_sample_as_long_as_the_limit_is_kept_whole_and_a_longer_one_dropped_or
         "too long",
         "no answer",
     ]
+
+
+def test_merging_names_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(InputError, match=r"nosuch\.parquet: no samples file is there"):
+        merge_samples([tmp_path / "nosuch.parquet"], tmp_path / "out.parquet", heldout_fraction=0.1)

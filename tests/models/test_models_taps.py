@@ -131,3 +131,9 @@ def test_taps_set_before_compiling_are_seen_by_the_compiled_body(tiny_target):
         compiled(input_ids=ids, use_cache=False)
         assert all(torch.equal(a, b) for a, b in zip(plain, taps.take(), strict=True))
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("wrong", [[1.5], [True], "12", ["a"]])
+def test_layers_that_are_no_whole_numbers_are_refused(wrong):
+    with pytest.raises(InputError, match="whole numbers"):
+        check_tap_ids(wrong, 8)

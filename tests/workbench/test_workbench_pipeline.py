@@ -10,6 +10,8 @@ import pytest
 from dflash_lab import launch
 from dflash_lab.errors import InputError
 from dflash_lab.files import read_json, write_json
+from dflash_lab.launch import plan
+from dflash_lab.params import check_names
 from dflash_lab.results import WouldReplace, check_ready, is_finished
 from dflash_lab.run_params import Given, read_given
 from dflash_lab.runs import overview
@@ -150,3 +152,14 @@ def test_a_folder_without_stages_is_refused(tmp_path):
 @pytest.mark.parametrize("stage", STAGES)
 def test_nothing_is_finished_in_an_empty_folder(stage, tmp_path):
     assert not is_finished(params_class(stage)(run_dir=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("second", "dflash2"), ("targets", "target_gpus"), ("head", "head_gpu")]
+)
+def test_a_parameter_of_an_earlier_version_is_told_by_its_new_name_wherever_it_is_typed(old, new):
+    with pytest.raises(InputError, match=f"{old} is now called {new}"):
+        plan(Given(run="demo", raw=[(old, "1")]))
+    for stage in STAGES:
+        with pytest.raises(InputError, match=f"is now called {new}"):
+            check_names(params_class(stage), {old: 1}, where="common.yaml")
