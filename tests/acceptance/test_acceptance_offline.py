@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from drafters import overfit, random_drafter, second_drafter
+from support.wording import refused
 
 from dflash_lab.acceptance.decode import Proposer, TargetRun, decode, plain_decode
 from dflash_lab.acceptance.evaluate import token_class
@@ -156,7 +157,7 @@ def test_slots_streak_budgets_and_block_sizes_follow_from_the_anchors(loaded):
     assert report.oracle()["tau"][0] == pytest.approx(report.tau().mean)
     cut = report.by_block_size()["tau"].to_list()
     assert cut[-1] == pytest.approx(report.tau().mean) and cut[0] < cut[-1]
-    with pytest.raises(InputError, match="not measured"):
+    with refused(InputError):
         report.tau(99)
 
 
@@ -211,7 +212,7 @@ def test_report_survives_disk_and_turns_are_separate_answers(loaded, tmp_path):
     assert again.anchors.equals(report.anchors) and again.slots.equals(report.slots)
     assert again.tau(2).mean == report.tau(2).mean
     silent = FeatureItem(whole.hash, whole.input_ids, torch.zeros_like(mask), whole.taps, None, False)
-    with pytest.raises(InputError, match="two tokens"):
+    with refused(InputError):
         offline([silent], target.head, drafter)
 
 
@@ -242,7 +243,7 @@ def test_expected_acceptance_under_sampling_equals_simulation(loaded):
     accepted, _ = accept_sampled(drafts, q.expand(20000, 1, -1), both, generator)
     assert row["sampled_0.7"] == pytest.approx(float(accepted.float().mean()), abs=0.015)
     assert report.by_temperature()["streak"][1] == pytest.approx(1 + report.anchors["sampled_0.7"].mean())
-    with pytest.raises(InputError, match="store_final"):
+    with refused(InputError):
         offline(
             [item_of(target, drafter, PROMPTS[0], [65, 66, 67])], target.head, drafter, temperatures=(1.0,)
         )

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from drafters import random_drafter, second_drafter
+from support.wording import refused
 from torch.profiler import ProfilerActivity, profile
 
 from dflash_lab.acceptance.decode import Draft, Sampling, accept_sampled
@@ -118,10 +119,10 @@ def test_filters():
 
 @pytest.mark.parametrize("temperature", [float("nan"), float("inf"), -1.0, 1e-300, 1e-5, 1e300])
 def test_a_temperature_that_logits_cannot_be_divided_by_is_refused(temperature):
-    with pytest.raises(InputError, match=r"give 0 for greedy decoding, or 0\.0001 to 10000"):
+    with refused(InputError):
         Sampling(temperature)
     for filters in ({"top_p": float("nan")}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}):
-        with pytest.raises(InputError, match="give 0 < top_p <= 1"):
+        with refused(InputError):
             Sampling(1.0, **filters)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.wording import refused
 
 from dflash_lab.acceptance.results import bootstrap, compare, summarize
 from dflash_lab.errors import InputError
@@ -17,7 +18,7 @@ def test_mean_over_answers_differs_from_pooled_and_conventions_differ_in_the_las
     assert tau.pooled == pytest.approx(28 / 13)
     assert tau.overshoot == pytest.approx((11 / 3 + 2) / 2)
     assert tau.histogram.tolist() == [0, 0, 10, 1, 2]
-    with pytest.raises(InputError, match="max_new_tokens"):
+    with refused(InputError):
         summarize([[], []])
 
 
@@ -37,12 +38,12 @@ def test_paired_comparison_is_sharper_than_two_separate_intervals():
     paired = compare(first, second)
     assert paired.interval.low > 0
     assert bootstrap(first).high > bootstrap(second).low
-    with pytest.raises(InputError, match="same answers"):
+    with refused(InputError):
         compare(first, second[:-1])
 
 
 def test_paired_comparison_leaves_out_answers_without_a_round():
     paired = compare(np.asarray([2.0, np.nan, 3.0]), np.asarray([2.5, 1.0, 3.5]))
     assert paired.answers == 2 and paired.difference == pytest.approx(0.5)
-    with pytest.raises(InputError, match="longer answers"):
+    with refused(InputError):
         compare(np.asarray([np.nan]), np.asarray([2.0]))

@@ -12,6 +12,7 @@ import torch
 from drafters import chain_tree, tree_from_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.wording import refused
 
 from dflash_lab.acceptance.tree import (
     NEVER,
@@ -133,7 +134,7 @@ def test_a_chain_is_a_tree_without_branches():
     assert tree.visibility().tolist() == np.tril(np.ones((4, 4), bool)).tolist()
     assert tree.walk([4, 2, 1, 0]) == ([0, 1, 2], 1)
     assert len(tree_from_logits(torch.randn(3, 5), 0)) == 0
-    with pytest.raises(InputError, match="-1"):
+    with refused(InputError):
         tree_from_logits(torch.randn(3, 5), -1)
 
 

@@ -10,6 +10,7 @@ import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.wording import refused
 
 from dflash_lab.data.lengths import (
     by_source,
@@ -138,7 +139,7 @@ def test_wrong_files_are_named(tmp_path, frame, error, word):
     path.write_bytes(b"nothing") if frame is None else frame.write_parquet(path)
     with pytest.raises(error, match=word):
         length_counts(path)
-    with pytest.raises(InputError, match="no such file"):
+    with refused(InputError):
         length_counts(tmp_path / "other.parquet")
 
 

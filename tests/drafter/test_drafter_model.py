@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.tiny_drafters import HIDDEN, SECOND, TAPS, VOCAB, relative_error, tiny_config, tiny_drafter
+from support.wording import refused
 
 from dflash_lab.drafter.attention import row_layout
 from dflash_lab.drafter.config import FULL, SLIDING
@@ -136,7 +137,7 @@ def test_decoding_cache_grows_crops_and_equals_a_full_recompute():
     whole.extend(taps[:11])
     assert cache.length == whole.length == 11
     assert relative_error(cache.block(embeddings[1]), whole.block(embeddings[1])) < 1e-5
-    with pytest.raises(InputError, match="holds 11"):
+    with refused(InputError):
         cache.crop(12)
 
 
@@ -229,9 +230,9 @@ def test_logits_are_scaled_then_capped():
 
 
 def test_layout_refuses_unsorted_anchors():
-    with pytest.raises(InputError, match="sorted"):
+    with refused(InputError):
         row_layout([[3, 1]], [9], 4)
-    with pytest.raises(InputError, match=r"0\.\.8"):
+    with refused(InputError):
         row_layout([[9]], [9], 4)
 
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from support.tiny_drafters import relative_error
+from support.wording import refused
 from torch import nn
 
 from dflash_lab.drafter.optim import (
@@ -75,7 +76,7 @@ def test_state_goes_out_and_in(tmp_path):
     b = Optimizer(second.items(), config)
     b.load(a.tensors(), a.steps)
     assert b.steps == 1 and all(torch.equal(x, b.tensors()[n]) for n, x in a.tensors().items())
-    with pytest.raises(InputError, match="does not fit"):
+    with refused(InputError):
         Optimizer(second.items(), OptimizerConfig()).load(a.tensors(), 1)
 
 
@@ -303,7 +304,7 @@ def test_muon_takes_matrices_of_layers_only_and_moves_them_like_adamw():
     optimizer.step(1.0)
     rms = float((parameters["layers.0.mlp.up_proj.weight"] - before).square().mean().sqrt())
     assert 0.1e-2 < rms < 0.3e-2  # about 0.2 of the rate
-    with pytest.raises(InputError, match="'adamw' or 'muon'"):
+    with refused(InputError):
         OptimizerConfig(kind="sgd")
 
 
@@ -376,5 +377,5 @@ def test_byte_moments_take_a_quarter_and_resume_exactly():
         runs.append(optimizer.tensors())
     assert all(torch.equal(tensor, runs[1][name]) for name, tensor in runs[0].items())
     assert runs[0]["exp_avg.fc.weight"].dtype == torch.int8
-    with pytest.raises(InputError, match="'fp32' or 'int8'"):
+    with refused(InputError):
         OptimizerConfig(moments="fp8")

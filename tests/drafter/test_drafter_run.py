@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.tiny_drafters import ItemList, tiny_config, tiny_head, tiny_items
+from support.wording import refused
 
 from dflash_lab.drafter import loss
 from dflash_lab.drafter import train as loop
@@ -97,7 +98,7 @@ def test_bad_steps_in_a_row_are_counted_over_a_kill(tmp_path):
     items, chosen = spoilt(*range(6)), settings(max_bad_steps=3)
     with pytest.raises(Killed):
         train(items, tiny_head(), fresh(), chosen, folder=tmp_path, on_progress=killed_at(2))
-    with pytest.raises(Diverged, match="3 bad steps in a row at step 3"):
+    with refused(Diverged):
         train(items, tiny_head(), fresh(), chosen, folder=tmp_path)
 
 

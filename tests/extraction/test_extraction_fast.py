@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.wording import refused
 from torch import nn
 
 from dflash_lab.errors import InputError
@@ -83,7 +84,7 @@ def test_a_layer_that_is_not_equal_stays_plain(tiny_folder, monkeypatch) -> None
     assert "differs by rel-L2" in path.plain[0]
     for one, other in zip(states(target, ids), plain):
         assert torch.equal(one, other)
-    with pytest.raises(InputError, match=r"fast=on: 8 of 8 layers stay plain"):
+    with refused(InputError):
         speed_up(target, "on", wrong)
 
 
@@ -119,7 +120,7 @@ def test_a_norm_is_read_by_what_it_computes(tiny) -> None:
 
 def test_without_a_gpu_auto_does_nothing_and_on_says_why(tiny) -> None:
     assert speed_up(tiny("llama"), "auto").summary()["fused_layers"] == 0
-    with pytest.raises(InputError, match="fast=on"):
+    with refused(InputError):
         speed_up(tiny("llama"), "on")
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from support.wording import refused
 
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.errors import InputError
@@ -85,9 +86,9 @@ def test_memory_beyond_the_knee_is_not_asked_for():
 
 
 def test_a_budget_too_small_for_one_sample_is_refused_with_the_reason():
-    with pytest.raises(InputError, match=r"Not one sample of 64 tokens fits 40 GiB.*target weights"):
+    with refused(InputError):
         extraction_budget(CONFIG, ExtractionSetup(batch=1, length=4096, tap_ids=TAPS), 40)
-    with pytest.raises(InputError, match="positive"):
+    with refused(InputError):
         usable(0)
 
 

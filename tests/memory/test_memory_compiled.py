@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.fake_memory.tracker import LabelledTensors
 from support.fake_memory.training import count_training
+from support.wording import refused
 from torch import Tensor
 
 from dflash_lab.drafter import objective
@@ -225,5 +226,5 @@ def test_compiled_layers_under_checkpointing_keep_their_inputs():
 
 def test_compiled_layers_are_not_counted_as_plain_ones():
     setup = TrainingSetup(anchors=8, context=64, block_size=8, compiled=True)
-    with pytest.raises(InputError, match="Compiled layers"):
+    with refused(InputError):
         count_training(shape_of(SMALL), SMALL, setup)

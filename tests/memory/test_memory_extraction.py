@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from support.fake_memory.extraction import count_extraction, representative_layers
 from support.tiny_targets import tiny_config
+from support.wording import refused
 from transformers import AutoConfig
 
 from dflash_lab.errors import InputError
@@ -208,9 +209,9 @@ def test_the_cache_costs_144_mib_a_row(config_27b):
 
 
 def test_setups_that_make_no_sense_are_refused(config_27b):
-    with pytest.raises(InputError, match="layers 0 to 63"):
+    with refused(InputError):
         predict_extraction(config_27b, ExtractionSetup(batch=1, length=8, tap_ids=(64,)))
-    with pytest.raises(InputError, match="batch=0"):
+    with refused(InputError):
         predict_extraction(config_27b, ExtractionSetup(batch=0, length=8, tap_ids=(1,)))
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.wording import refused
 
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.memory.account import predict_extraction
@@ -49,7 +50,7 @@ def test_the_worst_batch_of_short_rows_is_found():
 
 
 def test_a_budget_by_hand_that_is_too_large_is_refused_with_advice():
-    with pytest.raises(DoesNotFit, match=r"ignore_memory starts it all the same") as caught:
+    with refused(DoesNotFit) as caught:
         clear_extraction(
             CONFIG, ExtractionSetup(batch=1, length=4096, tap_ids=TAPS), 60.0, token_budget=262144
         )
@@ -67,11 +68,11 @@ def test_training_is_cleared_refused_or_forced():
         CONFIG, DRAFTER, TrainingSetup(anchors=1024, context=4096, block_size=DRAFTER.block_size), 94.97
     )
     assert not cleared.forced
-    with pytest.raises(DoesNotFit, match=r"1024 anchors x 24.*fits with: compile the draft layers"):
+    with refused(DoesNotFit):
         clear_training(
             CONFIG, DRAFTER, TrainingSetup(anchors=1024, context=4096, block_size=DRAFTER.block_size), 48.0
         )
-    with pytest.raises(DoesNotFit, match=r"1024 anchors x 24.*checkpoint the draft layers"):
+    with refused(DoesNotFit):
         clear_training(
             CONFIG,
             DRAFTER,
@@ -85,7 +86,7 @@ def test_training_is_cleared_refused_or_forced():
         48.0,
         force=True,
     ).forced
-    with pytest.raises(DoesNotFit, match="the largest part is optimizer moments"):
+    with refused(DoesNotFit):
         clear_training(
             CONFIG, DRAFTER, TrainingSetup(anchors=8, context=64, block_size=DRAFTER.block_size), 5.0
         )

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from support.fake_memory.tracker import LabelledTensors
 from support.fake_memory.training import CountedStep, count_training
 from support.tiny_targets import tiny_config
+from support.wording import refused
 from torch.utils.checkpoint import checkpoint
 
 from dflash_lab.drafter.config import DrafterConfig
@@ -121,7 +122,7 @@ def test_an_optimizer_on_the_host_leaves_weights_and_gradients():
         for kind in ("adamw", "cpu-offload")
     )
     assert here.static - there.static == 12 * drafter_parameters(drafter)[0]
-    with pytest.raises(InputError, match="not run here"):
+    with refused(InputError):
         setup = TrainingSetup(anchors=64, context=1024, block_size=16, optimizer="cpu-offload")
         count_training(config, drafter, setup)
 
@@ -306,11 +307,11 @@ def test_placement_moves_the_target():
 
 def test_options_that_cannot_be_are_refused():
     config, drafter = drafter_of("qwen3-8b")
-    with pytest.raises(InputError, match="loss='fast'"):
+    with refused(InputError):
         predict_training(config, drafter, TrainingSetup(anchors=8, context=64, loss="fast", block_size=16))
-    with pytest.raises(InputError, match="'naive' is not run here"):
+    with refused(InputError):
         count_training(config, drafter, TrainingSetup(anchors=8, context=64, block_size=8, loss="naive"))
-    with pytest.raises(InputError, match="need at least 101 context tokens"):
+    with refused(InputError):
         count_training(config, drafter, TrainingSetup(anchors=100, context=64, block_size=8))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.tiny_targets import CHATML, KINDS, build_tiny, tiny_config, tiny_tokenizer
+from support.wording import refused
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from dflash_lab.errors import InputError, UnsupportedTarget
@@ -86,9 +87,9 @@ def test_last_layer_cuts_what_comes_after_it(tiny_target, kind, caplog):
         cut.body(input_ids=TOKENS, use_cache=False)
     assert torch.equal(caught[0], expected[5])
     assert cut.head_weight is None
-    with pytest.raises(InputError, match="with_head=False"):
+    with refused(InputError):
         cut.logits(caught[0])
-    with pytest.raises(InputError, match=r"layers 0\.\.7"):
+    with refused(InputError):
         load_target(str(tiny_target(kind)), last_layer=8)
 
 
@@ -122,12 +123,12 @@ def test_dtype_and_device_are_what_was_asked(tiny_target):
     size = f"{target.num_layers} layers, hidden size {target.hidden_size}"
     assert f"{target.name}: {size}, bfloat16 on cpu" in repr(target)
     assert len(repr(target)) < len(target.name) + 70  # in a notebook: no weights
-    with pytest.raises(InputError, match=r"did you mean 'bfloat16'"):
+    with refused(InputError):
         load_target(str(tiny_target("llama")), dtype="bfloat")
-    with pytest.raises(InputError, match="expected auto, cpu"):
+    with refused(InputError):
         load_target(str(tiny_target("llama")), device="gpu")
     if not torch.cuda.is_available():
-        with pytest.raises(InputError, match="no CUDA device"):
+        with refused(InputError):
             load_target(str(tiny_target("llama")), device="cuda")
         assert load_target(str(tiny_target("llama")), device="auto").device.type == "cpu"
 
@@ -136,7 +137,7 @@ def test_a_gpu_that_is_not_there_is_refused_by_its_number(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device("cuda:1") == torch.device("cuda", 1)
-    with pytest.raises(InputError, match=r"'cuda:2': torch sees 2 CUDA device"):
+    with refused(InputError):
         choose_device("cuda:2")
 
 
@@ -147,14 +148,14 @@ def test_config_and_tokenizer_come_without_weights(tiny_target, tmp_path):
     config = load_config(str(tmp_path))
     assert config.num_hidden_layers == 8 and config.model_type == "qwen3_5_text"
     assert load_tokenizer(str(tmp_path)).chat_template == CHATML
-    with pytest.raises(InputError, match="Only safetensors"):
+    with refused(InputError):
         load_target(str(tmp_path))
 
 
 def test_unknown_names_get_a_near_match():
-    with pytest.raises(InputError, match=r"did you mean 'smollm2'"):
+    with refused(InputError):
         load_target("smolm2")
-    with pytest.raises(InputError, match="no folder, no Hugging Face id"):
+    with refused(InputError):
         load_target("./not/here/at/all")
 
 
@@ -163,27 +164,27 @@ def test_what_is_not_causal_is_refused(tmp_path):
         "bert", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=99
     )
     folder = save_config(tmp_path / "bert", bert, architectures=["BertForMaskedLM"])
-    with pytest.raises(UnsupportedTarget, match="BertForMaskedLM is not a causal language model"):
+    with refused(UnsupportedTarget):
         load_target(folder)
     t5 = save_config(tmp_path / "t5", AutoConfig.for_model("t5", d_model=32, num_layers=2))
-    with pytest.raises(UnsupportedTarget, match="encoder-decoder"):
+    with refused(UnsupportedTarget):
         load_target(t5)
     both = tiny_config("llama")
     both.is_causal = False
-    with pytest.raises(UnsupportedTarget, match="attends to later tokens"):
+    with refused(UnsupportedTarget):
         load_target(save_config(tmp_path / "both", both))
 
 
 def test_a_causal_model_that_is_not_understood_is_refused_by_name(tmp_path):
     gemma = tiny_config("llama").to_dict() | {"model_type": "gemma2", "final_logit_softcapping": 30.0}
     folder = save_config(tmp_path / "gemma2", AutoConfig.for_model(**gemma))
-    with pytest.raises(UnsupportedTarget, match=r"gemma2 has final_logit_softcapping=30.0"):
+    with refused(UnsupportedTarget):
         load_target(folder)
     opt = AutoConfig.for_model(
         "opt", hidden_size=32, word_embed_proj_dim=16, num_hidden_layers=2, ffn_dim=32, num_attention_heads=2
     )
     AutoModelForCausalLM.from_config(opt).save_pretrained(tmp_path / "opt")
-    with pytest.raises(UnsupportedTarget, match=r"OPTModel is not understood"):
+    with refused(UnsupportedTarget):
         load_target(str(tmp_path / "opt"))
 
 
@@ -191,7 +192,7 @@ def test_a_head_with_bias_is_refused(tmp_path):
     phi = tiny_config("llama").to_dict() | {"model_type": "phi", "num_key_value_heads": 4}
     phi.pop("head_dim")
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**phi)).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedTarget, match="without bias"):
+    with refused(UnsupportedTarget):
         load_target(str(tmp_path))
 
 
@@ -201,7 +202,7 @@ def test_a_checkpoint_that_lacks_tensors_is_refused(tiny_target, tmp_path):
     config["num_hidden_layers"] = 9
     config["layer_types"] = ["full_attention"] * 9
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedTarget, match=r"11 tensors of Qwen3Model are missing"):
+    with refused(UnsupportedTarget):
         load_target(str(tmp_path))
 
 
@@ -211,9 +212,9 @@ def test_an_untied_head_that_is_absent_is_refused(tiny_target, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["Qwen3ForCausalLM"]}))
     assert load_target(str(tmp_path), with_head=False).num_layers == 8  # names without the prefix "model."
-    with pytest.raises(UnsupportedTarget, match=r"no lm_head.weight in the checkpoint"):
+    with refused(UnsupportedTarget):
         load_target(str(tmp_path))
-    with pytest.raises(UnsupportedTarget, match=r"no lm_head.weight in the checkpoint"):
+    with refused(UnsupportedTarget):
         load_head(str(tmp_path))
 
 
@@ -239,7 +240,7 @@ def test_code_of_a_checkpoint_is_not_run_unless_trusted(tiny_target, tmp_path):
 def test_a_hybrid_target_on_cuda_needs_fast_kernels(tiny_target, monkeypatch):
     monkeypatch.setattr(load, "choose_device", lambda device: torch.device("cuda"))
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="flash-linear-attention is not installed"):
+    with refused(InputError):
         load_target(str(tiny_target("qwen3_5")), device="cuda")
 
 
@@ -261,7 +262,7 @@ def damaged(tiny_target, tmp_path):
                                   '{"model_type": "llama", "hidden_size": -1}'])  # fmt: skip
 def test_a_config_of_any_nonsense_is_refused_by_name(damaged, text):
     (damaged / "config.json").write_text(text)
-    with pytest.raises(InputError, match=r"damaged.*config cannot be read"):
+    with refused(InputError):
         load_config(str(damaged))
 
 
@@ -269,7 +270,7 @@ def test_a_config_of_any_nonsense_is_refused_by_name(damaged, text):
 def test_a_tokenizer_of_any_nonsense_is_refused_by_name(damaged, text):
     path = damaged / "tokenizer.json"
     path.unlink() if text is None else path.write_text(text)
-    with pytest.raises(InputError, match=r"damaged.*tokenizer cannot be read"):
+    with refused(InputError):
         load_tokenizer(str(damaged))
 
 
@@ -279,14 +280,14 @@ def test_cut_weights_are_refused_by_file(damaged, kept, load):
     path = damaged / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[: int(kept * len(data)) if isinstance(kept, float) else kept])
-    with pytest.raises(InputError, match=r"model\.safetensors: not a whole safetensors file.*again"):
+    with refused(InputError):
         load(str(damaged))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {"a": 1}}'])
 def test_an_index_of_any_nonsense_is_refused_by_file(damaged, text):
     (damaged / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(InputError, match=r"model\.safetensors\.index\.json: "):
+    with refused(InputError):
         load_target(str(damaged))
 
 
@@ -295,12 +296,12 @@ def test_a_tensor_of_another_shape_is_refused_by_name(damaged):
     name = "model.layers.2.input_layernorm.weight"
     tensors[name] = tensors[name][:3].contiguous()
     save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UnsupportedTarget, match=r"another shape.*layers\.2\.input_layernorm"):
+    with refused(UnsupportedTarget):
         load_target(str(damaged))
 
 
 def test_a_name_too_long_for_a_file_is_no_folder():
-    with pytest.raises(InputError, match="no folder"):
+    with refused(InputError):
         load_config("a" * 5000)
 
 

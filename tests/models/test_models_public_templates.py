@@ -12,6 +12,7 @@ import xxhash
 from support.chat_templates import CHANNELS, HERMES, MARKED, THOUGHTFUL
 from support.template_battery import TALKS, battery, runs_of, templates
 from support.tiny_targets import CHATML, tiny_tokenizer
+from support.wording import refused
 
 from dflash_lab.data.samples import MASK_RULES, content_hash
 from dflash_lab.models import template
@@ -130,7 +131,7 @@ def test_the_date_is_the_one_given_and_not_today():
     }
     assert "26 Jul 2024" in told["2024-07-26"] and "02 Jan 1999" in told["1999-01-02"]
     assert "01 Jan 2026" in tokenizer.decode(render_prompt(tokenizer, messages[:1]))
-    with pytest.raises(template.TemplateFailure, match="date='today' is no date"):
+    with refused(template.TemplateFailure):
         render(tokenizer, messages, date="today")
 
 

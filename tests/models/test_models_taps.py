@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from support.tiny_targets import KINDS
+from support.wording import refused
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from dflash_lab.errors import InputError
@@ -37,9 +38,9 @@ def test_default_ids_follow_the_dflash_rule(layers, count, expected):
 
 def test_default_ids_that_do_not_fit_are_refused():
     assert default_tap_ids(8, 5) == [1, 2, 3, 4, 5]
-    with pytest.raises(InputError, match=r"6 taps do not fit a target of 8 layers"):
+    with refused(InputError):
         default_tap_ids(8, 6)
-    with pytest.raises(InputError, match="at least one"):
+    with refused(InputError):
         default_tap_ids(8, 0)
 
 
@@ -106,15 +107,15 @@ def test_anything_but_one_tensor_a_layer_is_an_error(tiny_target):
     target = load_target(str(tiny_target("llama")))
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad(), Taps(target, [1, 2]) as taps:
-        with pytest.raises(TapError, match=r"1: 0, 2: 0"):
+        with refused(TapError):
             taps.take()
         target.body(input_ids=ids, use_cache=False)
         target.body(input_ids=ids, use_cache=False)
-        with pytest.raises(TapError, match=r"1: 2, 2: 2"):
+        with refused(TapError):
             taps.take()
         target.body(input_ids=ids, use_cache=False)
         assert len(taps.take()) == 2
-        with pytest.raises(TapError, match="already in place"):
+        with refused(TapError):
             taps.__enter__()
     assert hooks_of(target) == 0 or all(
         "keep" not in str(h) for h in target.layers[1]._forward_hooks.values()
@@ -135,5 +136,5 @@ def test_taps_set_before_compiling_are_seen_by_the_compiled_body(tiny_target):
 
 @pytest.mark.parametrize("wrong", [[1.5], [True], "12", ["a"]])
 def test_layers_that_are_no_whole_numbers_are_refused(wrong):
-    with pytest.raises(InputError, match="whole numbers"):
+    with refused(InputError):
         check_tap_ids(wrong, 8)

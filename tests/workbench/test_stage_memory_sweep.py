@@ -11,6 +11,7 @@ from typing import get_args
 
 import polars as pl
 import pytest
+from support.wording import refused
 
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.errors import InputError
@@ -458,7 +459,7 @@ def test_an_error_in_the_thread_is_shown(swept, monkeypatch):
     ],
 )
 def test_parameters_that_cannot_be_are_refused(tmp_path, options, message):
-    with pytest.raises(InputError, match=message):
+    with refused(InputError):
         params_for(tmp_path, "smollm2", **options)
 
 

