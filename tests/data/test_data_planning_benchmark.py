@@ -28,13 +28,16 @@ def test_it_runs_small(tmp_path, monkeypatch):
     """Its pieces one after another in this process; the whole benchmark gives each one of its own."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     planning = importlib.import_module("planning")
-    monkeypatch.setattr(
-        planning, "in_process", lambda *words: {**planning._piece([*words]), "process_seconds": 0}
-    )
+
+    def in_process(piece, *words):
+        if piece == "sliders":
+            return {**planning.sliders(*words, places=1), "peak_rss_gib": 0}
+        return {**planning._piece([piece, *words]), "process_seconds": 0}
+
     out = tmp_path / "planning.json"
-    monkeypatch.setattr(
-        sys, "argv", ["planning.py", "--json", str(out), "--samples", "20000", "--many", "40000"]
-    )
+    monkeypatch.setattr(planning, "in_process", in_process)
+    words = ["planning.py", "--json", str(out), "--samples", "20000", "--many", "40000"]
+    monkeypatch.setattr(sys, "argv", words)
     planning.main()
     found = json.loads(out.read_text())
     assert set(found["figures"]) >= PROMISED and found["versions"]["polars"]
