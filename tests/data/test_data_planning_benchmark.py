@@ -31,7 +31,7 @@ def test_it_runs_small(tmp_path, monkeypatch):
 
     def in_process(piece, *words):
         if piece == "sliders":
-            return {**planning.sliders(*words, places=1), "peak_rss_gib": 0}
+            return {**planning.sliders(*words, places=2), "peak_rss_gib": 0}
         return {**planning._piece([piece, *words]), "process_seconds": 0}
 
     out = tmp_path / "planning.json"
