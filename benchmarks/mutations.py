@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_lab import files, provenance
+from dflash_lab.machine import usable_cpus
 
 REPO = Path(__file__).resolve().parents[1]
 # A room's code and the tests that are asked about it; `workbench` is what lies at the top of the package.
@@ -120,7 +121,7 @@ def _number(node: ast.AST) -> bool:
 
 
 def pick(room: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """`count` places of a room's code, drawn by seed: file, line, column, number in the file, what is done."""
+    """`count` places of a room's code, drawn by seed: file, line, number in the file, what is done."""
     pattern, _ = ROOMS[room]
     places = []
     for path in sorted((REPO / "dflash_lab").glob(pattern)):
@@ -252,7 +253,7 @@ def main() -> None:
     parser.add_argument("--rooms", nargs="*", default=list(ROOMS), choices=list(ROOMS))
     parser.add_argument("--count", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--jobs", type=int, default=usable_cpus())
     parser.add_argument("--limit-s", type=float, default=300)
     parser.add_argument("--tests", type=Path, default=REPO / "tests")
     parser.add_argument("--again", type=Path, help="an earlier result whose places are changed again")
