@@ -15,7 +15,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from support.wording import refused
+from support.wording import check_wording, refused
 
 from dflash_lab import errors, files
 from dflash_lab.errors import FileError, LabError, StoreError, naming, reading
@@ -79,10 +79,11 @@ def test_a_line_that_does_not_fit_leaves_the_file_as_it_was(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))
     try:
-        with refused(FileError):
+        with pytest.raises(FileError) as caught:
             files.append_line(path, {"n": "x" * 100})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    check_wording(str(caught.value))
     assert path.read_text() == '{"n": 1}\n'
 
 
