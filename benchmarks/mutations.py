@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_lab import files, provenance
+from dflash_lab.machine import usable_cpus
 
 REPO = Path(__file__).resolve().parents[1]
 # A room's code and the tests that are asked about it; `workbench` is what lies at the top of the package.
@@ -240,7 +241,7 @@ def main() -> None:
     parser.add_argument("--rooms", nargs="*", default=list(ROOMS), choices=list(ROOMS))
     parser.add_argument("--count", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--jobs", type=int, default=usable_cpus())
     parser.add_argument("--limit-s", type=float, default=300)
     parser.add_argument("--tests", type=Path, default=REPO / "tests")
     parser.add_argument("--again", type=Path, help="an earlier result whose places are changed again")

@@ -97,8 +97,8 @@ def stats(path: Path, folder: Path) -> dict[str, float]:
     return {"seconds": seconds, "counting_seconds": counting, "samples": result.figures["samples"]}
 
 
-def sliders(folder: Path) -> dict[str, float]:
-    """Move every control of the memory planner's widget and time each move."""
+def sliders(folder: Path | str, places: int = 8) -> dict[str, float]:
+    """Move every control of the memory planner's widget to so many places or more and time each move."""
     from dflash_lab.stages.memory_sweep import MemorySweepParams, run_memory_sweep
     from dflash_lab.views.memory_sweep import planner
 
@@ -112,10 +112,10 @@ def sliders(folder: Path) -> dict[str, float]:
     for control in controls:
         if hasattr(control, "options"):
             values = [option[1] if isinstance(option, tuple) else option for option in control.options]
-            places = values[:: max(1, len(values) // 8)]
+            moves = values[:: max(1, len(values) // places)]
         else:
-            places = [float(gib) for gib in np.geomspace(1, 800, 8)]
-        for place in (place for place in places if place != control.value):
+            moves = [float(gib) for gib in np.geomspace(1, 800, places)]
+        for place in (place for place in moves if place != control.value):
             before = text.value, [child.to_json() for child in box.children[1].children]
             start = time.perf_counter()
             control.value = place

@@ -166,7 +166,7 @@ def tools_of(record: Mapping) -> list[dict[str, Any]]:
     if isinstance(tools, Mapping):
         tools = [tools]
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise BadRecord("tools", f"tools is {_kind(tools)}, not a list of definitions")
+        raise BadRecord("tools", f"tools is {_kind(tools)}, not a list of objects")
     for number, tool in enumerate(tools):
         function = tool.get("function", tool)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -271,7 +271,7 @@ def _calls(value: Any, place: str) -> list[dict[str, Any]]:
     value = _unpacked(value, f"{place}: tool calls")
     calls = [value] if isinstance(value, Mapping) else value or []
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise BadRecord("tools", f"{place}: tool calls are {_kind(value)}, not a list of calls")
+        raise BadRecord("tools", f"{place}: tool calls are {_kind(value)}, not a list of objects")
     found = []
     for number, call in enumerate(calls):
         function = call.get("function") if isinstance(call.get("function"), Mapping) else call
@@ -314,7 +314,7 @@ def _part(part: Any, place: str) -> str:
     if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     kind = part.get("type", "no type") if isinstance(part, Mapping) else _kind(part)
-    raise BadRecord("not text", f"{place} is {str(kind)[:40]}: only text parts can be used")
+    raise BadRecord("not text", f"{place} is {str(kind)[:40]}: only text parts that hold a text are used")
 
 
 def _optional_text(record: dict[str, Any], name: str) -> str:

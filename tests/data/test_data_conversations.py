@@ -1,5 +1,4 @@
-"""Readers: the three forms from every container, and every way a file can be wrong, named by file and
-line."""
+"""Readers: the three forms from every container, and every wrong record and file told by name and line."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import datetime
 import json
 import os
 import sys
+import tracemalloc
 import types
 from pathlib import Path
 
@@ -14,11 +14,11 @@ import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.wording import refused
+from support.wording import check_wording, refused
 
 from dflash_lab import files
 from dflash_lab.data.conversations import FORMS, form, read_conversations, to_messages, tools_of
-from dflash_lab.data.records import CONTAINERS, BadRecord, container
+from dflash_lab.data.records import CONTAINERS, container, parse, split_values
 from dflash_lab.errors import InputError
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
@@ -40,26 +40,30 @@ def write(folder: Path, name: str, data: bytes) -> Path:
     return path
 
 
+def check_told(problems):
+    """Hold what is told of files and records against the recorded words."""
+    check_wording("\n".join(f"{p.file}:{p.line} {p.kind}, {p.records}: {p.reason}" for p in problems))
+
+
 @pytest.mark.parametrize("record", [MESSAGES, SHAREGPT, ALPACA], ids=["messages", "sharegpt", "alpaca"])
-@pytest.mark.parametrize("kind", ["jsonl", "json-list", "json-object", "json-lines", "parquet"])
-def test_every_form_from_every_container(tmp_path, record, kind):
-    count = 1 if kind == "json-object" else 3
-    if kind == "parquet":
-        path = tmp_path / "d.parquet"
-        pl.DataFrame([record] * count).write_parquet(path)
-    else:
-        text = {
-            "jsonl": "\n".join([json.dumps(record)] * count),
-            "json-list": json.dumps([record] * count, indent=1),
-            "json-object": json.dumps(record, indent=2),
-            "json-lines": "\n".join([json.dumps(record)] * count),
-        }[kind]
-        path = write(tmp_path, "d.jsonl" if kind == "jsonl" else "d.json", text.encode())
-    found, problems = read(path)
-    assert not problems
-    assert [c.messages for c in found] == [TURNS] * count
-    assert len({c.id for c in found}) == count
-    assert {c.source for c in found} == {path.name}
+def test_every_form_from_every_container(tmp_path, record):
+    line, many = json.dumps(record), [record] * 3
+    pl.DataFrame(many).write_parquet(tmp_path / "d.parquet")
+    texts = {
+        "lines.jsonl": "\n".join([line] * 3),
+        "list.json": json.dumps(many, indent=1),
+        "object.json": json.dumps(record, indent=2),
+        "lines.json": "\n".join([line] * 3),
+    }
+    for name, text in texts.items():
+        write(tmp_path, name, text.encode())
+    for name in ("d.parquet", *texts):
+        found, problems = read(tmp_path / name)
+        count = 1 if name == "object.json" else 3
+        assert not problems
+        assert [c.messages for c in found] == [TURNS] * count
+        assert len({c.id for c in found}) == count
+        assert {c.source for c in found} == {name}
 
 
 def test_alpaca_joins_input_and_keeps_system_and_history(tmp_path):
@@ -75,98 +79,11 @@ def test_alpaca_joins_input_and_keeps_system_and_history(tmp_path):
     ]
 
 
-def test_text_parts_are_joined_and_pictures_are_named(tmp_path):
-    parts = {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}
-    picture = {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}
-    lines = [{"messages": [parts, TURNS[1]]}, {"messages": [picture, TURNS[1]]}]
-    found, problems = read(write(tmp_path, "d.jsonl", "\n".join(map(json.dumps, lines)).encode()))
-    assert [c.messages for c in found] == [TURNS]
-    assert [(p.line, p.kind) for p in problems] == [(2, "not text")]
-    assert "image_url" in problems[0].reason
-
-
-BAD_LINES = {
-    "truncated": GOOD[:-5],
-    "truncated in text": GOOD[:35],
-    "malformed": b"{'messages': []}",
-    "extra": GOOD + b" x",
-    "empty": b"",
-    "blank": b"   ",
-    "not an object": b"[1, 2]",
-    "a number": b"17",
-    "null": b"null",
-    "no form": b'{"text": "hello"}',
-    "near form": b'{"mesages": []}',
-    "no turns": b'{"messages": []}',
-    "wrong list": b'{"messages": "hello"}',
-    "wrong turn": b'{"messages": ["hello"]}',
-    "wrong role": b'{"messages": [{"role": "alien", "content": "x"}]}',
-    "role a list": b'{"messages": [{"role": ["user"], "content": "x"}]}',
-    "no role": b'{"messages": [{"content": "x"}]}',
-    "no content": b'{"messages": [{"role": "user"}]}',
-    "content a number": b'{"messages": [{"role": "user", "content": 3}]}',
-    "no user": b'{"messages": [{"role": "assistant", "content": "x"}]}',
-    "no answer": b'{"messages": [{"role": "user", "content": "x"}]}',
-    "empty answer": GOOD.replace(b"Hello.", b" "),
-    "tool call": GOOD.replace(b'"content": "Hello."', b'"tool_calls": [{"id": 1}]'),
-    "tools": GOOD[:-1] + b', "tools": [{"description": "f"}]}',
-    "tools as text": GOOD[:-1] + b', "tools": "f(x)"}',
-    "duplicate key": b'{"messages": [], ' + GOOD[1:],
-    "NUL byte": GOOD.replace(b"Hi", b"H\0i"),
-    "NUL escape": GOOD.replace(b"Hi", b"H\\u0000i"),
-    "only NUL": b"\0" * 100,
-    "lone surrogate": GOOD.replace(b"Hi", b"\\ud800"),
-    "latin-1": GOOD.replace(b"Hi", "naïve".encode("latin-1")),
-    "NaN": b'{"messages": NaN}',
-    "huge integer": b'{"messages": 1' + b"0" * 5000 + b"}",
-    "deep": b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "too large": GOOD.replace(b"Hi", b"H" * 300_000),
-    "alpaca number": b'{"instruction": 1, "output": "x"}',
-    "alpaca history": b'{"instruction": "a", "output": "x", "history": ["y"]}',
-}
-
-
-# Inside a list, what is cut off cannot be told from what follows it: tested apart.
-CASES = [
-    (name, suffix)
-    for name in BAD_LINES
-    for suffix in (".jsonl", ".json")
-    if suffix == ".jsonl" or not name.startswith(("truncated", "only NUL"))
-]
-
-
-@pytest.mark.parametrize(("name", "suffix"), CASES)
-def test_a_bad_record_costs_itself_only(tmp_path, name, suffix):
-    bad = BAD_LINES[name]
-    lines, position = [GOOD, bad, GOOD], 2
-    data = b"[" + b",\n".join(lines) + b"]\n" if suffix == ".json" else b"\n".join(lines) + b"\n"
-    found, problems = read(write(tmp_path, "d" + suffix, data), max_record_bytes=250_000)
-    assert [c.messages for c in found] == [TURNS, TURNS]
-    assert [(p.file, p.records) for p in problems] == [("d" + suffix, 1)]
-    assert problems[0].line == position or (
-        suffix == ".json" and bad.strip() == b"" and problems[0].line in (2, 3)
-    )
-    assert problems[0].reason and problems[0].kind
-    assert len(problems[0].reason) < 600
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("truncated", "cut off"),
-        ("empty", "empty"),
-        ("duplicate key", "duplicate key"),
-        ("latin-1", "encoding"),
-        ("lone surrogate", "encoding"),
-        ("NUL escape", "NUL"),
-        ("too large", "too large"),
-        ("no answer", "no answer"),
-        ("tool call", "tools"),
-    ],
-)
-def test_kinds_of_problem(tmp_path, name, kind):
-    _, (problem,) = read(write(tmp_path, "d.jsonl", BAD_LINES[name] + b"\n"), max_record_bytes=250_000)
-    assert problem.kind == kind
+def test_text_parts_are_joined_and_reasoning_has_one_name():
+    parts = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        messages = to_messages(talk(content=parts, **{name: "hm"}))
+        assert messages[1] == {"role": "assistant", "content": "AB", "reasoning_content": "hm"}
 
 
 def talk(**assistant):
@@ -176,12 +93,45 @@ def talk(**assistant):
 
 FUNCTION = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
 HALF = "\ud800"
-WRONG = {
-    "tools": [
+NO_ANSWER = b'{"messages": [{"role": "user", "content": "x"}]}'
+CUT_OFF = [GOOD[:-5], GOOD[:35], b"\0" * 100]  # in a list they cannot be told from what follows
+BAD_LINES = [
+    b"{'messages': []}",
+    GOOD + b" x",
+    b"",
+    b"   ",
+    b"[1, 2]",
+    b"17",
+    b"null",
+    b'{"mesages": []}',
+    b'{"messages": []}',
+    b'{"messages": "hello"}',
+    b'{"messages": ["hello"]}',
+    b'{"messages": [{"role": "alien", "content": "x"}]}',
+    b'{"messages": [{"role": ["user"], "content": "x"}]}',
+    b'{"messages": [{"content": "x"}]}',
+    b'{"messages": [{"role": "user"}]}',
+    b'{"messages": [{"role": "user", "content": 3}]}',
+    b'{"messages": [{"role": "assistant", "content": "x"}]}',
+    NO_ANSWER,
+    GOOD.replace(b"Hello.", b" "),
+    b'{"messages": [], ' + GOOD[1:],
+    GOOD.replace(b"Hi", b"H\0i"),
+    GOOD.replace(b"Hi", b"H\\u0000i"),
+    GOOD.replace(b"Hi", b"\\ud800"),
+    GOOD.replace(b"Hi", "naïve".encode("latin-1")),
+    b'{"messages": NaN}',
+    b'{"messages": 1' + b"0" * 5000 + b"}",
+    b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    GOOD.replace(b"Hi", b"H" * 300_000),
+    b'{"instruction": 1, "output": "x"}',
+    b'{"instruction": "a", "output": "x", "history": ["y"]}',
+]
+WRONG = [
+    *(
         {**MESSAGES, "tools": tools}
         for tools in (
             5,
-            True,
             "f(x)",
             "5",
             [5],
@@ -192,8 +142,8 @@ WRONG = {
             [{"function": {**FUNCTION, "description": "a\0b"}}],
             [{"function": {**FUNCTION, "description": HALF}}],
         )
-    ],
-    "tool calls": [
+    ),
+    *(
         talk(content=None, tool_calls=calls)
         for calls in (
             5,
@@ -203,46 +153,43 @@ WRONG = {
             [{"function": {"arguments": {}}}],
             [{"function": {"name": ["weather"]}}],
             [{"function": {"name": "weather", "arguments": [1]}}],
-            [{"function": {"name": "weather", "arguments": 5}}],
             [{"function": {"name": "weather", "arguments": {"a": "x\0y"}}}],
             [{"function": {"name": "weather", "arguments": {HALF: 1}}}],
             [{"function": {"name": HALF, "arguments": {}}}],
         )
-    ],
-    "reasoning": [
+    ),
+    {"messages": [*TURNS, {"role": "tool", "content": "r", "tool_call_id": 5}]},
+    *(
         talk(content="A", **{name: thought})
-        for name in ("reasoning_content", "reasoning", "thinking")
-        for thought in (5, ["a"], {"a": 1}, "a\0b")
-    ],
-    "parts": [
+        for name, thought in (("reasoning_content", 5), ("reasoning", ["a"]), ("thinking", "a\0b"))
+    ),
+    *(
         talk(content=[{"type": "text", "text": "see"}, part])
         for part in (
-            {"type": "image"},
             {"type": "image_url", "image_url": {"url": "x"}},
-            {"type": "input_audio", "input_audio": {}},
-            {"type": "video", "video": "x"},
-            {"type": "file", "file": {}},
             {"type": "text"},
             {"type": "text", "text": None},
             {"type": "text", "text": 5},
             "see",
-            5,
             None,
         )
-    ],
-}
+    ),
+    {"input_ids": [1, 2]},
+]
 
 
-@pytest.mark.parametrize("kind", WRONG)
-def test_ten_wrong_inputs_of_each_kind_cost_themselves_only(tmp_path, kind):
-    assert len(WRONG[kind]) >= 10
-    lines = [json.dumps(MESSAGES)]
-    for wrong in WRONG[kind]:
-        lines += [json.dumps(wrong), json.dumps(MESSAGES)]
-    found, problems = read(write(tmp_path, "d.jsonl", "\n".join(lines).encode()))
-    assert [p.line for p in problems] == list(range(2, len(lines), 2))
-    assert all(p.reason and p.records == 1 for p in problems)
-    assert len(found) == len(WRONG[kind]) + 1
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_a_bad_record_costs_itself_only_and_is_told_with_its_line(tmp_path, suffix):
+    bad = [*BAD_LINES, *(json.dumps(one).encode() for one in WRONG)]
+    bad += CUT_OFF if suffix == ".jsonl" else []
+    lines = [GOOD, *(line for one in bad for line in (one, GOOD))]
+    data = b"[" + b",\n".join(lines) + b"]\n" if suffix == ".json" else b"\n".join(lines) + b"\n"
+    found, problems = read(write(tmp_path, "d" + suffix, data), max_record_bytes=250_000)
+    assert [c.messages for c in found] == [TURNS] * (len(bad) + 1)
+    for problem, line, one in zip(problems, range(2, len(lines), 2), bad, strict=True):
+        assert problem.line == line or (suffix == ".json" and not one.strip() and problem.line == line + 1)
+        assert len(problem.reason) < 600
+    check_told(problems)
 
 
 @pytest.mark.parametrize(
@@ -287,25 +234,13 @@ def test_calls_come_in_one_form_however_they_are_spelled(turn):
     assert messages[2] == {"role": "tool", "content": "sunny", "name": "weather"}
 
 
-@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
-def test_reasoning_has_one_name(name):
-    messages = to_messages(
-        talk(content=[{"type": "text", "text": "A"}, {"type": "text", "text": "B"}], **{name: "hm"})
-    )
-    assert messages[1] == {"role": "assistant", "content": "AB", "reasoning_content": "hm"}
-
-
-def test_unknown_keys_get_the_near_match(tmp_path):
-    _, (problem,) = read(write(tmp_path, "d.jsonl", BAD_LINES["near form"]))
-    assert "did you mean 'messages'" in problem.reason
-
-
-@pytest.mark.parametrize("cut", range(1, 40))
+@pytest.mark.parametrize("cut", [1, 2, 3, 4, 10, 39])
 def test_a_list_that_is_cut_off_says_so(tmp_path, cut):
     whole = json.dumps([MESSAGES, MESSAGES], indent=1).encode()
     found, problems = read(write(tmp_path, "d.json", whole[:-cut]))
     assert 1 <= len(found) <= 2
-    assert len(problems) == 1 and problems[0].kind == "cut off"
+    assert [p.kind for p in problems] == ["cut off"]
+    check_told(problems)
 
 
 def test_json_lines_of_elements_are_right(tmp_path):
@@ -316,7 +251,7 @@ def test_json_lines_of_elements_are_right(tmp_path):
 
 
 def test_prompts_without_an_answer_are_kept_for_regeneration(tmp_path):
-    path = write(tmp_path, "d.jsonl", BAD_LINES["no answer"])
+    path = write(tmp_path, "d.jsonl", NO_ANSWER)
     assert len(read(path, need_answer=False)[0]) == 1
     assert [p.kind for p in read(path)[1]] == ["no answer"]
 
@@ -324,10 +259,10 @@ def test_prompts_without_an_answer_are_kept_for_regeneration(tmp_path):
 def test_byte_order_marks(tmp_path):
     assert len(read(write(tmp_path, "a.jsonl", b"\xef\xbb\xbf" + GOOD))[0]) == 1
     assert len(read(write(tmp_path, "a.json", b"\xef\xbb\xbf[" + GOOD + b"]"))[0]) == 1
-    for encoding in ("utf-16", "utf-16-le", "utf-16-be"):
-        mark = {"utf-16-le": b"\xff\xfe", "utf-16-be": b"\xfe\xff"}.get(encoding, b"")
+    for mark, encoding in ((b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be")):
         found, problems = read(write(tmp_path, "b.jsonl", mark + GOOD.decode().encode(encoding)))
-        assert not found and len(problems) == 1 and "UTF-16" in problems[0].reason
+        assert not found
+        check_told(problems)
 
 
 def test_folder_reads_every_known_file_in_order_and_names_the_rest(tmp_path):
@@ -335,66 +270,57 @@ def test_folder_reads_every_known_file_in_order_and_names_the_rest(tmp_path):
     write(tmp_path, "a.jsonl", GOOD + b"\n")
     write(tmp_path, "notes.txt", b"x")
     write(tmp_path, ".git/x.jsonl", b"x")
+    write(tmp_path, ".x.jsonl", b"x")
     write(tmp_path, "empty.jsonl", b"")
+    write(tmp_path, "none.parquet", b"PAR1 no")
+    write(tmp_path, "void.parquet", b"")
+    os.mkfifo(tmp_path / "pipe.jsonl")  # is not waited for
     pl.DataFrame([MESSAGES]).write_parquet(tmp_path / "c.parquet")
+    pl.DataFrame(schema={"messages": pl.String}).write_parquet(tmp_path / "d.parquet")
     found, problems = read(tmp_path)
     assert [c.id for c in found] == ["a.jsonl:1", "b/two.json:1", "c.parquet:1"]
-    assert {(p.file, p.kind, p.records) for p in problems} == {
-        ("notes.txt", "not data", 0),
-        ("empty.jsonl", "empty file", 0),
-    }
+    check_told(sorted(problems, key=lambda p: p.file))
 
 
-@pytest.mark.parametrize("make", ["missing.jsonl", "missing", "folder", "unknown.txt"])
+@pytest.mark.parametrize("make", ["missing.jsonl", "missing", "folder", "unknown.txt", "pipe.jsonl"])
 def test_nothing_to_read_is_an_input_error_with_a_remedy(tmp_path, make):
     path = tmp_path / make
     if make == "folder":
         path.mkdir()
     if make == "unknown.txt":
         path.write_text("x")
-    with refused(InputError) as caught:
+    if make == "pipe.jsonl":
+        os.mkfifo(path)
+    with refused(InputError):
         read_conversations(path)
-    assert make in str(caught.value)
 
 
-def test_an_unreadable_file_is_named_and_the_others_are_read(tmp_path, monkeypatch):
-    write(tmp_path, "a.jsonl", GOOD)
-    write(tmp_path, "b.jsonl", GOOD)
-    real = open
+def test_what_cannot_be_opened_or_listed_is_named_and_the_others_are_read(tmp_path, monkeypatch):
+    for name in ("a.jsonl", "b.jsonl", "closed/c.jsonl"):
+        write(tmp_path, name, GOOD)
 
-    def refuse(path, *args, **kwargs):
-        if str(path).endswith("a.jsonl"):
-            raise PermissionError(13, "Permission denied")
-        return real(path, *args, **kwargs)
+    def refusing(real):
+        def call(path, *args, **kwargs):
+            if str(path).endswith(("a.jsonl", "closed")):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path, *args, **kwargs)
 
-    monkeypatch.setattr("builtins.open", refuse)
+        return call
+
+    monkeypatch.setattr("builtins.open", refusing(open))
+    monkeypatch.setattr(os, "scandir", refusing(os.scandir))
     found, problems = read(tmp_path)
+    monkeypatch.undo()
     assert [c.id for c in found] == ["b.jsonl:1"]
-    assert [(p.file, p.kind) for p in problems] == [("a.jsonl", "unreadable")]
-    assert "Permission denied" in problems[0].reason
+    check_told(problems)
 
 
 def test_parquet_with_wrong_types_names_each_row(tmp_path):
-    path = tmp_path / "d.parquet"
-    pl.DataFrame({"messages": [1, 2, None]}).write_parquet(path)
-    found, problems = read(path)
-    assert not found
-    assert [(p.line, p.kind) for p in problems] == [(1, "wrong type"), (2, "wrong type"), (3, "unknown form")]
-    pl.DataFrame({"instruction": [b"\xff"], "output": ["x"]}).write_parquet(path)
-    assert read(path)[1][0].reason == "instruction is bytes, not text"
-
-
-def test_parquet_of_zero_rows_and_parquet_that_is_none(tmp_path):
-    pl.DataFrame(schema={"messages": pl.String}).write_parquet(tmp_path / "a.parquet")
-    write(tmp_path, "b.parquet", b"PAR1 no")
-    write(tmp_path, "c.parquet", b"")
+    pl.DataFrame({"messages": [1, 2, None]}).write_parquet(tmp_path / "a.parquet")
+    pl.DataFrame({"instruction": [b"\xff"], "output": ["x"]}).write_parquet(tmp_path / "b.parquet")
     found, problems = read(tmp_path)
     assert not found
-    assert [(p.file, p.kind) for p in problems] == [
-        ("a.parquet", "empty file"),
-        ("b.parquet", "unreadable"),
-        ("c.parquet", "unreadable"),
-    ]
+    check_told(problems)
 
 
 def test_parquet_optional_columns_may_be_null(tmp_path):
@@ -473,36 +399,22 @@ def test_a_data_set_id_without_a_hub_is_answered_at_once(monkeypatch):
         read_conversations("owner/name")
 
 
-def test_jsonl_of_one_huge_line_is_read_in_bounded_memory(tmp_path):
-    import tracemalloc
-
-    path = tmp_path / "d.jsonl"
-    with open(path, "wb") as file:
-        file.write(GOOD + b"\n")
-        for _ in range(64):
-            file.write(b"x" * (1 << 20))
-        file.write(b"\n" + GOOD)
-    tracemalloc.start()
-    found, problems = read(path, max_record_bytes=1 << 20)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert len(found) == 2 and [(p.line, p.kind) for p in problems] == [(2, "too large")]
-    assert peak < 8 << 20
-
-
-def test_a_long_json_list_is_read_in_bounded_memory(tmp_path):
-    import tracemalloc
-
-    path = tmp_path / "d.json"
-    one = json.dumps({"messages": [{**TURNS[0], "content": "x" * 10_000}, TURNS[1]]})
-    path.write_text("[" + ",".join([one] * 2000) + "]")  # 20 MB
-    conversations, problems = read_conversations(path)
+@pytest.mark.parametrize("shape", ["one huge line", "a long list"])
+def test_a_large_file_is_read_in_bounded_memory(tmp_path, shape):
+    path = tmp_path / ("d.json" if shape == "a long list" else "d.jsonl")
+    if shape == "a long list":
+        one = json.dumps({"messages": [{**TURNS[0], "content": "x" * 20_000}, TURNS[1]]})
+        path.write_text("[" + ",".join([one] * 1000) + "]")  # 20 MB
+    else:
+        path.write_bytes(GOOD + b"\n" + b"x" * (20 << 20) + b"\n" + GOOD)
+    conversations, problems = read_conversations(path, max_record_bytes=1 << 20)
     tracemalloc.start()
     count = sum(1 for _ in conversations)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert count == 2000 and not problems
-    assert peak < 10 << 20
+    assert count == (1000 if shape == "a long list" else 2)
+    assert [(p.line, p.kind) for p in problems] == ([] if shape == "a long list" else [(2, "too large")])
+    assert peak < 8 << 20
 
 
 json_values = st.recursive(
@@ -523,7 +435,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(json_values, min_size=1, max_size=6), st.booleans())
 def test_any_json_is_accounted_for(tmp_path_factory, values, as_list):
     folder = tmp_path_factory.mktemp("any")
@@ -556,35 +468,10 @@ def test_names_that_utf8_cannot_hold_are_spelled_out(tmp_path):
     storable(found, problems)
 
 
-@pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + ".jsonl", "a\0b.jsonl", "\ud800.jsonl"])
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b.jsonl", "\ud800.jsonl"], ids=["long", "NUL", "half"])
 def test_names_no_file_can_have(name):
     with refused(InputError):
         read_conversations(name)
-
-
-def test_a_pipe_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "d.jsonl")
-    with refused(InputError):
-        read_conversations(tmp_path / "d.jsonl")
-    write(tmp_path, "e.jsonl", GOOD)
-    found, problems = read(tmp_path)
-    assert [c.id for c in found] == ["e.jsonl:1"] and problems[0].file == "d.jsonl"
-
-
-def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
-    write(tmp_path, "e.jsonl", GOOD)
-    (tmp_path / "closed").mkdir()
-    real = os.scandir
-
-    def refuse(path):
-        if str(path).endswith("closed"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return real(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    found, problems = read(tmp_path)
-    assert len(found) == 1
-    assert [(p.file, p.kind) for p in problems] == [("closed", "unreadable")]
 
 
 @pytest.mark.parametrize("wide", ["/", "~", "/proc", "home's parent", "a link to /"])
@@ -596,9 +483,8 @@ def test_a_whole_disk_or_home_is_refused_before_it_is_walked(tmp_path, monkeypat
     (tmp_path / "link").symlink_to("/")
     given = {"~": str(home), "home's parent": str(home.parent), "a link to /": str(tmp_path / "link")}
     monkeypatch.setattr(os, "walk", lambda *args, **options: pytest.fail("it was walked"))
-    with refused(InputError) as caught:
+    with refused(InputError):
         read_conversations(given.get(wide, wide))
-    assert given.get(wide, wide) in str(caught.value)
     monkeypatch.undo()
     monkeypatch.setenv("HOME", str(home))
     assert len(read(home / "chats")[0]) == 1
@@ -614,7 +500,7 @@ def test_a_folder_of_too_many_files_is_refused_with_the_remedy(tmp_path, monkeyp
         read_conversations(tmp_path)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.binary(max_size=60) | st.sampled_from([GOOD, GOOD[:40], b"", b"\0", b"\xff\xfe"]), max_size=8)
 )
@@ -627,7 +513,7 @@ def test_any_bytes_as_lines_are_accounted_for(tmp_path_factory, pieces):
     assert whole or len(found) + sum(p.records for p in problems) == lines
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.lists(
         st.binary(max_size=30) | st.sampled_from([GOOD, b"[", b"]", b'"', b",", b"\\", b"{", b"}"]),
@@ -641,7 +527,7 @@ def test_any_bytes_as_json_never_crash_and_name_a_line_of_the_file(tmp_path_fact
     assert all(0 <= p.line <= data.count(b"\n") + 1 for p in problems)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10_000), st.integers(0, 255), st.booleans())
 def test_damaged_parquet_is_named(tmp_path_factory, position, value, cut):
     folder = tmp_path_factory.mktemp("any")
@@ -655,11 +541,9 @@ def test_damaged_parquet_is_named(tmp_path_factory, position, value, cut):
     assert len(found) == 50 or problems
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 9), json_values)
 def test_splitting_does_not_depend_on_where_chunks_end(size, value):
-    from dflash_lab.data.records import parse, split_values
-
     data = json.dumps([value, {"a": '\\"[', "b": [1, {}]}, value], indent=1).encode()
     chunks = [data[start : start + size] for start in range(0, len(data), size)]
     assert list(split_values(chunks, 10_000)) == list(split_values([data], 10_000))
@@ -668,14 +552,6 @@ def test_splitting_does_not_depend_on_where_chunks_end(size, value):
         {"a": '\\"[', "b": [1, {}]},
         value,
     ]
-
-
-def test_hidden_files_and_folders_are_not_read(tmp_path):
-    for name in ("a.jsonl", ".b.jsonl", ".trash/c.jsonl", "in/d.jsonl"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(GOOD)
-    assert sorted(path.name for path in files.walk(tmp_path)) == ["a.jsonl", "d.jsonl"]
 
 
 def test_arguments_and_tools_nested_deeper_than_python_recurses_are_read():
@@ -692,34 +568,15 @@ def test_arguments_and_tools_nested_deeper_than_python_recurses_are_read():
     assert tools_of(record)[0]["function"]["parameters"] is deep
 
 
-def test_a_key_that_is_right_is_not_called_a_slip():
-    with pytest.raises(BadRecord, match="keys are input_ids") as caught:
-        to_messages({"input_ids": [1, 2]})
-    assert "did you mean" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("value", "named"),
-    [
-        (b"\xff", "bytes"),
-        (datetime.date(2026, 1, 1), "date"),
-        (datetime.datetime(2026, 1, 1), "datetime"),
-        (float("nan"), "nan"),
-    ],
-)
-def test_a_tool_with_what_no_json_can_hold_is_named(tmp_path, value, named):
+def test_what_no_json_can_hold_is_named_in_calls_and_tools(tmp_path):
     """Columns of Parquet files can; a template would print <date>, or the run would end there."""
-    calls = [{"name": "f", "arguments": {"x": value}}]
-    turns = [{"role": "user", "content": "Q", "tool_calls": []}, {"role": "assistant", "tool_calls": calls}]
-    pl.DataFrame([{"messages": turns}], infer_schema_length=None).write_parquet(tmp_path / "calls.parquet")
-    record = {"messages": MESSAGES["messages"], "tools": [{"name": "f", "parameters": {"x": value}}]}
-    pl.DataFrame([record]).write_parquet(tmp_path / "tools.parquet")
+    day = datetime.date(2026, 1, 1)
+    for number, value in enumerate((b"\xff", day, datetime.datetime(2026, 1, 1), float("nan"))):
+        calls = [{"name": "f", "arguments": {"x": value}}]
+        record = {**MESSAGES, "tools": [{"name": "f", "parameters": {"x": value}}]}
+        rows = [talk(tool_calls=calls)]
+        pl.DataFrame(rows, infer_schema_length=None).write_parquet(tmp_path / f"calls{number}.parquet")
+        pl.DataFrame([record]).write_parquet(tmp_path / f"tools{number}.parquet")
     found, problems = read(tmp_path)
-    assert not found and [one.file for one in problems] == ["calls.parquet", "tools.parquet"]
-    assert all(f"holds {named}, which no JSON can hold" in one.reason for one in problems)
-
-
-def test_an_id_of_a_call_that_is_no_text_is_named_with_its_place():
-    turns = [*MESSAGES["messages"], {"role": "tool", "content": "r", "tool_call_id": 5}]
-    with pytest.raises(BadRecord, match=rf"messages\[{len(turns) - 1}\].tool_call_id is a number, not text"):
-        to_messages({"messages": turns})
+    assert not found
+    check_told(problems)

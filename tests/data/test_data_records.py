@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import os
 import random
 import subprocess
@@ -13,9 +12,10 @@ import types
 
 import polars as pl
 import pytest
+from support.wording import check_wording
 
 from dflash_lab.data.conversations import FORMS, read_conversations, to_messages
-from dflash_lab.data.records import FIELDS, BadRecord, _ranges, columns_read, row_groups
+from dflash_lab.data.records import FIELDS, BadRecord, columns_read, row_groups
 
 
 def chat(number, answer="Hello."):
@@ -34,8 +34,6 @@ def noise(number, size=6000):
     return base64.b64encode(random.Random(number).randbytes(size)).decode()
 
 
-# Parquet ---------------------------------------------------------------------------------------------------
-
 CHILD = """
 import re, sys
 import polars as pl
@@ -46,55 +44,53 @@ def peak():  # ru_maxrss is that of the parent, too, whose memory a child shares
 
 pl.scan_parquet(sys.argv[1]).select(pl.len()).collect()
 before = peak()
-found, problems = read_conversations(sys.argv[1], max_record_bytes=16 << 20)
-count = sum(1 for _ in found)
-print(count, len(problems), peak() - before)
+for path in sys.argv[1:]:
+    found, problems = read_conversations(path, max_record_bytes=4 << 20)
+    print(sum(1 for _ in found), len(problems))
+print(peak() - before)
 """
 
 
-def peak_mib(path):
-    """Read a file in a process of its own; return conversations, problems and the MiB that it took."""
-    two = {**os.environ, "POLARS_MAX_THREADS": "2"}  # each thread has buffers of its own
-    told = subprocess.run(
-        [sys.executable, "-c", CHILD, str(path)], capture_output=True, text=True, check=True, env=two
-    )
-    return tuple(map(int, told.stdout.split()))
-
-
-@pytest.mark.parametrize("where", ["the conversations", "a column nobody needs"])
-def test_parquet_of_300_mb_is_read_in_a_part_of_that(tmp_path, where):
-    path = tmp_path / "d.parquet"
-    rows = [chat(number) for number in range(300)]
-    if where == "the conversations":
-        rows = [chat(number, "x" * (1 << 20) + str(number)) for number in range(300)]
-    else:
-        rows = [{**row, "page": "x" * (1 << 20) + str(number)} for number, row in enumerate(rows)]
-    pl.DataFrame(rows).write_parquet(path)
-    count, problems, mib = peak_mib(path)
-    assert (count, problems) == (300, 0)
-    assert mib < 150  # ranges of 16 MiB, as large as a record may be; all of it together is 300 and more
-
-
-@pytest.mark.parametrize("place", [0, 7, 19])
-@pytest.mark.parametrize("column", ["messages", "instruction", "input_ids", "source"])
-def test_a_giant_cell_is_counted_and_its_neighbours_are_read(tmp_path, place, column):
+def test_parquet_is_read_in_a_part_of_its_size(tmp_path):
+    large = ["x" * (1 << 20) + str(number) for number in range(100)]
     rows = {
-        "messages": [chat(number) for number in range(20)],
-        "instruction": [{"instruction": "a", "output": "b"} for _ in range(20)],
-        "input_ids": [{"input_ids": [1, 2, number], "loss_mask": [0, 1, 1]} for number in range(20)],
-        "source": [{**chat(number), "source": "here"} for number in range(20)],
-    }[column]
-    giant = {
-        "messages": chat(place, "x" * (3 << 20))["messages"],
-        "input_ids": [1] * (1 << 20),
-    }.get(column, "x" * (3 << 20))
-    rows[place] = {**rows[place], column: giant}
+        "conversations": [chat(number, text) for number, text in enumerate(large)],
+        "a column nobody needs": [{**chat(number), "page": text} for number, text in enumerate(large)],
+    }
+    paths = [tmp_path / f"{name}.parquet" for name in rows]
+    for path, frame in zip(paths, rows.values(), strict=True):
+        pl.DataFrame(frame).write_parquet(path)
+    two = {**os.environ, "POLARS_MAX_THREADS": "2"}  # each thread has buffers of its own
+    words = [sys.executable, "-c", CHILD, *map(str, paths)]
+    told = subprocess.run(words, capture_output=True, text=True, check=True, env=two).stdout.splitlines()
+    assert told[:2] == ["100 0", "100 0"]
+    assert int(told[2]) < 70  # MiB: ranges of 4 MiB, as large as a record may be; a whole file is 100
+
+
+GIANT = "x" * (3 << 20)
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong"),
+    [
+        (0, {"messages": chat(0, GIANT)["messages"]}),
+        (7, {"instruction": GIANT, "output": "b"}),
+        (19, {"input_ids": [1] * (1 << 20), "loss_mask": [0, 1, 1]}),
+        (7, {**chat(7), "source": GIANT}),
+    ],
+    ids=["messages", "instruction", "input_ids", "source"],
+)
+def test_a_giant_cell_is_counted_and_its_neighbours_are_read(tmp_path, place, wrong):
+    small = {"instruction": "a", "input_ids": [1, 2], "loss_mask": [0, 1], "output": "b", "source": "here"}
+    rows = [{**chat(n), **{key: small[key] for key in wrong if key in small}} for n in range(20)]
+    rows = [{key: row[key] for key in wrong} for row in rows]
+    rows[place] = wrong
     pl.DataFrame(rows).write_parquet(tmp_path / "d.parquet")
     found, problems = read(tmp_path / "d.parquet", max_record_bytes=1 << 20)
     assert [(p.file, p.line, p.kind, p.records) for p in problems] == [
         ("d.parquet", place + 1, "too large", 1)
     ]
-    assert "the limit is 1,048,576" in problems[0].reason
+    check_wording(problems[0].reason)
     assert [c.id for c in found] == [f"d.parquet:{row}" for row in range(1, 21) if row != place + 1]
 
 
@@ -131,14 +127,7 @@ def test_files_of_other_schemas_lie_in_one_folder(tmp_path):
     (tmp_path / "j.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
     found, problems = read(tmp_path)
     assert [c.id for c in found] == [f"{name}.parquet:1" for name in "abcdg"]
-    assert [(p.file[0], p.line, p.kind, p.records) for p in problems] == [
-        ("e", 1, "unknown form", 1),
-        ("f", 1, "wrong type", 1),
-        ("h", 1, "no answer", 1),
-        ("i", 0, "unreadable", 1),
-        ("j", 0, "unreadable", 1),
-    ]
-    assert "keys are mesages, source (did you mean 'messages'?)" in problems[0].reason
+    check_wording("\n".join(f"{p.file}:{p.line} {p.kind}, {p.records}: {p.reason}" for p in problems))
 
 
 def test_a_footer_tells_rows_and_decoded_bytes_of_every_row_group(tmp_path):
@@ -169,7 +158,7 @@ def test_a_footer_that_is_damaged_is_a_value_error_and_nothing_else(tmp_path):
     length = int.from_bytes(whole[-8:-4], "little")
     draw = random.Random(0)
     refused = 0
-    for data in [b"", b"PAR1", whole[:-1], whole[:-8] + b"\xff\xff\xff\x7fPAR1", *[None] * 200]:
+    for data in [b"", b"PAR1", whole[:-1], whole[:-8] + b"\xff\xff\xff\x7fPAR1", *[None] * 100]:
         if data is None:
             data = bytearray(whole)
             for _ in range(20):
@@ -179,14 +168,7 @@ def test_a_footer_that_is_damaged_is_a_value_error_and_nothing_else(tmp_path):
             row_groups(path, ["messages"])
         except ValueError:
             refused += 1
-    assert refused > 50
-
-
-def test_ranges_make_the_rows_of_the_file_in_pieces_of_a_record_s_size():
-    assert list(_ranges([(10, 5), (10, 5), (10, 5), (7, 2)], 12)) == [20, 17]
-    assert list(_ranges([(10, 100), (4, 8), (3, 2)], 12)) == [*[1] * 10, 7]
-    assert list(_ranges([(10, 50), (5, 1)], 12)) == [2, 2, 2, 2, 2, 5]
-    assert list(_ranges([(1, 999), (0, 0)], 12)) == [1] and not list(_ranges([], 12))
+    assert refused > 25
 
 
 def test_of_parquet_only_columns_that_a_form_may_need_are_read():
@@ -226,9 +208,6 @@ def test_every_key_that_a_form_looks_at_is_one_that_it_registered(name):
     assert {*FORMS[name].needs} <= record.asked <= FIELDS[FORMS[name].needs]
 
 
-# The hub ---------------------------------------------------------------------------------------------------
-
-
 class Streamed:
     """A streamed data set of `rows` whose reading fails before row `at` (from 0), as often as `errors` has
     one.
@@ -266,28 +245,24 @@ ERRORS = [
     ConnectionError("reset by peer"),
     TimeoutError(),
     OSError("Broken pipe"),
-    EOFError("stream ended"),
     ValueError("Couldn't cast string to struct"),
-    TypeError("schema changed"),
-    KeyError("messages"),
     RuntimeError("An error occurred while generating the dataset"),
-    json.JSONDecodeError("bad", "x", 0),
-    ArithmeticError("zstd"),
 ]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("at", [0, 3])
-def test_a_data_set_that_fails_once_goes_on_from_its_row(hub, error, at, caplog):
-    hub(Streamed([chat(number) for number in range(5)], at, [error]))
-    found, problems = read("owner/name")
-    assert [c.id for c in found] == [f"owner/name:{row}" for row in range(1, 6)] and not problems
-    assert [c.messages[0]["content"] for c in found] == [f"Hi {number}" for number in range(5)]
-    assert f"reading stopped after row {at} " in caplog.text and "once more" in caplog.text
+def test_a_data_set_that_fails_once_goes_on_from_its_row(hub, error, caplog):
+    for at in (0, 3):
+        caplog.clear()
+        hub(Streamed([chat(number) for number in range(5)], at, [error]))
+        found, problems = read("owner/name")
+        assert [c.id for c in found] == [f"owner/name:{row}" for row in range(1, 6)] and not problems
+        assert [c.messages[0]["content"] for c in found] == [f"Hi {number}" for number in range(5)]
+        check_wording(caplog.messages[0])
 
 
 @pytest.mark.parametrize("total", [None, 9])
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", ERRORS[:2], ids=lambda error: type(error).__name__)
 def test_a_data_set_that_fails_twice_keeps_what_came_before_and_counts_the_rest(hub, error, total):
     hub(Streamed([chat(number) for number in range(9)], 4, [error, error], total))
     found, problems = read("owner/name")
@@ -295,5 +270,4 @@ def test_a_data_set_that_fails_twice_keeps_what_came_before_and_counts_the_rest(
     (problem,) = problems
     assert (problem.file, problem.line, problem.kind) == ("owner/name", 5, "unreadable")
     assert problem.records == (5 if total else 1)
-    assert ("5 rows" if total else "nobody knows how many") in problem.reason
-    assert (str(error) or type(error).__name__).splitlines()[0] in problem.reason
+    check_wording(problem.reason)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chat_templates import CHANNELS, HERMES, WEATHER, call
 from support.tiny_targets import CHATML, tiny_tokenizer
+from support.wording import check_wording
 
 from dflash_lab.data.conversations import Conversation
 from dflash_lab.data.records import BadRecord
@@ -195,11 +196,7 @@ def test_what_cannot_be_answered_is_named(tmp_path):
     ]
     found, problems, _ = run(given_, Machine(), tmp_path / "a.jsonl", max_prompt=50)
     assert [one.conversation.id for one in found] == ["f:1"]
-    assert sorted((p.line, p.kind) for p in problems) == [
-        (2, "template"),
-        (3, "control tokens"),
-        (4, "too long"),
-    ]
+    check_wording("\n".join(f"{p.line} {p.kind}: {p.reason}" for p in sorted(problems, key=lambda p: p.line)))
 
 
 def test_a_damaged_answer_is_made_again_and_only_that(tmp_path):
@@ -207,7 +204,7 @@ def test_a_damaged_answer_is_made_again_and_only_that(tmp_path):
     chats = [conversation(n, "q" * n, "a") for n in range(1, 9)]
     wanted, _, _ = run(chats, Machine(), path)
     whole = path.read_bytes()
-    for _ in range(60):
+    for _ in range(25):
         data, at = bytearray(whole), chooser.randrange(len(whole))
         data[at] ^= 1 << chooser.randrange(8)
         path.write_bytes(data)
@@ -227,7 +224,7 @@ def old_lines(data):
         yield json.dumps({k: v for k, v in json.loads(line).items() if k != "check"}).encode()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4), max_size=12),
     st.integers(1, 5),

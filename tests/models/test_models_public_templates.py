@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from support.chat_templates import CHANNELS, HERMES, MARKED, THOUGHTFUL
+from support.chat_templates import CHANNELS, HERMES, MARKED, THOUGHTFUL, assistant, user
 from support.template_battery import TALKS, battery, runs_of, templates
 from support.tiny_targets import CHATML, tiny_tokenizer
 from support.wording import refused
@@ -34,11 +34,7 @@ REFUSALS = {
     ("gemma", "three"): NO_SYSTEM,
     ("gemma", "tool between"): NO_SYSTEM,
     ("gemma", "tool"): ALTERNATE,
-    **{
-        (name, talk): ALTERNATE
-        for name in ("cohere", "cohere2", "gemma3")
-        for talk in ("tool", "tool between")
-    },
+    **{(name, talk): ALTERNATE for name in ("cohere", "cohere2", "gemma3") for talk in TOOL_TALKS},
     **{
         (name, talk): NO_TOOLS
         for name in (
@@ -53,7 +49,7 @@ REFUSALS = {
 
 @needs_templates
 def test_no_public_template_puts_a_wrong_token_into_the_mask():
-    found = battery(PUBLIC, tiny_tokenizer, template)
+    found = battery(PUBLIC)
     assert len(templates(PUBLIC)) >= 72
     reasons = {key: [told for told in lines if told.startswith("ERR")] for key, lines in found.items()}
     faults = {key: lines for key, lines in found.items() if len(reasons[key]) < len(lines)}
@@ -95,16 +91,9 @@ KINDS = {
 def test_no_kind_of_template_puts_a_wrong_token_into_the_mask(tmp_path):
     for name, text in KINDS.items():
         (tmp_path / f"{name}.jinja").write_text(text)
-    found = battery(tmp_path, tiny_tokenizer, template)
+    found = battery(tmp_path)
     left = {key: lines for key, lines in found.items() if not key[1].startswith("tool")}
     assert not left and len(templates(tmp_path)) == len(KINDS)
-
-
-def test_the_battery_sees_a_wrong_mask(tmp_path, monkeypatch):
-    (tmp_path / "chatml.jinja").write_text(CHATML)
-    monkeypatch.setattr(template, "_closed", lambda chat, text, ids, *rest: (0, len(ids)))
-    found = battery(tmp_path, tiny_tokenizer, template)
-    assert any("HAS USERbeta" in told for told in found["chatml", "two"])
 
 
 def test_ids_and_masks_are_those_of_the_version_that_samples_record():
@@ -122,17 +111,19 @@ def test_ids_and_masks_are_those_of_the_version_that_samples_record():
     assert (MASK_RULES, digest.hexdigest()) == (2, "4909e0b0b847ac2e")
 
 
+TURN = [user("Q"), assistant("A")]
+
+
 def test_the_date_is_the_one_given_and_not_today():
     tokenizer = tiny_tokenizer(KINDS["clock"])
-    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
     told = {
-        day: tokenizer.decode(render(tokenizer, messages, date=day).input_ids)
+        day: tokenizer.decode(render(tokenizer, TURN, date=day).input_ids)
         for day in ("2024-07-26", "1999-01-02")
     }
     assert "26 Jul 2024" in told["2024-07-26"] and "02 Jan 1999" in told["1999-01-02"]
-    assert "01 Jan 2026" in tokenizer.decode(render_prompt(tokenizer, messages[:1]))
+    assert "01 Jan 2026" in tokenizer.decode(render_prompt(tokenizer, TURN[:1]))
     with refused(template.TemplateFailure):
-        render(tokenizer, messages, date="today")
+        render(tokenizer, TURN, date="today")
 
 
 @pytest.mark.parametrize(
@@ -148,10 +139,9 @@ def test_the_date_is_the_one_given_and_not_today():
 def test_a_date_is_printed_as_transformers_prints_it(printing):
     """In any format, however the template comes to it, and with the white space around it."""
     tokenizer = tiny_tokenizer(printing + CHATML)
-    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
     today = datetime.date.today().isoformat()
-    ids = tokenizer.apply_chat_template(messages)["input_ids"]
-    assert render(tokenizer, messages, date=today).input_ids == ids
+    ids = tokenizer.apply_chat_template(TURN)["input_ids"]
+    assert render(tokenizer, TURN, date=today).input_ids == ids
 
 
 def test_an_answer_whose_opening_is_unknown_keeps_the_token_of_its_first_word():
@@ -160,8 +150,6 @@ def test_an_answer_whose_opening_is_unknown_keeps_the_token_of_its_first_word():
 
     tokenizer = tiny_tokenizer("{{ messages | map(attribute='content') | join('  ') + '<|im_end|>' }}")
     tokenizer.add_tokens([AddedToken(" Hello", normalized=False, special=False)])
-    found = render(
-        tokenizer, [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "Hello you"}]
-    )
+    found = render(tokenizer, [user("Q"), assistant("Hello you")])
     ((_, tokens),) = runs_of(found.input_ids, found.loss_mask)
     assert tokenizer.decode(tokens) == " Hello you<|im_end|>"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import subprocess
+import os
 import sys
 import time
 from pathlib import Path
@@ -61,13 +62,14 @@ def test_weights_are_those_of_the_file(target):
 
     tensors = {t.name: t for t in GGUFReader(source.gguf_path()).tensors}
 
-    def exact(name):
-        return torch.tensor(dequantize(tensors[name].data, tensors[name].tensor_type))
+    def exact(name, rows=slice(None)):
+        return torch.tensor(dequantize(tensors[name].data[rows], tensors[name].tensor_type))
 
     layer = target.layers[7]
     assert torch.equal(layer.mlp.down_proj.weight, exact("blk.7.ffn_down.weight"))
     assert torch.equal(layer.input_layernorm.weight, exact("blk.7.attn_norm.weight"))
-    assert torch.equal(target.embedding.weight, exact("token_embd.weight"))
+    last = slice(-1000, None)
+    assert torch.equal(target.embedding.weight[last], exact("token_embd.weight", last))
     # GGUF interleaves the two rotary halves of each head: [9 heads, 32, 2] there, [9 heads, 2, 32] here.
     query = exact("blk.7.attn_q.weight").view(9, 32, 2, 576).transpose(1, 2).reshape(576, 576)
     assert torch.equal(layer.self_attn.q_proj.weight, query)
@@ -109,46 +111,38 @@ def test_it_answers(target):
     assert target.tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
 
 
-CONVERT = """
-import pathlib, sys, time, os
-from dflash_lab.models import source
-def convert(gguf, folder):
-    folder.mkdir()
-    (folder / "part").write_text("half")
-    if sys.argv[1] == "die":
-        os._exit(9)
-    time.sleep(0.5)
-    (folder / "model").write_text("whole")
-    with open(gguf.parent / "log", "a") as log:
-        log.write("converted\\n")
-source.convert = convert
-print(source.cached_folder())
-"""
-
-
-def start(gguf, how):
-    path = {
-        "DFLASH_LAB_SMOLLM2_GGUF": str(gguf),
-        "DFLASH_LAB_CACHE": str(gguf.parent / "cache"),
-        "PATH": "/usr/bin",
-    }
-    root = str(Path(__file__).parents[2])
-    return subprocess.Popen(
-        [sys.executable, "-c", CONVERT, how],
-        env={**path, "PYTHONPATH": root},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def test_processes_at_once_convert_once_and_a_killed_one_leaves_nothing(tmp_path):
+def test_processes_at_once_convert_once_and_a_killed_one_leaves_nothing(tmp_path, monkeypatch):
     gguf = tmp_path / "x.gguf"
     gguf.write_bytes(b"GGUF")  # once, before anybody hashes it: its hash names the folder
-    assert start(gguf, "die").wait() == 9
+    monkeypatch.setenv("DFLASH_LAB_SMOLLM2_GGUF", str(gguf))
+    monkeypatch.setenv("DFLASH_LAB_CACHE", str(tmp_path / "cache"))
+
+    def start(die):
+        def convert(_gguf, folder):
+            folder.mkdir()
+            (folder / "part").write_text("half")
+            if die:
+                os._exit(9)
+            time.sleep(0.3)
+            (folder / "model").write_text("whole")
+            with open(tmp_path / "log", "a") as log:
+                log.write("converted\n")
+
+        child = os.fork()
+        if child == 0:
+            source.convert = convert
+            with contextlib.suppress(BaseException):
+                assert (source.cached_folder() / "model").read_text() == "whole"
+                os._exit(0)
+            os._exit(1)
+        return child
+
+    def ended(child):
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert ended(start(die=True)) == 9
     assert [p.name for p in (tmp_path / "cache").iterdir() if not p.name.startswith(".")] == ["smollm2.lock"]
-    running = [start(gguf, "live") for _ in range(3)]
-    folders = {process.communicate()[0].strip() for process in running}
-    assert len(folders) == 1 and (Path(folders.pop()) / "model").read_text() == "whole"
+    assert [ended(child) for child in [start(die=False) for _ in range(3)]] == [0, 0, 0]
     assert (tmp_path / "log").read_text() == "converted\n"
     assert list((tmp_path / "cache").glob(".smollm2-*")) == []
 
@@ -182,7 +176,7 @@ def test_the_demo_data_fits_the_repository_and_has_no_repeats():
 def test_the_demo_answers_are_the_target_s_own_greedy_tokens(target):
     """Of some answers every token is the target's first choice; one is decoded again, token by token."""
     conversations = demo()
-    for number, messages in enumerate(conversations[:: max(1, len(conversations) // 8)]):
+    for number, messages in enumerate(conversations[:: max(1, len(conversations) // 4)]):
         rendered = render(target.tokenizer, messages)
         taught = [t for t, live in zip(rendered.input_ids, rendered.loss_mask, strict=True) if live]
         prompt = render_prompt(target.tokenizer, messages[:-1])

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from support.tiny_targets import KINDS
+from support.tiny_targets import KINDS, build_tiny
 from support.wording import refused
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -36,17 +36,16 @@ def test_default_ids_follow_the_dflash_rule(layers, count, expected):
     assert default_tap_ids(layers, count) == expected
 
 
-def test_default_ids_that_do_not_fit_are_refused():
+@pytest.mark.parametrize("count", [6, 0])
+def test_default_ids_that_do_not_fit_are_refused(count):
     assert default_tap_ids(8, 5) == [1, 2, 3, 4, 5]
     with refused(InputError):
-        default_tap_ids(8, 6)
+        default_tap_ids(8, count)
+
+
+@pytest.mark.parametrize("wrong", [[], [8], [-1], [3, 2], [2, 2], [1.5], [True], "12", ["a"]], ids=str)
+def test_layers_that_are_not_there_or_no_whole_numbers_are_refused(wrong):
     with refused(InputError):
-        default_tap_ids(8, 0)
-
-
-@pytest.mark.parametrize("wrong", [[], [8], [-1], [3, 2], [2, 2]])
-def test_layers_that_are_not_there_are_refused(wrong):
-    with pytest.raises(InputError):
         check_tap_ids(wrong, 8)
 
 
@@ -64,7 +63,7 @@ def test_taps_equal_hidden_states_and_the_last_is_before_the_norm(tiny_target, k
     assert torch.equal(target.final_norm(states[-1]), out.last_hidden_state)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5", "qwen3_5_wrapped"])
 def test_taps_take_a_model_of_transformers_as_it_is(tiny_target, kind):
     folder = tiny_target(kind)
     config = AutoConfig.from_pretrained(folder)
@@ -122,19 +121,13 @@ def test_anything_but_one_tensor_a_layer_is_an_error(tiny_target):
     )
 
 
-def test_taps_set_before_compiling_are_seen_by_the_compiled_body(tiny_target):
-    target = load_target(str(tiny_target("llama")))
+def test_taps_set_before_compiling_are_seen_by_the_compiled_body(tmp_path):
+    target = load_target(str(build_tiny("llama", tmp_path, num_hidden_layers=3)))
     ids = torch.randint(0, 256, (1, 9), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), Taps(target, [2, 3]) as taps:
+    with torch.no_grad(), Taps(target, [1, 2]) as taps:
         target.body(input_ids=ids, use_cache=False)
         plain = taps.take()
         compiled = torch.compile(target.body, backend="eager")
         compiled(input_ids=ids, use_cache=False)
         assert all(torch.equal(a, b) for a, b in zip(plain, taps.take(), strict=True))
     torch.compiler.reset()
-
-
-@pytest.mark.parametrize("wrong", [[1.5], [True], "12", ["a"]])
-def test_layers_that_are_no_whole_numbers_are_refused(wrong):
-    with refused(InputError):
-        check_tap_ids(wrong, 8)

@@ -11,7 +11,6 @@ from support.chat_templates import HERMES, MARKED, PLAIN, SPACED, THOUGHTFUL, WE
 from support.tiny_targets import CHATML, tiny_tokenizer
 from support.wording import refused
 
-from dflash_lab.errors import InputError
 from dflash_lab.models.template import TemplateFailure, closing_id, render, render_prompt, user_frame
 
 
@@ -147,41 +146,42 @@ def test_what_stands_around_a_user_turn():
     assert ending == "<|im_end|>\n<|im_start|>assistant\n"
 
 
+BLOCK_END, CONTENT = "{% endgeneration %}", "{{- m['content'] -}}"
+OUTSIDE = MARKED.replace(CONTENT + BLOCK_END, BLOCK_END + CONTENT)
+BROKEN = [
+    "{{ 1 / (messages | length - 2) }}",
+    "{% for i in range(10 ** 9) %}{% endfor %}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ messages[7].content + '' }}",
+    "{% for %}",
+]
+
+
 @pytest.mark.parametrize(
-    ("template", "messages", "words"),
+    ("template", "messages"),
     [
-        (None, [user("Q")], "no chat template"),
-        (CHATML, [], "No messages"),
-        (CHATML, [{"role": "user", "content": ["parts"]}], "must be text"),
-        (CHATML, [{"role": "user"}], "must be text"),
-        ("{{ raise_exception('Only one turn, please') }}", [user("Q")], "Only one turn, please"),
-        ("{% for m in messages %}{{ m['role'] }}{% endfor %}", [user("Q"), assistant("A")], "does not show"),
-        (
-            CHATML.replace("message['content']", "message['content'][::-1]"),
-            [user("Q"), assistant("AB")],
-            "not show",
-        ),
-        (
-            MARKED.replace(
-                "{{- m['content'] -}}{% endgeneration %}", "{% endgeneration %}{{- m['content'] -}}"
-            ),
-            [user("Q"), assistant("A")],
-            "mark nothing",
-        ),
+        (None, [user("Q")]),
+        (CHATML, []),
+        (CHATML, [user(["parts"])]),
+        (CHATML, [{"role": "user"}]),
+        ("{{ raise_exception('Only one turn, please') }}", [user("Q")]),
+        ("{% for m in messages %}{{ m['role'] }}{% endfor %}", [user("Q"), assistant("A")]),
+        (CHATML.replace("['content']", "['content'][::-1]"), [user("Q"), assistant("AB")]),
+        (OUTSIDE, [user("Q"), assistant("A")]),
+        *((program + CHATML, [user("Q"), assistant("A")]) for program in BROKEN),
     ],
 )
-def test_what_cannot_be_masked_says_so(template, messages, words):
-    tokenizer = tiny_tokenizer(template) if template else tiny_tokenizer()
+def test_what_cannot_be_masked_says_so(template, messages):
+    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
-    with refused(TemplateFailure) as caught:
+    with refused(TemplateFailure):
         render(tokenizer, messages)
-    assert isinstance(caught.value, InputError)
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3), st.sampled_from([CHATML, MARKED]))
 def test_any_text_comes_back_from_the_mask(turns, template):
     messages = [m for question, answer in turns for m in (user(question), assistant(answer))]
@@ -261,39 +261,25 @@ def test_of_several_named_templates_the_one_for_tools_renders_tools():
 
 
 REFUSING = "{%% if %s %%}{{ raise_exception('where is the result?') }}{%% endif %%}"
+CALLED = [
+    user("Q"),
+    assistant("The weather now:", tool_calls=[call("weather", city="Rome")]),
+    {"role": "tool", "content": "Sunny"},
+    assistant("Sunny."),
+]
 
 
 @pytest.mark.parametrize("refuses", ["false", "messages[-1].tool_calls and add_generation_prompt"])
 def test_a_call_is_masked_whole_where_the_template_opens_no_answer_behind_it(refuses):
     tokenizer = tiny_tokenizer(REFUSING % refuses + HERMES)
-    said = assistant("The weather now:", tool_calls=[call("weather", city="Rome")])
-    messages = [user("Q"), said, {"role": "tool", "content": "Sunny"}, assistant("Sunny.")]
     shown = 'The weather now:<call>{"name": "weather", "arguments": {"city": "Rome"}}</call><|im_end|>'
-    assert masked(tokenizer, messages, tools=[WEATHER]) == [shown, "Sunny.<|im_end|>"]
-    assert render(tokenizer, messages, tools=[WEATHER]).notes == ()
+    assert masked(tokenizer, CALLED, tools=[WEATHER]) == [shown, "Sunny.<|im_end|>"]
+    assert render(tokenizer, CALLED, tools=[WEATHER]).notes == ()
 
 
 def test_a_call_whose_end_no_text_shows_gives_no_mask():
-    tokenizer = tiny_tokenizer(REFUSING % "messages[-1].tool_calls" + HERMES)
-    said = assistant("The weather now:", tool_calls=[call("weather", city="Rome")])
-    messages = [user("Q"), said, {"role": "tool", "content": "Sunny"}, assistant("Sunny.")]
     with refused(TemplateFailure):
-        render(tokenizer, messages, tools=[WEATHER])
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "{{ 1 / (messages | length - 2) }}",
-        "{% for i in range(10 ** 9) %}{% endfor %}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{{ messages[7].content + '' }}",
-        "{% for %}",
-    ],
-)
-def test_a_template_that_breaks_refuses_the_conversation(program):
-    with refused(TemplateFailure):
-        render(tiny_tokenizer(program + CHATML), [user("Q"), assistant("A")])
+        render(tiny_tokenizer(REFUSING % "messages[-1].tool_calls" + HERMES), CALLED, tools=[WEATHER])
 
 
 @pytest.mark.parametrize(

@@ -32,16 +32,14 @@ LIMITS = {
     "prepare": (3_000,),
     "dataset_stats": (900,),
     "extract": (100_000,),
-    "train_drafter": (30_000, 300_000),
+    "train_drafter": (30_000,),
     "acceptance": (2_000,),
 }
 READ_ONLY = -1
 LEFT = {
-    "prepare": (READ_ONLY, 0, 12_000),
-    "dataset_stats": (8_000,),
-    "extract": (READ_ONLY, 100_000),
-    "train_drafter": (0, 300_000, 1_500_000),  # asked for before it starts; met at the second checkpoint
-    "acceptance": (8_000,),
+    "prepare": (READ_ONLY, 12_000),
+    "extract": (100_000,),
+    "train_drafter": (300_000, 1_500_000),  # asked for before it starts; met at the second checkpoint
 }
 NEEDED = ("samples.parquet", "samples.json", "store", "drafter")
 

@@ -1,9 +1,7 @@
-"""Hold a renderer's loss masks against many public chat templates.
+"""Hold loss masks against many chat templates: conversations of unmistakable words are rendered under every
+.jinja of a folder, each set on a tokenizer that knows the special tokens which the template spells.
 
-    python tests/support/template_battery.py .venv/clients/trl
-
-Conversations of unmistakable words are rendered under every .jinja of a folder, each set on a tokenizer which
-knows the special tokens that the template spells, and what is wrong with a mask is told by name:
+What is wrong with a mask is told by name:
   HAS x      words of the user, the system prompt or a tool are trained as an answer
   LOST x     an answer's words, its thinking where the template shows it, or a call are not inside the mask
   RUNS       not one run of masked tokens an answer
@@ -17,23 +15,19 @@ from __future__ import annotations
 
 import datetime
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from support.chat_templates import assistant, user
+from support.tiny_targets import tiny_tokenizer
+
+from dflash_lab.models.template import TemplateFailure, render, render_prompt
 
 SPECIAL = re.compile(
     r"<\|[^|<>\s]{1,40}\|>|<｜[^｜]{1,40}｜>|<\|[a-z_]{1,40}>|<[a-z_]{1,40}\|>"
     r"|<(?:start_of_turn|end_of_turn|end_of_utterance)>|\[/?(?:INST|SYSTEM_PROMPT)\]|\[\|[a-z]+\|\]|</?think>"
 )
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def said(text: str | None, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": text, **more}
 
 
 TOOLS = [
@@ -57,30 +51,30 @@ CALL = {
 }
 RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "name": "TOOLalpha", "content": "RESULTalpha 21"}
 SYSTEM = {"role": "system", "content": "SYSalpha rule"}
-ONE = [user("USERalpha one two"), said("ANSalpha three four")]
-TWO = [*ONE, user("USERbeta five"), said("ANSbeta six seven")]
+ONE = [user("USERalpha one two"), assistant("ANSalpha three four")]
+TWO = [*ONE, user("USERbeta five"), assistant("ANSbeta six seven")]
 TALKS: dict[str, list[dict[str, Any]]] = {
     "one": ONE,
     "two": TWO,
-    "three": [SYSTEM, *TWO, user("USERgamma"), said("ANSgamma eight")],
-    "greeting": [said("ANSzero hello"), *ONE],
-    "thinking": [ONE[0], said("ANSalpha three four", reasoning_content="THINKalpha hm")],
+    "three": [SYSTEM, *TWO, user("USERgamma"), assistant("ANSgamma eight")],
+    "greeting": [assistant("ANSzero hello"), *ONE],
+    "thinking": [ONE[0], assistant("ANSalpha three four", reasoning_content="THINKalpha hm")],
     "thinking twice": [
         ONE[0],
-        said("ANSalpha three four", reasoning_content="THINKalpha hm"),
+        assistant("ANSalpha three four", reasoning_content="THINKalpha hm"),
         user("USERbeta five"),
-        said("ANSbeta six seven", reasoning_content="THINKbeta well"),
+        assistant("ANSbeta six seven", reasoning_content="THINKbeta well"),
     ],
-    "tool": [ONE[0], said(None, tool_calls=[CALL]), RESULT, said("ANSalpha three four")],
+    "tool": [ONE[0], assistant(None, tool_calls=[CALL]), RESULT, assistant("ANSalpha three four")],
     "tool between": [
         SYSTEM,
         *ONE,
         user("USERbeta five"),
-        said(None, tool_calls=[CALL], reasoning_content="THINKalpha hm"),
+        assistant(None, tool_calls=[CALL], reasoning_content="THINKalpha hm"),
         RESULT,
-        said("ANSbeta six seven", reasoning_content="THINKbeta well"),
+        assistant("ANSbeta six seven", reasoning_content="THINKbeta well"),
         user("USERgamma"),
-        said("ANSgamma eight"),
+        assistant("ANSgamma eight"),
     ],
 }
 
@@ -103,14 +97,14 @@ def runs_of(ids: list[int], mask: list[int]) -> list[tuple[int, list[int]]]:
     return runs
 
 
-def faults(tokenizer: Any, talk: str, module: Any, thinking: bool) -> Iterator[str]:
+def faults(tokenizer: Any, talk: str, thinking: bool) -> Iterator[str]:
     """Yield what is wrong with the mask of one conversation under the tokenizer's template."""
     messages = TALKS[talk]
     today = datetime.date.today().isoformat()  # what apply_chat_template prints
     options = {"tools": TOOLS if "tool" in talk else [], "thinking": thinking, "date": today}
     try:
-        found = module.render(tokenizer, messages, **options)
-    except module.TemplateFailure as error:
+        found = render(tokenizer, messages, **options)
+    except TemplateFailure as error:
         yield f"ERR {error.kind}: {error}"
         return
     runs = runs_of(found.input_ids, found.loss_mask)
@@ -138,7 +132,7 @@ def faults(tokenizer: Any, talk: str, module: Any, thinking: bool) -> Iterator[s
         tail = text[text.rfind(words) + len(words) :] if words else ""
         if len([t for t in tokens if t in special and tokenizer.decode([t]) in tail]) > 1:
             yield f"TAIL {tail[:60]!r}"
-    prompt = module.render_prompt(tokenizer, messages[:-1], **options)
+    prompt = render_prompt(tokenizer, messages[:-1], **options)
     opens = found.input_ids[: len(prompt)] == prompt and runs and runs[-1][0] == len(prompt)
     if (
         not opens
@@ -162,25 +156,16 @@ def faults(tokenizer: Any, talk: str, module: Any, thinking: bool) -> Iterator[s
         yield f"IDS {whole!r} for {tokenizer.decode(plain['input_ids'])!r}"
 
 
-def battery(folder: Path, tokenizer_of: Any, module: Any) -> dict[tuple[str, str], list[str]]:
+def battery(folder: Path) -> dict[tuple[str, str], list[str]]:
     """Return what is wrong by template and conversation, for both modes of thinking."""
     wrong: dict[tuple[str, str], list[str]] = {}
     for name, text in templates(folder).items():
-        tokenizer = tokenizer_of(text)
+        tokenizer = tiny_tokenizer(text)
+        modes = (False, True) if "think" in text else (False,)
         spelled = sorted(set(SPECIAL.findall(text)) - set(tokenizer.get_vocab()))
         tokenizer.add_special_tokens({"additional_special_tokens": spelled})
         for talk in TALKS:
-            for thinking in (False, True):
-                if found := list(faults(tokenizer, talk, module, thinking)):
+            for thinking in modes:
+                if found := list(faults(tokenizer, talk, thinking)):
                     wrong.setdefault((name, talk), []).extend(found)
     return wrong
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from support.tiny_targets import tiny_tokenizer
-
-    import dflash_lab.models.template
-
-    for (name, talk), found in battery(Path(sys.argv[1]), tiny_tokenizer, dflash_lab.models.template).items():
-        print(f"{name}, {talk}: {'; '.join(found)[:500]}")
