@@ -1,6 +1,4 @@
-"""One visibility rule, computed three ways: by brute force, as dense masks, and as flex_attention's
-mask_mod.
-"""
+"""One visibility rule, computed three ways: by brute force, as dense masks, and as flex_attention's mask_mod."""
 
 from __future__ import annotations
 
@@ -114,23 +112,15 @@ def test_most_tiles_of_a_training_row_are_full_or_left_out():
 
 def tensors(blocks, size, context, seed=0, dtype=torch.float32, device="cpu"):
     generator = torch.Generator().manual_seed(seed)
-    shapes = [
-        (blocks, size, 4, 16),
-        (blocks, size, 2, 16),
-        (blocks, size, 2, 16),
-        (context, 2, 16),
-        (context, 2, 16),
-    ]
+    shapes = [(blocks, size, heads, 16) for heads in (4, 2, 2)] + [(context, 2, 16)] * 2
     return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
 @pytest.mark.parametrize("mask", [LayerMask(False, None), LayerMask(True, 3)])
 def test_flex_equals_dense_on_cpu(mask):
-    layout = row_layout([[1, 4], [], [0, 7, 8]], [6, 5, 9], 4)
-    inputs = tensors(5, 4, 20)
+    layout, inputs = row_layout([[1, 4], [], [0, 7, 8]], [6, 5, 9], 4), tensors(5, 4, 20)
     with torch.no_grad():
-        dense = dense_attend(layout)(mask)(*inputs)
-        flex = flex_attend(layout)(mask)(*inputs)
+        dense, flex = (attends(layout)(mask)(*inputs) for attends in (dense_attend, flex_attend))
     assert relative_error(flex, dense) < 1e-6
 
 
@@ -147,9 +137,10 @@ def test_dense_equals_attention_written_out():
     assert relative_error(dense_attend(layout)(mask)(q, kb, vb, kc, vc), wanted) < 1e-6
 
 
-def test_unknown_path_is_refused():
+@pytest.mark.parametrize(("anchors", "path"), [([1], "flash"), ([3, 1], "dense"), ([9], "dense")], ids=str)
+def test_unsorted_and_outside_anchors_and_unknown_paths_are_refused(anchors, path):
     with refused(InputError):
-        make_attends(row_layout([[1]], [3], 2), "flash")
+        make_attends(row_layout([anchors], [9], 2), path)
 
 
 @pytest.mark.gpu

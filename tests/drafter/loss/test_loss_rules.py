@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import math
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from loss_reference import Case, make_case, reference, relative
+from loss_reference import INTERPRETED, Case, make_case, reference, relative
 from support.wording import refused
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-import dflash_lab
 from dflash_lab.drafter.loss import DraftLoss, fused_draft_loss
 from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.errors import InputError
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 CONFIG = LossConfig(hard_weight=0.85, soft_weight=0.15, cap_weight=0.3, temperature=2)
 
 
@@ -51,9 +45,6 @@ class Watch(TorchDispatchMode):
         return result
 
 
-# ---- denominators, accumulation
-
-
 def test_micro_batches_over_one_denominator_equal_the_whole_batch() -> None:
     whole = make_case(anchors=9)
     found = run(whole)
@@ -73,29 +64,17 @@ def test_micro_batches_over_one_denominator_equal_the_whole_batch() -> None:
     assert relative(parts.hidden.grad, whole.hidden.grad) < 1e-12
 
 
-# ---- empty, masked
-
-
-def test_no_live_row_gives_zero_loss_and_zero_gradient_even_from_nan_states() -> None:
-    case = make_case()
-    case.weights.zero_()
-    case.hidden = torch.full_like(case.hidden, math.nan).requires_grad_()
+@pytest.mark.parametrize("anchors", [7, 0])
+def test_no_live_row_gives_zero_loss_and_zero_gradient_even_from_nan_states(anchors: int) -> None:
+    case = make_case(anchors=7)
+    case.labels, case.weights = case.labels[:anchors], torch.zeros_like(case.weights)[:anchors]
+    case.target_rows = case.target_rows[:anchors]
+    case.hidden = torch.full_like(case.hidden, math.nan)[:anchors].requires_grad_()
     found = run(case)
     found.total.backward()
     assert found.total.item() == 0 and found.row_count.item() == 0 and found.weight_sum.item() == 0
-    assert case.hidden.grad.count_nonzero() == 0
+    assert case.hidden.grad.shape == case.hidden.shape and case.hidden.grad.count_nonzero() == 0
     assert not found.rows.live.any() and found.rows.accepted()[1] == 0
-
-
-def test_no_anchor_at_all() -> None:
-    case = make_case()
-    hidden = case.hidden.detach()[:0].clone().requires_grad_()
-    found = fused_draft_loss(
-        hidden, case.head, case.labels[:0], case.weights[:0], target_hidden=case.target_hidden,
-        target_rows=case.target_rows[:0], config=CONFIG,
-    )  # fmt: skip
-    found.total.backward()
-    assert found.total.item() == 0 and hidden.grad.shape == hidden.shape
 
 
 def test_dead_rows_are_selected_out_so_their_nan_and_wrong_indices_do_no_harm() -> None:
@@ -120,27 +99,6 @@ def test_masked_anchors_cost_no_matmul() -> None:
     both = watch.matmuls(97)  # 4 live anchors of 4 live slots in chunks of 8, with their distinct target rows
     assert len(both) == 2 and all(8 < rows <= 16 for rows in both)
     assert watch.matmuls(16) == [8, 8]
-
-
-@pytest.mark.parametrize("rows", [4, 5, 7, 16, 23])
-def test_every_chunk_size_gives_the_same_result(rows: int) -> None:
-    case = make_case(anchors=11, hole=0.0)
-    found = run(case, rows=rows)
-    found.total.backward()
-    total, grad, _ = reference(case, CONFIG)
-    assert torch.allclose(found.total, total, rtol=1e-12) and relative(case.hidden.grad, grad) < 1e-10
-
-
-def test_same_chunks_twice_are_equal_bit_for_bit() -> None:
-    grads = []
-    for _ in range(2):
-        case = make_case(dtype=torch.float32)
-        run(case).total.backward()
-        grads.append(case.hidden.grad)
-    assert torch.equal(*grads)
-
-
-# ---- numerics
 
 
 def test_huge_logits_stay_finite_and_exact() -> None:
@@ -204,28 +162,6 @@ def test_accepted_length_is_counted_per_block_and_pooled() -> None:
     assert (total.item(), blocks.item()) == (3 + 1 + 1, 3)
 
 
-def test_cap_acts_on_correct_rows_only_and_its_mask_carries_no_gradient() -> None:
-    case = make_case()
-    found = run(case, LossConfig(hard_weight=0.0, cap_weight=1.0))
-    found.total.backward()
-    wrong = (case.weights != 0) & ~found.rows.correct
-    assert found.rows.correct.any() and wrong.any()
-    assert (
-        case.hidden.grad[wrong].count_nonzero() == 0 and case.hidden.grad[found.rows.correct].abs().sum() > 0
-    )
-
-
-def test_temperature_touches_the_soft_term_only() -> None:
-    case = make_case()
-    cold = run(case, LossConfig(soft_weight=1.0, cap_weight=1.0))
-    hot = run(case, LossConfig(soft_weight=1.0, cap_weight=1.0, temperature=4.0))
-    assert cold.sums["ce"] == hot.sums["ce"] and cold.sums["cap"] == hot.sums["cap"]
-    assert cold.sums["kl"] != hot.sums["kl"]
-
-
-# ---- memory
-
-
 def test_no_tensor_of_all_rows_by_vocabulary_and_no_head_gradient_ever_exists() -> None:
     case = make_case(anchors=40, block=5, vocab=97, hole=0.0)
     live = int((case.weights != 0).sum())
@@ -259,9 +195,6 @@ def test_no_grad_skips_the_gradient_matmul() -> None:
     assert with_gradient.matmuls(16) != [] and without.matmuls(16) == []
 
 
-# ---- autograd
-
-
 def test_arguments_are_not_written_to() -> None:
     case = make_case()
     before = [tensor.detach().clone() for tensor in vars(case).values()]
@@ -283,24 +216,11 @@ def test_second_derivative_is_refused(backend: str, power: int) -> None:
     if backend == "triton" and not INTERPRETED:
         pytest.skip("on a CPU it needs triton and TRITON_INTERPRET=1")
     case = make_case(dtype=torch.float32)
-    total = run(case, backend=backend).total ** power
-    with refused(InputError):
-        torch.autograd.grad(total, case.hidden, create_graph=True)
-    case = make_case(dtype=torch.float32)  # a penalty beside the loss, as a training would have it
-    total = run(case, backend=backend).total ** power
+    total = run(case, backend=backend).total ** power  # and a penalty on the gradient beside it
     with refused(InputError):
         (grad,) = torch.autograd.grad(total, case.hidden, create_graph=True)
         (total + grad.square().sum()).backward()
     assert case.hidden.grad is None
-
-
-def test_no_other_backward_of_ours_could_drop_a_second_derivative() -> None:
-    found = set()
-    for path in Path(dflash_lab.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and any("Function" in ast.unparse(base) for base in node.bases):
-                found.add(node.name)
-    assert found == {"_FinishedGradient"}  # the fused loss's, which the test above asks
 
 
 def test_statistics_carry_no_gradient() -> None:
@@ -368,9 +288,6 @@ def test_compiled_caller_breaks_the_graph_once_and_gets_the_same_gradient() -> N
     (found,) = torch.autograd.grad(compiled(case.hidden), case.hidden)
     assert torch.equal(found, wanted)
     assert torch._dynamo.explain(step)(case.hidden).graph_break_count == 1
-
-
-# ---- strides, devices of small tensors
 
 
 def test_any_strides_are_accepted() -> None:
