@@ -154,7 +154,10 @@ NAN = {"fc.weight": torch.full((48, 96), float("nan"))}
 DAMAGES = {
     "nowhere": (InputError, shutil.rmtree),
     "renamed": (InputError, with_tensors(lambda of: {n.replace("fc.", "fc_"): t for n, t in of.items()})),
-    "other shape": (InputError, with_tensors(lambda of: {**of, "norm.weight": of["norm.weight"][:-1].clone()})),
+    "other shape": (
+        InputError,
+        with_tensors(lambda of: {**of, "norm.weight": of["norm.weight"][:-1].clone()}),
+    ),
     "not finite": (InputError, with_tensors(lambda of: of | NAN)),
     "cut": (StoreError, lambda at: (at / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")),
     "no object": (InputError, with_text(lambda of: "[]")),

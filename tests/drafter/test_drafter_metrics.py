@@ -54,7 +54,9 @@ def test_streak_and_conditional_accuracy_by_hand():
     assert "loss_kl" not in report
     assert report["agreement"] is None and report["kl"] is None
     nothing = Tally(4, "cpu").report()
-    assert nothing["streak"] is None and nothing["loss"] is None and nothing["position_accuracy"] == [None] * 3
+    assert (
+        nothing["streak"] is None and nothing["loss"] is None and nothing["position_accuracy"] == [None] * 3
+    )
 
 
 def test_a_slot_whose_loss_is_not_a_number_is_right_in_no_measure():

@@ -29,7 +29,12 @@ CONFIGS = {
     "length_overlap": LossConfig(hard_weight=0, length_weight=1, acceptance="overlap"),
     "length_ce_cap": LossConfig(hard_weight=0.5, cap_weight=0.2, length_weight=0.7, logit_scale=1.5),
     "length_all": LossConfig(
-        soft_weight=0.3, tv_weight=0.2, lk_weight=0.1, length_weight=0.7, acceptance="overlap", logit_scale=1.5
+        soft_weight=0.3,
+        tv_weight=0.2,
+        lk_weight=0.1,
+        length_weight=0.7,
+        acceptance="overlap",
+        logit_scale=1.5,
     ),
     "argmax": LossConfig(label_source="argmax", soft_weight=0.3, cap_weight=0.2),
     "softcap": LossConfig(soft_weight=0.3, cap_weight=0.2, tv_weight=0.1, logit_scale=1.5, logit_softcap=3.0),

@@ -12,6 +12,7 @@ from loss_reference import CONFIGS, agree, make_case, reference, relative
 from dflash_lab.drafter.loss import fused_draft_loss
 from dflash_lab.drafter.loss_terms import LossConfig
 
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_value_gradient_and_statistics_equal_float64_autograd(name: str) -> None:
     case, config = make_case(), CONFIGS[name]
