@@ -1,4 +1,4 @@
-"""What cannot be compiled on this machine: the run goes on without and says so, or is told what to give instead."""
+"""What cannot be compiled on this machine: the run goes on and says so, or is told what to give."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints out and in: z-lab's layout, the speculators layout, older spellings, files that are not right."""
+"""Checkpoints out and in: z-lab's layout, the speculators layout, older spellings, damaged files."""
 
 from __future__ import annotations
 

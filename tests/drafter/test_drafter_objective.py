@@ -1,4 +1,4 @@
-"""A row's loss against what a real target says: its own norm and head at a + k - 1, its argmax, denominators."""
+"""A row's loss against what a real target says: its norm and head at a + k - 1, its argmax, denominators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two processes on the same global batch train like one; each kind of run goes on from the other's checkpoint."""
+"""Two processes on the same global batch train like one, and go on from each other's checkpoints."""
 
 from __future__ import annotations
 

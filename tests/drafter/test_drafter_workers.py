@@ -109,7 +109,7 @@ def tell_and_wait(connection, path):
 
 
 def test_a_child_ends_when_its_parent_is_killed(tmp_path):
-    left, right = Pipe()
+    _left, right = Pipe()
     parent = os.fork()
     if not parent:
         try:

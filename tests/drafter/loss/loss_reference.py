@@ -1,4 +1,4 @@
-"""The draft loss written the long way: full logits, float64, autograd. Shares no code with the package's loss."""
+"""The draft loss written the long way: full logits, float64, autograd; no code of the package's loss."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def agree(
 def reference(
     case: Case, config: LossConfig, *, target: bool = True
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(total, d total / d hidden, statistics of slots) by autograd over the full logits, float64, on the CPU."""
+    """(total, d total / d hidden, statistics of slots) by autograd over full logits in float64."""
     hidden = case.hidden.detach().cpu().double().requires_grad_()
     head = case.head.cpu().double()
     weights = case.weights.cpu().double()

@@ -1,4 +1,4 @@
-"""The compiled and the Triton row pass against float64 autograd and against the torch pass. The Triton kernels
+"""The compiled and the Triton row pass against float64 autograd and the torch pass. The Triton kernels
 run on a CUDA device, or on the CPU under TRITON_INTERPRET=1 where the triton package is installed.
 """
 

@@ -18,7 +18,7 @@ ROOT = Path(dflash_lab.__file__).parent
 
 
 def unspecialized() -> Iterator[tuple[str, list[ast.arg], set[str]]]:
-    """(name, parameters, names listed) of every kernel with a `do_not_specialize` list, a constant of its file."""
+    """(name, parameters, names listed) of every kernel with a `do_not_specialize` list."""
     for path in sorted(ROOT.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
