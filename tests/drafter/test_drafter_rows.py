@@ -50,7 +50,7 @@ def cost(drafter, row, loss):
     )
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(2, 80))
 def test_plan_holds_every_sample_once_within_the_budget(lengths, budget):
     rows = plan_rows(lengths, budget, torch.Generator().manual_seed(0))
@@ -59,7 +59,7 @@ def test_plan_holds_every_sample_once_within_the_budget(lengths, budget):
         assert len(row) == 1 or sum(min(lengths[i], budget) for i in row) <= budget
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.integers(1, 60), st.integers(0, 1000))
 def test_shares_are_proportional_distinct_sorted_and_complete(counts, total, seed):
     drawn = shared_out(counts, total, seed)
