@@ -1,5 +1,5 @@
-"""`speculators_client.py FOLDER`, with speculators 0.9 on its path: does its own loader take our export, weights
-and all? Its clients of servers and data sets are not needed for that; absent ones are stood in for.
+"""`speculators_client.py FOLDER`, with speculators 0.9 on its path: does its own loader take our export, with
+its weights? Its clients of servers and data sets are not needed for that; absent ones are stood in for.
 """
 
 from __future__ import annotations
