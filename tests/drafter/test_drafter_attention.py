@@ -1,6 +1,4 @@
-"""One visibility rule, computed three ways: by brute force, as dense masks, and as flex_attention's
-mask_mod.
-"""
+"""One visibility rule, three ways: by brute force, as dense masks, and as flex_attention's mask_mod."""
 
 from __future__ import annotations
 
@@ -114,42 +112,30 @@ def test_most_tiles_of_a_training_row_are_full_or_left_out():
 
 def tensors(blocks, size, context, seed=0, dtype=torch.float32, device="cpu"):
     generator = torch.Generator().manual_seed(seed)
-    shapes = [
-        (blocks, size, 4, 16),
-        (blocks, size, 2, 16),
-        (blocks, size, 2, 16),
-        (context, 2, 16),
-        (context, 2, 16),
-    ]
+    shapes = [(blocks, size, heads, 16) for heads in (4, 2, 2)] + [(context, 2, 16)] * 2
     return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
+@pytest.mark.parametrize("attends", [dense_attend, flex_attend])
 @pytest.mark.parametrize("mask", [LayerMask(False, None), LayerMask(True, 3)])
-def test_flex_equals_dense_on_cpu(mask):
-    layout = row_layout([[1, 4], [], [0, 7, 8]], [6, 5, 9], 4)
-    inputs = tensors(5, 4, 20)
-    with torch.no_grad():
-        dense = dense_attend(layout)(mask)(*inputs)
-        flex = flex_attend(layout)(mask)(*inputs)
-    assert relative_error(flex, dense) < 1e-6
-
-
-def test_dense_equals_attention_written_out():
-    layout = row_layout([[2, 5]], [8], 3)
-    mask = LayerMask(True, 4)
-    q, kb, vb, kc, vc = tensors(2, 3, 8)
-    seen = brute_force([8], [[2, 5]], 3, mask)
+def test_both_paths_equal_attention_written_out(mask, attends):
+    anchors, lengths = [[1, 4], [], [0, 7, 8]], [6, 5, 9]
+    q, kb, vb, kc, vc = tensors(5, 4, 20)
+    seen = brute_force(lengths, anchors, 4, mask)
     k = torch.cat([kc, kb.flatten(0, 1)]).repeat_interleave(2, 1)
     v = torch.cat([vc, vb.flatten(0, 1)]).repeat_interleave(2, 1)
     scores = torch.einsum("qhd,khd->hqk", q.flatten(0, 1), k) / 16**0.5
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    wanted = torch.einsum("hqk,khd->qhd", weights, v).unflatten(0, (2, 3))
-    assert relative_error(dense_attend(layout)(mask)(q, kb, vb, kc, vc), wanted) < 1e-6
+    wanted = torch.einsum("hqk,khd->qhd", weights, v).unflatten(0, (5, 4))
+    with torch.no_grad():
+        found = attends(row_layout(anchors, lengths, 4))(mask)(q, kb, vb, kc, vc)
+    assert relative_error(found, wanted) < 1e-6
 
 
-def test_unknown_path_is_refused():
+@pytest.mark.parametrize(("anchors", "path"), [([1], "flash"), ([3, 1], "dense"), ([9], "dense")], ids=str)
+def test_unsorted_and_outside_anchors_and_unknown_paths_are_refused(anchors, path):
     with refused(InputError):
-        make_attends(row_layout([[1]], [3], 2), "flash")
+        make_attends(row_layout([anchors], [9], 2), path)
 
 
 @pytest.mark.gpu

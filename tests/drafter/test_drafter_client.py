@@ -1,7 +1,5 @@
-"""Our files in the released packages, as clients in processes of their own: z-lab's `dflash` and
-`speculators`.
-
-They are installed apart, for their pins would rule ours: `make install-test` puts them into the folder
+"""Our files in the released packages, z-lab's `dflash` and `speculators`, in processes of their own. They are
+installed apart, for their pins would rule ours: `make install-test` puts them into the folder
 `clients` of the virtual environment; DFLASH_CLIENTS names another.
 """
 
@@ -18,19 +16,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.tiny_drafters import HIDDEN, SECOND, VOCAB, relative_error, tiny_config, tiny_drafter
 
+from dflash_lab.acceptance.decode import decode
 from dflash_lab.drafter.checkpoint import save_checkpoint
-from dflash_lab.drafter.config import FULL, SLIDING
+from dflash_lab.drafter.config import FULL, SLIDING, DrafterConfig
 from dflash_lab.drafter.formats import export_speculators
-from dflash_lab.drafter.model import DraftCache
+from dflash_lab.drafter.model import DraftCache, Drafter
+from dflash_lab.models.load import load_target
 
 CLIENTS = Path(os.environ.get("DFLASH_CLIENTS", Path(sys.prefix) / "clients"))
 SUPPORT = Path(__file__).parent.parent / "support"
-needs_dflash = pytest.mark.skipif(
-    not (CLIENTS / "dflash").is_dir(), reason=f"no dflash package in {CLIENTS} (see this file's first lines)"
-)
-needs_speculators = pytest.mark.skipif(
-    not (CLIENTS / "speculators").is_dir(),
-    reason=f"no speculators in {CLIENTS} (see this file's first lines)",
+needs_dflash, needs_speculators = (
+    pytest.mark.skipif(not (CLIENTS / name).is_dir(), reason=f"no {name} in {CLIENTS}: make install-test")
+    for name in ("dflash", "speculators")
 )
 
 
@@ -53,12 +50,20 @@ VARIANTS = {
 }
 
 
+def a_target_and_its_drafter(folder):
+    target = load_target(str(folder))
+    shape = dict(num_layers=2, block_size=4, tap_ids=(1, 3, 5), sliding_layers=1, sliding_window=9)
+    config = DrafterConfig.from_target(target.config, mask_token_id=280, initializer_range=0.3, **shape)
+    assert config.layer_types == (SLIDING, FULL)
+    return target, Drafter(config).initialize(torch.Generator().manual_seed(0))
+
+
 @needs_dflash
-def test_hidden_states_are_the_same(tmp_path):
-    ours = {}
+def test_hidden_states_and_the_tokens_of_its_own_loop_are_the_same(tmp_path, tiny_target):
+    ours, root = {}, tmp_path / "single"
     for name, changes in VARIANTS.items():
         drafter = tiny_drafter(tiny_config(**changes))
-        save_checkpoint(tmp_path / name, drafter)
+        save_checkpoint(root / name, drafter)
         generator = torch.Generator().manual_seed(4)
         head = torch.randn(VOCAB, HIDDEN, generator=generator)
         inputs: dict[str, torch.Tensor] = {"head": head}
@@ -77,54 +82,22 @@ def test_hidden_states_are_the_same(tmp_path):
                         hidden, drafter.logits(hidden, head), anchor
                     )
                 ours[name, f"{length}.tokens"] = tokens[0]
-        save_file(inputs, tmp_path / name / "inputs.safetensors")
-    client("zlab_client.py", "forward", str(tmp_path))
-    theirs = {(n, k): t for n in VARIANTS for k, t in load_file(tmp_path / n / "outputs.safetensors").items()}
+        save_file(inputs, root / name / "inputs.safetensors")
+    target, drafter = a_target_and_its_drafter(tiny_target("llama"))
+    save_checkpoint(tmp_path / "drafter", drafter)
+    prompt = [5, 99, 104, 7, 61, 33]
+    tokens = decode(target, drafter, prompt, max_new_tokens=20, stop_ids=[]).tokens
+    folders = [str(folder) for folder in (root, tmp_path / "drafter", tiny_target("llama"))]
+    said = client("zlab_client.py", *folders, ",".join(map(str, prompt)), "20")
+    assert json.loads(said.splitlines()[-1])["tokens"] == list(tokens)
+    theirs = {(n, k): t for n in VARIANTS for k, t in load_file(root / n / "outputs.safetensors").items()}
     assert theirs.keys() == ours.keys()
     for key, wanted in theirs.items():
         if key[1].endswith("tokens"):
             assert torch.equal(ours[key], wanted)
         else:
-            assert (
-                float((ours[key] - wanted).abs().max()) <= 1e-5 and relative_error(ours[key], wanted) < 1e-5
-            )
-
-
-@needs_dflash
-def test_greedy_generation_through_its_own_loop_gives_our_tokens(tmp_path, tiny_target):
-    from dflash_lab.acceptance.decode import decode
-    from dflash_lab.drafter.config import DrafterConfig
-    from dflash_lab.drafter.model import Drafter
-    from dflash_lab.models.load import load_target
-
-    folder = tiny_target("llama")
-    target = load_target(str(folder))
-    config = DrafterConfig.from_target(
-        target.config,
-        mask_token_id=280,
-        num_layers=2,
-        block_size=4,
-        tap_ids=(1, 3, 5),
-        sliding_layers=1,
-        sliding_window=9,
-        initializer_range=0.3,
-    )
-    assert config.layer_types == (SLIDING, FULL)
-    drafter = Drafter(config).initialize(torch.Generator().manual_seed(0))
-    save_checkpoint(tmp_path / "drafter", drafter)
-    prompt = [5, 99, 104, 7, 61, 33]
-    ours = decode(target, drafter, prompt, max_new_tokens=20, stop_ids=[])
-    theirs = json.loads(
-        client(
-            "zlab_client.py",
-            "generate",
-            str(tmp_path / "drafter"),
-            str(folder),
-            ",".join(map(str, prompt)),
-            "20",
-        )
-    )
-    assert list(ours.tokens) == theirs["tokens"]
+            assert float((ours[key] - wanted).abs().max()) <= 1e-5
+            assert relative_error(ours[key], wanted) < 1e-5
 
 
 @needs_speculators

@@ -1,6 +1,4 @@
-"""The loop on a CUDA device: it learns, resumes to a millionth, skips bad steps unasked, and waits
-for nobody.
-"""
+"""The loop on a CUDA device: it learns, resumes to a millionth, skips bad steps unasked, waits for nobody."""
 
 from __future__ import annotations
 
@@ -10,13 +8,22 @@ import dataclasses
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.tiny_drafters import HIDDEN, ItemList, head_on, relative_error, tiny_config, tiny_items
+from support.tiny_drafters import (
+    HIDDEN,
+    ItemList,
+    Killed,
+    head_on,
+    killed_at,
+    learner,
+    records,
+    relative_error,
+    tiny_config,
+    tiny_items,
+    tiny_settings,
+)
 
 from dflash_lab.drafter.attention import row_layout
-from dflash_lab.drafter.journal import read_journal
-from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.drafter.objective import TrainSettings
 from dflash_lab.drafter.optim import OptimizerConfig
 from dflash_lab.drafter.rows import feed, prefetch
 from dflash_lab.drafter.train import Diverged, Trainer, train
@@ -24,27 +31,13 @@ from dflash_lab.drafter.train import Diverged, Trainer, train
 pytestmark = pytest.mark.gpu
 
 
-def settings(**changes) -> TrainSettings:
-    values = dict(
-        max_steps=40,
-        context_tokens=64,
-        anchors=12,
-        accumulate=2,
-        loss=LossConfig(hard_weight=0.85, soft_weight=0.15, cap_weight=0.05),
-        gamma=4.0,
-        noise_std=0.02,
-        optimizer=OptimizerConfig(lr=1e-2),
-        log_every=5,
-        eval_every=20,
-        eval_rows=1,
-        checkpoint_every=20,
-    )
-    return TrainSettings(**(values | changes))
+CHOSEN = dict(
+    max_steps=40, optimizer=OptimizerConfig(lr=1e-2), log_every=5, eval_every=20, checkpoint_every=20
+)
 
 
 def start(compiled: bool = False) -> Drafter:
-    drafter = Drafter(tiny_config(initializer_range=0.05)).initialize(torch.Generator().manual_seed(0))
-    drafter = drafter.to("cuda", torch.bfloat16)
+    drafter = learner(torch.bfloat16, "cuda")
     if compiled:
         drafter.compile_layers()
     return drafter
@@ -52,22 +45,6 @@ def start(compiled: bool = False) -> Drafter:
 
 def cuda_head():
     return head_on("cuda", torch.bfloat16)
-
-
-def steps(folder):
-    return [r for r in read_journal(folder) if r["kind"] == "step"]
-
-
-class Killed(Exception):
-    """Stands for a kill at a step."""
-
-
-def kill_at(step):
-    def progress(description, done, total, **facts):
-        if done == step:
-            raise Killed
-
-    return progress
 
 
 @pytest.mark.parametrize(
@@ -81,15 +58,15 @@ def kill_at(step):
     ],
 )
 def test_it_learns_and_resumes_to_a_millionth(tmp_path, compiled, optimizer):
-    chosen = settings(optimizer=OptimizerConfig(lr=1e-2, **optimizer))
+    chosen = tiny_settings(**CHOSEN | dict(optimizer=OptimizerConfig(lr=1e-2, **optimizer)))
     items = tiny_items(16, heldout=4)
     report = train(items, cuda_head(), start(compiled), chosen, folder=tmp_path / "whole")
     assert report.last["streak"] > report.first["streak"] + 0.5
     assert report.compile_seconds > 0 and report.skipped == 0
     with pytest.raises(Killed):
-        train(items, cuda_head(), start(compiled), chosen, folder=tmp_path / "cut", on_progress=kill_at(23))
+        train(items, cuda_head(), start(compiled), chosen, folder=tmp_path / "cut", on_progress=killed_at(23))
     train(items, cuda_head(), start(compiled), chosen, folder=tmp_path / "cut")
-    whole, cut = steps(tmp_path / "whole"), steps(tmp_path / "cut")
+    whole, cut = (records(tmp_path / name, "step") for name in ("whole", "cut"))
     assert [r["step"] for r in cut] == [r["step"] for r in whole] == list(range(1, 41))
     for a, b in zip(whole, cut, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-6)
@@ -106,12 +83,15 @@ def test_bad_rows_are_skipped_counted_and_saved_without_a_wait(tmp_path):
     taps = items[5].taps.clone().index_fill_(0, torch.tensor([0, 1]), float("nan"))
     items[5] = dataclasses.replace(items[5], taps=taps)
     drafter = start()
-    report = train(items, cuda_head(), drafter, settings(max_steps=9, eval_rows=0), folder=tmp_path)
-    skipped = [r for r in steps(tmp_path) if r["skipped"]]
+    report = train(
+        items, cuda_head(), drafter, tiny_settings(**CHOSEN | dict(max_steps=9, eval_rows=0)), folder=tmp_path
+    )
+    steps = records(tmp_path, "step")
+    skipped = [r for r in steps if r["skipped"]]
     assert report.skipped == len(skipped) == len(list((tmp_path / "bad").iterdir())) >= 1
     assert all("nan" in r["skipped"] and r["loss"] is None for r in skipped)
     assert all(torch.isfinite(p).all() for p in drafter.parameters())
-    assert len(steps(tmp_path)) == 9
+    assert len(steps) == 9
 
 
 def test_many_bad_steps_in_a_row_end_the_run(tmp_path):
@@ -119,13 +99,19 @@ def test_many_bad_steps_in_a_row_end_the_run(tmp_path):
         dataclasses.replace(i, taps=torch.full_like(i.taps, float("inf"))) for i in tiny_items(6, heldout=0)
     )
     with pytest.raises(Diverged, match="3 bad steps in a row at step 3"):
-        train(bad, cuda_head(), start(), settings(max_bad_steps=3, eval_rows=0), folder=tmp_path)
+        train(
+            bad,
+            cuda_head(),
+            start(),
+            tiny_settings(**CHOSEN | dict(max_bad_steps=3, eval_rows=0)),
+            folder=tmp_path,
+        )
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_step_waits_for_nobody(tmp_path, kind):
     """Anything in a step that would wait for the device is an error here."""
-    chosen = settings(optimizer=OptimizerConfig(kind=kind), eval_rows=0)
+    chosen = tiny_settings(**CHOSEN | dict(optimizer=OptimizerConfig(kind=kind), eval_rows=0))
     trainer = Trainer(tiny_items(12, heldout=0), cuda_head(), start(), chosen, tmp_path)
     trainer.warm_up()
     with contextlib.closing(prefetch(feed(trainer.stream(), trainer.device))) as stream:

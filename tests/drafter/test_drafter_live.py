@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 
 import numpy as np
 import pytest
 import torch
 from support.families import tiny_family
-from support.tiny_drafters import relative_error
+from support.tiny_drafters import ItemList, Killed, killed_at, records, relative_error, tiny_settings
 from support.tiny_targets import VOCAB_SIZE
 from support.wording import refused
 from transformers import AttentionInterface
 
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.config import DrafterConfig
-from dflash_lab.drafter.journal import read_journal
 from dflash_lab.drafter.live import ATTENTION, LiveItems, RowForward, documents_attention
-from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.drafter.model import Drafter
-from dflash_lab.drafter.objective import TrainSettings
-from dflash_lab.drafter.optim import OptimizerConfig
 from dflash_lab.drafter.rows import PackedRows, padded
 from dflash_lab.drafter.train import train
 from dflash_lab.errors import InputError
@@ -47,54 +43,42 @@ def samples(tmp_path_factory):
     return path
 
 
-def live(samples, folder, **changes) -> LiveItems:
-    return LiveItems(
-        samples, load_target(str(folder)), tap_ids=TAPS, context_tokens=changes.pop("context", CONTEXT)
-    )
+def live(samples, folder) -> LiveItems:
+    return LiveItems(samples, load_target(str(folder)), tap_ids=TAPS, context_tokens=CONTEXT)
 
 
-class Stored(list):
-    """A store's items in the order of the samples file."""
+@pytest.fixture(scope="module")
+def sources(samples, tiny_target, tmp_path_factory):
+    """By kind of target: its live items, and those of a store in the same order."""
 
-    def __init__(self, store, hashes):
-        super().__init__(store[store.find(name)] for name in hashes)
+    @functools.cache
+    def of(kind: str) -> tuple[LiveItems, ItemList]:
+        items, folder = live(samples, tiny_target(kind)), tmp_path_factory.mktemp(kind)
+        target = load_target(str(tiny_target(kind)))
+        extract(target, samples, folder, tap_ids=TAPS, token_budget=256, max_batch=8, store_final=True)
+        store = open_store(folder)
+        return items, ItemList(store[store.find(name)] for name in items.hashes)
 
-    @property
-    def lengths(self):
-        return np.array([len(item) for item in self])
-
-    @property
-    def heldout(self):
-        return np.array([item.heldout for item in self])
-
-
-def stored(samples, folder, tmp_path, hashes) -> Stored:
-    extract(load_target(str(folder)), samples, tmp_path / "store", tap_ids=TAPS, token_budget=256,
-            max_batch=8, store_final=True)  # fmt: skip
-    return Stored(open_store(tmp_path / "store"), hashes)
+    return of
 
 
-def drafter_for(folder) -> Drafter:
-    target = load_target(str(folder), with_head=False)
+def drafter_for(target) -> Drafter:
     config = DrafterConfig.from_target(
         target.config, mask_token_id=VOCAB_SIZE - 1, num_layers=2, block_size=4, tap_ids=TAPS
     )
     return Drafter(config).initialize(torch.Generator().manual_seed(0))
 
 
-def settings(**changes) -> TrainSettings:
-    values = dict(max_steps=6, context_tokens=CONTEXT, anchors=24, eval_rows=2, log_every=2, eval_every=3,
-                  checkpoint_every=2, noise_std=0.02, loss=LossConfig(hard_weight=0.85, soft_weight=0.15),
-                  optimizer=OptimizerConfig(lr=2e-3))  # fmt: skip
-    return TrainSettings(**{**values, **changes})
+SETTINGS = tiny_settings(
+    max_steps=4, context_tokens=CONTEXT, anchors=24, accumulate=1, eval_rows=2, log_every=2, eval_every=2
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_live_rows_are_the_rows_of_a_store(samples, tiny_target, tmp_path, kind):
-    items = live(samples, tiny_target(kind))
+def test_live_rows_are_the_rows_of_a_store(sources, kind):
+    items, wanted = sources(kind)
     assert items.forward.path == KINDS[kind]
-    wanted = stored(samples, tiny_target(kind), tmp_path, items.hashes)
-    config = drafter_for(tiny_target(kind)).config
+    config = drafter_for(items.target).config
     rows = [
         PackedRows(source, range(len(LENGTHS)), config, context_tokens=CONTEXT, anchors=24, seed=0, pad=True)
         for source in (items, wanted)
@@ -117,9 +101,8 @@ def test_live_rows_are_the_rows_of_a_store(samples, tiny_target, tmp_path, kind)
     assert len(item) == CONTEXT and relative_error(item.taps, full.taps[:CONTEXT]) < 5e-4
 
 
-def test_documents_do_not_see_each_other(samples, tiny_target):
-    """What a neighbour says changes nothing, and a row's states do not depend on where a document stands."""
-    items = live(samples, tiny_target("llama"))
+def test_documents_do_not_see_each_other(sources):
+    items, _ = sources("llama")
     bounds = [(0, 30), (30, 61)]
     ids = torch.randint(0, 256, (61,), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(30), torch.arange(31)])
@@ -183,67 +166,63 @@ def test_compiled_layers_are_kept_only_if_each_adds_the_same(tiny_target, monkey
     assert all(layer.forward is not old for layer, old in zip(forward.target.layers, plain, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
-def test_training_live_equals_training_from_a_store(samples, tiny_target, tmp_path, kind):
-    folder = tiny_target(kind)
-    items = live(samples, folder)
-    wanted = stored(samples, folder, tmp_path, items.hashes)
-    reports, drafters = [], []
-    for name, source in (("live", items), ("stored", wanted)):
-        drafter = drafter_for(folder)
-        reports.append(train(source, items.target.head, drafter, settings(), folder=tmp_path / name))
-        drafters.append(drafter)
-    for mine, theirs in zip(*(d.parameters() for d in drafters), strict=True):
+@pytest.fixture(scope="module")
+def trained(sources, tmp_path_factory):
+    """A drafter of the live llama, its report and its folder."""
+    items, folder = sources("llama")[0], tmp_path_factory.mktemp("trained")
+    drafter = drafter_for(items.target)
+    return (
+        drafter,
+        train(items, items.target.head, drafter, SETTINGS, folder=folder, source=items.source()),
+        folder,
+    )
+
+
+def test_training_live_equals_training_from_a_store(sources, trained, tmp_path):
+    items, wanted = sources("llama")
+    drafter, report, folder = trained
+    other = drafter_for(items.target)
+    told = train(wanted, items.target.head, other, SETTINGS, folder=tmp_path)
+    for mine, theirs in zip(drafter.parameters(), other.parameters(), strict=True):
         assert relative_error(mine.data, theirs.data) < 2e-3
-    assert reports[0].context_tokens == reports[1].context_tokens
-    assert reports[0].last["agreement"] == pytest.approx(reports[1].last["agreement"], abs=0.02)
-    losses = [
-        [r["loss"] for r in read_journal(tmp_path / n) if r["kind"] == "step"] for n in ("live", "stored")
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and len(losses[0]) == 6
+    assert report.context_tokens == told.context_tokens
+    assert report.last["agreement"] == pytest.approx(told.last["agreement"], abs=0.02)
+    losses = [[record["loss"] for record in records(run, "step")] for run in (folder, tmp_path)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and len(losses[0]) == 4
 
 
-def test_killed_and_resumed_live_run_repeats_the_whole_one(samples, tiny_target, tmp_path):
-    folder = tiny_target("llama")
-    whole = drafter_for(folder)
-    items = live(samples, folder)
-    train(items, items.target.head, whole, settings(), folder=tmp_path / "whole", source=items.source())
-
-    def stop(description, done, total, **facts):
-        if done == 3:
-            raise KeyboardInterrupt
-
-    cut = live(samples, folder)
-    with pytest.raises(KeyboardInterrupt):
-        train(cut, cut.target.head, drafter_for(folder), settings(), folder=tmp_path / "cut",
-              on_progress=stop, source=cut.source())  # fmt: skip
-    resumed = drafter_for(folder)
-    train(cut, cut.target.head, resumed, settings(), folder=tmp_path / "cut", source=cut.source())
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+def test_killed_and_resumed_live_run_repeats_the_whole_one(sources, trained, tmp_path):
+    items, _ = sources("llama")
+    options = dict(settings=SETTINGS, folder=tmp_path, source=items.source())
+    with pytest.raises(Killed):
+        train(items, items.target.head, drafter_for(items.target), on_progress=killed_at(3), **options)
+    resumed = drafter_for(items.target)
+    train(items, items.target.head, resumed, **options)
+    assert all(torch.equal(a, b) for a, b in zip(trained[0].parameters(), resumed.parameters(), strict=True))
 
 
-def test_a_run_of_other_samples_or_weights_is_not_gone_on_with(samples, tiny_target):
+def test_a_run_of_other_samples_or_weights_is_not_gone_on_with(samples, sources, tiny_target):
     items = live(samples, tiny_target("llama"))
     source = items.source()
     items.heldout = ~items.heldout
     assert items.source() != source
-    assert live(samples, tiny_target("qwen3")).source()["target"] != source["target"]
+    assert sources("qwen3")[0].source()["target"] != source["target"]
 
 
-def test_tokens_outside_the_vocabulary_are_refused(samples, tiny_target, tmp_path):
+def test_tokens_outside_the_vocabulary_are_refused(tiny_target, tmp_path):
     path = tmp_path / "samples.parquet"
-    write_samples(path, [Sample("a", np.array([1, 2, 900]), np.array([0, 1, 1]), "t")], heldout_fraction=0.0,
-                  provenance={})  # fmt: skip
+    sample = Sample("a", np.array([1, 2, 900]), np.array([0, 1, 1]), "t")
+    write_samples(path, [sample], heldout_fraction=0.0, provenance={})
     with refused(InputError):
         live(path, tiny_target("llama"))
 
 
-def test_padding_a_bare_row_keeps_it_bare(samples, tiny_target):
-    items = live(samples, tiny_target("llama"))
-    config = drafter_for(tiny_target("llama")).config
+def test_padding_a_bare_row_keeps_it_bare(sources):
+    items, _ = sources("llama")
+    config = drafter_for(items.target).config
     row = PackedRows(items, [0, 1], config, context_tokens=CONTEXT, anchors=4, seed=0).row(0, 0)
-    assert padded(row, CONTEXT, 8, config).taps.shape == (CONTEXT, 0)
-    assert dataclasses.replace(row).final is None
+    padding = padded(row, CONTEXT, 8, config)
+    assert padding.taps.shape == (CONTEXT, 0) and padding.final is None
 
 
 @pytest.mark.gpu
@@ -254,10 +233,10 @@ def test_packed_rows_on_cuda_equal_plain_forwards(samples, tiny_target, kind, co
     target = load_target(str(tiny_target(kind)), device="cuda", dtype="bfloat16")
     items = LiveItems(samples, target, tap_ids=TAPS, context_tokens=128, compile=compile)
     assert items.forward.path == "packed" and items.forward.compiled == compile
-    items.fill(PackedRows(items, [0], drafter_for(tiny_target(kind)).config, context_tokens=128, anchors=4,
-                          seed=0, pad=True).row(0, 0).to("cuda"), 0, 0)  # fmt: skip
+    config = drafter_for(target).config
+    short = PackedRows(items, [0], config, context_tokens=128, anchors=4, seed=0, pad=True)
+    items.fill(short.row(0, 0).to("cuda"), 0, 0)
     assert bool(items.forward._graphs) == (kind != "qwen3_moe")
-    config = drafter_for(tiny_target(kind)).config
     source = PackedRows(items, range(13), config, context_tokens=128, anchors=24, seed=0, pad=True)
     alone = load_target(str(tiny_target(kind)), device="cuda", dtype="float32")
     plain = RowForward(alone, TAPS, row_tokens=128, longest=128)

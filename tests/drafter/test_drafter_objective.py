@@ -1,6 +1,4 @@
-"""A row's loss against what a real target says: its own norm and head at a + k - 1, its argmax, both
-denominators.
-"""
+"""A row's loss against what a real target says: its norm and head at a + k - 1, its argmax, denominators."""
 
 from __future__ import annotations
 
@@ -39,23 +37,26 @@ def items_and_logits(target, tap_ids, lengths=(30, 24)):
     return items, logits
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_5", "qwen3_5_moe"])
-def test_the_teacher_is_the_targets_own_distribution_one_position_before_the_slot(tiny_target, kind):
-    """Through the target's own final norm: x * w of Llama, x * (1 + w) of Qwen3.5."""
-    target = load_target(str(tiny_target(kind)))
+def case(folder):
+    """A target, a drafter for it, and a row of its items with their logits."""
+    target = load_target(str(folder))
     config = DrafterConfig.from_target(
         target.config, mask_token_id=280, num_layers=1, block_size=5, tap_ids=(1, 4)
     )
     drafter = Drafter(config).initialize(torch.Generator().manual_seed(0))
     items, logits = items_and_logits(target, config.tap_ids)
-    row = pack(items, config, 200, 1000, torch.Generator().manual_seed(0))
+    return target, drafter, pack(items, config, 200, 1000, torch.Generator().manual_seed(0)), items, logits
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_5", "qwen3_5_moe"])
+def test_the_teacher_is_the_targets_own_distribution_one_position_before_the_slot(tiny_target, kind):
+    """Through the target's own final norm: x * w of Llama, x * (1 + w) of Qwen3.5."""
+    target, drafter, row, items, logits = case(tiny_target(kind))
     settings = chosen(loss=LossConfig(hard_weight=0.0, soft_weight=1.0))
-    loss = Objective(target.head, config, settings)(drafter, drafter, row, row.taps, teacher=False)
-    embeddings = target.head.embed(row.block_ids)
+    loss = Objective(target.head, drafter.config, settings)(drafter, drafter, row, row.taps, teacher=False)
     with torch.no_grad():
-        drafted = drafter.logits(drafter(embeddings, row.taps, row.layout), target.head.weight).log_softmax(
-            -1
-        )
+        hidden = drafter(target.head.embed(row.block_ids), row.taps, row.layout)
+        drafted = drafter.logits(hidden, target.head.weight).log_softmax(-1)
     starts = torch.tensor([0, len(items[0])])
     document = (row.layout.starts > 0).long()
     compared = 0
@@ -70,16 +71,10 @@ def test_the_teacher_is_the_targets_own_distribution_one_position_before_the_slo
 
 
 def test_labels_from_the_argmax_are_the_targets_first_choices(tiny_target):
-    target = load_target(str(tiny_target("qwen3")))
-    config = DrafterConfig.from_target(
-        target.config, mask_token_id=280, num_layers=1, block_size=5, tap_ids=(1, 4)
-    )
-    drafter = Drafter(config).initialize(torch.Generator().manual_seed(0))
-    items, _ = items_and_logits(target, config.tap_ids)
-    row = pack(items, config, 200, 1000, torch.Generator().manual_seed(0))
+    target, drafter, row, *_ = case(tiny_target("qwen3"))
     found = {}
     for labels in ("data", "argmax"):
-        objective = Objective(target.head, config, chosen(loss=LossConfig(label_source=labels)))
+        objective = Objective(target.head, drafter.config, chosen(loss=LossConfig(label_source=labels)))
         found[labels] = objective(drafter, drafter, row, row.taps, teacher=True).rows
     live = found["data"].live
     assert torch.equal(found["data"].label[live], row.labels[live])

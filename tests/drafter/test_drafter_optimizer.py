@@ -1,6 +1,4 @@
-"""AdamW equals torch's, masters carry small steps, Muon's direction is orthogonal, the schedule has its
-shape.
-"""
+"""AdamW equals torch's, masters carry small steps, Muon's direction is orthogonal, the schedule's shape."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ import torch
 from support.tiny_drafters import relative_error
 from support.wording import refused
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_lab.drafter.optim import (
     Optimizer,
@@ -190,41 +189,34 @@ def test_newton_schulz_flattens_singular_values(shape):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_muon_on_many_matrices_at_once_is_muon_on_each(dtype):
-    """Bit for bit, with steps called off in between, for wide, tall and square matrices of one group."""
+    """With steps called off in between, for wide, tall and square matrices of one group."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(9, 14), (14, 9), (9, 14), (9, 9), (14, 9), (9, 9)]
-    named = {
+    many = {
         f"layers.{i}.w.weight": nn.Parameter(torch.randn(s, generator=generator).to(dtype))
         for i, s in enumerate(shapes)
     }
-    config, one = OptimizerConfig(kind="muon", muon_lr=3e-2), torch.tensor(1.0)
-    optimizer = Optimizer(named.items(), config)
-    masters = {n: p.detach().float().clone() for n, p in named.items()}
+    config, rate = OptimizerConfig(kind="muon", muon_lr=3e-2), 0.7 * 3e-2
+    optimizer = Optimizer(many.items(), config)
+    masters = {n: p.detach().float().clone() for n, p in many.items()}
     momenta = {n: torch.zeros_like(m) for n, m in masters.items()}
     for step in range(5):
-        go = torch.tensor(step != 2)
-        for parameter in named.values():
+        go = step != 2
+        for parameter in many.values():
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
             parameter.grad[0] = parameter.grad[0] if go else torch.nan
-        optimizer.step(0.7, torch.tensor(0.3), go)
-        ahead = {}
-        for name, parameter in named.items() if go else ():
-            grad = parameter.grad.float() * torch.tensor(0.3)
-            momenta[name].lerp_(grad, (1 - config.muon_momentum) * one)
-            ahead[name] = grad.lerp(momenta[name], config.muon_momentum)
-        for size in (14, 9):
-            alike = [n for n in ahead if max(ahead[n].shape) == size]
-            alike.sort(key=lambda n: ahead[n].shape[0] == 14)  # CPUs round by a matrix's place in its batch
-            wide = [ahead[n].T if ahead[n].shape[0] == 14 else ahead[n] for n in alike]
-            for name, update in zip(alike, orthogonalized(torch.stack(wide)) if wide else (), strict=True):
-                update = update * (0.2 * math.sqrt(update.shape[1]))
-                update = update.T if ahead[name].shape[0] == 14 else update
-                rate = 0.7 * config.muon_lr
-                masters[name].mul_(1 - one * (rate * config.muon_weight_decay))
-                masters[name].sub_(update * (one * rate))
-        for name, parameter in named.items():
-            assert torch.equal(parameter, masters[name].to(dtype))
-            assert torch.equal(optimizer.state[name]["momentum"], momenta[name])
+        optimizer.step(0.7, torch.tensor(0.3), torch.tensor(go))
+        for name, parameter in many.items() if go else ():
+            grad = parameter.grad.float() * 0.3
+            momenta[name].lerp_(grad, 1 - config.muon_momentum)
+            ahead = grad.lerp(momenta[name], config.muon_momentum)
+            wide = ahead.T if ahead.shape[0] > ahead.shape[1] else ahead
+            update = orthogonalized(wide[None])[0] * (0.2 * math.sqrt(wide.shape[1]))
+            masters[name].mul_(1 - rate * config.muon_weight_decay)
+            masters[name].sub_(update.T if wide is not ahead else update, alpha=rate)
+    for name, parameter in many.items():
+        assert relative_error(optimizer.state[name]["momentum"], momenta[name]) < 1e-6
+        assert relative_error(parameter.detach(), masters[name]) < (1e-3 if dtype == torch.float32 else 4e-3)
 
 
 def test_muon_under_a_flag_that_is_down_changes_nothing():
@@ -242,10 +234,11 @@ def test_muon_under_a_flag_that_is_down_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, dict(moments="int8"), dict(offload=True), dict(moments="int8", offload=True)]
+    ("changes", "dtype"),
+    [({}, torch.float32), ({}, torch.bfloat16), (dict(moments="int8", offload=True), torch.bfloat16)],
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_small_parameters_side_by_side_move_as_each_alone(dtype, changes, monkeypatch):
+def test_small_parameters_side_by_side_move_as_each_alone(changes, dtype, monkeypatch):
     results = []
     for small in (1 << 14, 0):
         monkeypatch.setattr("dflash_lab.drafter.optim.SMALL", small)
@@ -264,32 +257,27 @@ def test_small_parameters_side_by_side_move_as_each_alone(dtype, changes, monkey
     assert all(torch.equal(tensor, results[1][name]) for name, tensor in results[0].items())
 
 
+class Launches(TorchDispatchMode):
+    """Counts operations but views: what would start kernels on a GPU; one on a list of tensors is one."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
 def test_muon_starts_few_kernels_however_many_matrices_there_are():
     counts = []
     for layers in (2, 12):
-        named = {f"layers.{i}.w.weight": nn.Parameter(torch.ones(6, 4 + 4 * (i % 2))) for i in range(layers)}
-        optimizer = Optimizer(named.items(), OptimizerConfig(kind="muon"))
-        for parameter in named.values():
+        many = {f"layers.{i}.w.weight": nn.Parameter(torch.ones(6, 4 + 4 * (i % 2))) for i in range(layers)}
+        optimizer = Optimizer(many.items(), OptimizerConfig(kind="muon"))
+        for parameter in many.values():
             parameter.grad = torch.ones_like(parameter)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with Launches() as launches:
             optimizer.step(1.0)
-        counts.append(sum(launches(event) for event in profiler.events() if event.cpu_parent is None))
+        counts.append(launches.count)
     assert counts[1] < counts[0] + 10
-
-
-VIEWS = (
-    *("view", "strided", "slice", "select", "split", "transpose", "permute", "unbind", "expand", "empty"),
-    *("reshape", "narrow", "unsqueeze", "resolve_conj", "numpy_T", "mT", "detach", "result_type", "lift"),
-)
-
-
-def launches(event):
-    """Kernels a call would start on a GPU: views and allocations none, a call on a list of tensors one."""
-    name = event.name.removeprefix("aten::")
-    if name.startswith("_foreach"):
-        return 1
-    below = sum(launches(child) for child in event.cpu_children)
-    return below or not (name == "to" or any(word in name for word in VIEWS))
 
 
 def test_muon_takes_matrices_of_layers_only_and_moves_them_like_adamw():
@@ -302,7 +290,7 @@ def test_muon_takes_matrices_of_layers_only_and_moves_them_like_adamw():
     for parameter in parameters.values():
         parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
     optimizer.step(1.0)
-    rms = float((parameters["layers.0.mlp.up_proj.weight"] - before).square().mean().sqrt())
+    rms = float((parameters["layers.0.mlp.up_proj.weight"] - before).detach().square().mean().sqrt())
     assert 0.1e-2 < rms < 0.3e-2  # about 0.2 of the rate
     with refused(InputError):
         OptimizerConfig(kind="sgd")
@@ -323,7 +311,7 @@ def test_byte_codes_keep_the_mean_and_the_size(signed):
     values = torch.randn(3, 500, generator=generator) * torch.logspace(-4, 0, 500)
     values = values if signed else values.square()
     decoded = torch.stack(
-        [decode_moment(*encode_moment(values, generator, signed=signed)) for _ in range(400)]
+        [decode_moment(*encode_moment(values, generator, signed=signed)) for _ in range(200)]
     )
     one = decoded[0]
     assert one.shape == values.shape
@@ -339,26 +327,23 @@ def test_byte_codes_keep_the_mean_and_the_size(signed):
     )
 
 
-@pytest.mark.parametrize(
-    "changes", [dict(moments="int8"), dict(offload=True), dict(moments="int8", offload=True)]
-)
-def test_smaller_state_reaches_the_same_minimum(changes):
+def test_smaller_state_reaches_the_same_minimum():
     """Least squares with noisy gradients: distance to the solution beside that of fp32 moments."""
 
-    def distance(config):
+    def distance(**changes):
         generator = torch.Generator().manual_seed(1)
-        solution = torch.randn(40, 30, generator=generator)
-        parameter = nn.Parameter(torch.zeros(40, 30))
-        optimizer = Optimizer([("fc.weight", parameter)], config)
-        for step in range(400):
-            noise = torch.randn(40, 30, generator=generator)
+        solution = torch.randn(20, 30, generator=generator)
+        parameter = nn.Parameter(torch.zeros(20, 30))
+        optimizer = Optimizer([("fc.weight", parameter)], OptimizerConfig(lr=2e-2, **changes))
+        for step in range(300):
+            noise = torch.randn(20, 30, generator=generator)
             parameter.grad = parameter.detach() - solution + 0.3 * noise
-            optimizer.step(1 - step / 400)
+            optimizer.step(1 - step / 300)
         return float((parameter - solution).norm().detach() / solution.norm())
 
-    reference = distance(OptimizerConfig(lr=2e-2))
-    found = distance(OptimizerConfig(lr=2e-2, **changes))
-    assert found == pytest.approx(reference, rel=0.2 if "moments" in changes else 1e-6) and found < 0.1
+    whole = distance()
+    assert whole < 0.1 and distance(offload=True) == pytest.approx(whole, rel=1e-6)
+    assert distance(moments="int8", offload=True) == pytest.approx(whole, rel=0.2)
 
 
 def test_byte_moments_take_a_quarter_and_resume_exactly():

@@ -1,5 +1,5 @@
-"""Files under the knife: `kill_child.py CASE FOLDER STRIDE` kills a case before each of its file operations
-and checks what is left; prints the number of kills.
+"""Files under the knife: `kill_child.py FOLDER` kills each case before each of its file operations and checks
+what is left; prints the number of kills by case.
 """
 
 from __future__ import annotations
@@ -16,17 +16,23 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np  # noqa: E402
 from support.killing import ended_well, forked, killed_everywhere  # noqa: E402
-from support.tiny_drafters import tiny_config, tiny_drafter, tiny_head, tiny_items  # noqa: E402
+from support.tiny_drafters import (  # noqa: E402
+    learner,
+    records,
+    tiny_config,
+    tiny_drafter,
+    tiny_head,
+    tiny_items,
+    tiny_settings,
+)
 
 from dflash_lab import cli  # noqa: E402
 from dflash_lab.data.samples import Sample, read_provenance, read_samples, write_samples  # noqa: E402
 from dflash_lab.drafter.checkpoint import copy_checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
 from dflash_lab.drafter.formats import import_speculators  # noqa: E402
-from dflash_lab.drafter.journal import read_journal  # noqa: E402
-from dflash_lab.drafter.objective import TrainSettings  # noqa: E402
-from dflash_lab.drafter.optim import OptimizerConfig  # noqa: E402
 from dflash_lab.drafter.train import train  # noqa: E402
 from dflash_lab.errors import InputError, LabError, StoreError  # noqa: E402
+from dflash_lab.files import read_json  # noqa: E402
 
 MADE = {"tokenizer_hash": "t", "template_hash": "m", "thinking": False}
 OURS = tiny_config(layer_types=("full_attention",) * 3)  # the speculators layout cannot say a mixture
@@ -48,9 +54,6 @@ def loaded(load, folder: Path):
         return None
 
 
-# merge --------------------------------------------------------------------------------------------------
-
-
 def two_files(folder: Path) -> None:
     for name, numbers in (("a", range(20)), ("b", range(10, 30))):
         rows = [Sample(f"{name}:{n}", np.asarray([n, 2, 3]), np.asarray([0, 1, 1]), name) for n in numbers]
@@ -58,9 +61,8 @@ def two_files(folder: Path) -> None:
 
 
 def merge(folder: Path) -> None:
-    assert (
-        cli.main(["merge", str(folder / "all.parquet"), *(str(folder / f"{n}.parquet") for n in "ab")]) == 0
-    )
+    files = [str(folder / f"{name}.parquet") for name in ("all", "a", "b")]
+    assert cli.main(["merge", *files]) == 0
 
 
 def merged_or_not(folder: Path) -> None:
@@ -75,9 +77,6 @@ def merged_or_not(folder: Path) -> None:
     for name in ("all.parquet", "all.json"):
         (folder / name).unlink(missing_ok=True)
     merge(folder)
-
-
-# export, import, a drafter over another one -------------------------------------------------------------
 
 
 def a_drafter(folder: Path) -> None:
@@ -129,36 +128,21 @@ def old_or_new_or_none(folder: Path) -> None:
     assert same(load_checkpoint(folder / "drafter"), tiny_drafter(OTHER, seed=1))
 
 
-# train --------------------------------------------------------------------------------------------------
-
-
 def run(folder: Path) -> None:
-    settings = TrainSettings(
-        max_steps=5,
-        context_tokens=64,
-        anchors=8,
-        noise_std=0.02,
-        optimizer=OptimizerConfig(lr=2e-3),
-        log_every=2,
-        eval_every=2,
-        eval_rows=1,
-        checkpoint_every=1,
-    )
-    drafter = tiny_drafter(tiny_config(initializer_range=0.05))
+    """Train, or go on, and compare with the run that was not killed."""
+    settings = tiny_settings(max_steps=3, accumulate=1, log_every=2, eval_every=2, checkpoint_every=1)
+    drafter = learner()
     report = train(tiny_items(), tiny_head(), drafter, settings, folder=folder / "run")
     names = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
-    assert names == ["step-00000004", "step-00000005"], f"left over: {names}"
-    kept = json.loads((report.best / "metrics.json").read_text())
-    clock = ("seconds", "loader_share", "time", "memory_gib")
-    told = [{k: v for k, v in r.items() if k not in clock} for r in read_journal(folder / "run")]
+    assert names == ["step-00000002", "step-00000003"], f"left over: {names}"
+    kept = read_json(report.best / "metrics.json")
+    told = [records(folder / "run", kind) for kind in ("step", "train", "heldout")]
     values = [tensor.sum().item() for tensor in load_checkpoint(report.best).state_dict().values()]
     values += [tensor.sum().item() for tensor in drafter.state_dict().values()]
     found = json.dumps([told, report.best_step, kept, values])
     wanted = folder.parent / "uninterrupted.json"
     if not wanted.exists():
         wanted.write_text(found)
-    if found != wanted.read_text():
-        (folder.parent / "other.json").write_text(found)
     assert found == wanted.read_text(), "the resumed run is another one"
 
 
@@ -171,16 +155,12 @@ CASES = {
     "export": (a_drafter, export, exported_or_not),
     "import": (an_export, import_it, imported_or_not),
     "replace": (two_drafters, replace, old_or_new_or_none),
-    "train": (nothing, run, run),
+    "train": (nothing, run, run, 17),  # not before each operation: every try trains
 }
 
 
-def main(case: str, root: Path, stride: int) -> None:
-    if case == "train":
-        (root / "whole").mkdir()
-        ended_well(forked(run, root / "whole"), "the uninterrupted run")
-    print(killed_everywhere(root, *CASES[case], stride))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    root = Path(sys.argv[1])
+    (root / "train" / "whole").mkdir(parents=True)
+    ended_well(forked(run, root / "train" / "whole"), "the uninterrupted run")
+    print(json.dumps({name: killed_everywhere(root / name, *case) for name, case in CASES.items()}))

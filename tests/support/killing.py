@@ -1,9 +1,6 @@
-"""Cut an action short as `kill -9` does, before each of its operations on files in turn.
-
-Operations are what Python's audit events tell of below one folder: a file opened for writing, renamed,
-removed, a folder made or removed, a mode changed. Each try runs in a forked process of its own, so nothing
-that an action would clean up on an exception is cleaned up. Call it from a script, not from pytest's own
-process: libraries with threads of their own must not have started any before the fork.
+"""Cut an action short as `kill -9` does, before each of its operations on files in turn: what Python's audit
+events tell of below one folder. Each try is a forked process, so call it from a script whose libraries have
+started no threads.
 """
 
 from __future__ import annotations
@@ -16,16 +13,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-EVENTS = (
-    "open",
-    "os.rename",
-    "os.remove",
-    "os.mkdir",
-    "os.rmdir",
-    "os.chmod",
-    "os.truncate",
-    "shutil.rmtree",
-)
+EVENTS = {"open", "shutil.rmtree"} | {
+    f"os.{name}" for name in ("rename", "remove", "mkdir", "rmdir", "chmod", "truncate")
+}
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 Step = Callable[[Path], None]

@@ -1,10 +1,5 @@
-"""Run in a process of its own with speculators 0.9 on its path: does its own loader take our export, weights
-and all?
-
-    python speculators_client.py <exported drafter>
-
-The package's clients of servers and data sets (openai, datasets, aiohttp) are not needed to load a model;
-where they are not installed, empty modules stand in for them.
+"""`speculators_client.py FOLDER`, with speculators 0.9 on its path: does its own loader take our export, with
+its weights? Its clients of servers and data sets are not needed for that; absent ones are stood in for.
 """
 
 from __future__ import annotations
@@ -42,19 +37,16 @@ def main(folder: str) -> None:
     model = SpeculatorModel.from_pretrained(folder)
     loaded, stored = model.state_dict(), load_file(f"{folder}/model.safetensors")
     same = [name for name, tensor in stored.items() if name in loaded and (loaded[name] == tensor).all()]
-    print(
-        json.dumps(
-            {
-                "class": type(model).__name__,
-                "equal": len(same),
-                "stored": len(stored),
-                "taps": list(model.target_layer_ids),
-                "block_size": model.config.block_size,
-                "sliding": model.sliding_window_indices,
-                "mask_token_id": model.config.mask_token_id,
-            }
-        )
-    )
+    found = {
+        "class": type(model).__name__,
+        "equal": len(same),
+        "stored": len(stored),
+        "taps": list(model.target_layer_ids),
+        "block_size": model.config.block_size,
+        "sliding": model.sliding_window_indices,
+        "mask_token_id": model.config.mask_token_id,
+    }
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Tiny drafters and the items, heads and rows that go with them; weights N(0, 0.3), errors judged by relative
-L2.
-"""
+"""Tiny drafters, what they are trained on and how; weights N(0, 0.3), errors judged by relative L2."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,12 @@ from torch import Tensor
 
 from dflash_lab.data.samples import FeatureItem
 from dflash_lab.drafter.config import FULL, SLIDING, DrafterConfig
+from dflash_lab.drafter.journal import read_journal
+from dflash_lab.drafter.loss_terms import LossConfig
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.drafter.model import RMSNorm as PlainNorm
+from dflash_lab.drafter.objective import TrainSettings
+from dflash_lab.drafter.optim import OptimizerConfig
 from dflash_lab.models.load import TargetHead
 
 VOCAB, HIDDEN, TAPS = 97, 48, (1, 3)
@@ -111,6 +115,56 @@ def tiny_items(
             )
         )
     return items
+
+
+LOSS = LossConfig(hard_weight=0.85, soft_weight=0.15, cap_weight=0.05)
+
+
+def tiny_settings(**changes: Any) -> TrainSettings:
+    """Nine steps of two rows, measured and saved every four."""
+    values: dict[str, Any] = dict(
+        max_steps=9,
+        context_tokens=64,
+        anchors=12,
+        accumulate=2,
+        loss=LOSS,
+        gamma=4.0,
+        noise_std=0.02,
+        optimizer=OptimizerConfig(lr=2e-3),
+        log_every=3,
+        eval_every=4,
+        eval_rows=1,
+        checkpoint_every=4,
+    )
+    return TrainSettings(**(values | changes))
+
+
+def learner(dtype: torch.dtype = torch.float32, device: Any = "cpu", **changes: Any) -> Drafter:
+    """A drafter before its first step, the same each time."""
+    config = tiny_config(initializer_range=0.05, **changes)
+    return Drafter(config).initialize(torch.Generator().manual_seed(0)).to(device, dtype)
+
+
+class Killed(Exception):
+    """Stands for a kill at a step."""
+
+
+def killed_at(*steps: int) -> Callable[..., None]:
+    """Progress that ends a run after each of these steps once."""
+    left = list(steps)
+
+    def progress(description: str, done: int, total: int, **facts: Any) -> None:
+        if left and done == left[0]:
+            left.pop(0)
+            raise Killed
+
+    return progress
+
+
+def records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """A run's records of a kind, without what the clock and the machine say."""
+    clock = ("seconds", "loader_share", "time", "memory_gib")
+    return [{k: v for k, v in r.items() if k not in clock} for r in read_journal(folder) if r["kind"] == kind]
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:

@@ -1,6 +1,5 @@
-"""One process of a torchrun: train a tiny drafter, as a test's parent does in one process.
-
-torchrun --nproc-per-node N train_ranks.py <ddp|fsdp> <folder> <settings.json>
+"""One process of several, as torchrun starts them: `train_ranks.py JOBS` trains tiny drafters one after
+another, as a test does in one process.
 """
 
 from __future__ import annotations
@@ -15,14 +14,11 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from support.tiny_drafters import head_on, tiny_config, tiny_items
+from support.tiny_drafters import LOSS, head_on, learner, tiny_items, tiny_settings
 from torch.distributed.tensor import DTensor
 
 from dflash_lab.drafter.distributed import Sharded, Single, join
 from dflash_lab.drafter.loss import VocabShard
-from dflash_lab.drafter.loss_terms import LossConfig
-from dflash_lab.drafter.model import Drafter
-from dflash_lab.drafter.objective import TrainSettings
 from dflash_lab.drafter.optim import OptimizerConfig
 from dflash_lab.drafter.train import TrainReport, train
 
@@ -37,35 +33,23 @@ def tiny_run(
     """The same tiny run in any number of processes; `accumulate` counts rows of one process. With
     `head_parallel` among the values each holds a slice of the head.
     """
-    drafter = Drafter(tiny_config(initializer_range=0.05)).initialize(torch.Generator().manual_seed(0))
     head_parallel = values.pop("head_parallel", False)
-    chosen = TrainSettings(
-        loss=LossConfig(hard_weight=0.85, soft_weight=0.15, cap_weight=0.05, weighting="dpace"),
+    chosen = tiny_settings(
+        loss=dataclasses.replace(LOSS, weighting="dpace"),
         optimizer=OptimizerConfig(kind=values.pop("kind", "adamw"), lr=2e-3),
-        context_tokens=64,
-        anchors=12,
-        noise_std=0.02,
         **values,
     )
     head, shard = head_on(device), None
     if head_parallel:
         shard = VocabShard(len(head.weight))
         head = dataclasses.replace(head, weight=head.weight[shard.slice()].clone())
-    return train(
-        tiny_items(),
-        head,
-        drafter.to(device),
-        chosen,
-        folder=folder,
-        group=group,
-        shard=shard,
-        target_device=target_device,
-    )
+    options = dict(folder=folder, group=group, shard=shard, target_device=target_device)
+    return train(tiny_items(), head, learner(device=device), chosen, **options)
 
 
 def check_whole(group: Sharded) -> None:
     """The first process gets every tensor, the others none; of whole ones at most one is there at a time."""
-    drafter = Drafter(tiny_config(initializer_range=0.05)).initialize(torch.Generator().manual_seed(0))
+    drafter = learner()
     wanted = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     group.wrap(drafter)
     alive, most, full_tensor = 0, 0, DTensor.full_tensor

@@ -1,7 +1,6 @@
 """Run in a process of its own with the released `dflash` package on its path: what does it make of our files?
 
-python zlab_client.py forward  <drafter> <inputs.safetensors> <outputs.safetensors>
-python zlab_client.py generate <drafter> <target> <prompt ids, comma separated> <new tokens>
+python zlab_client.py <folder of drafters with inputs> <drafter> <target> <prompt ids, by commas> <new tokens>
 """
 
 from __future__ import annotations
@@ -60,4 +59,5 @@ def generate(folder: str, target: str, prompt: str, count: str) -> None:
 
 
 if __name__ == "__main__":
-    {"forward": forward, "generate": generate}[sys.argv[1]](*sys.argv[2:])
+    forward(sys.argv[1])
+    generate(*sys.argv[2:])

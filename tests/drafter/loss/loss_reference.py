@@ -1,16 +1,44 @@
-"""The draft loss written the long way: full logits, float64, autograd. Shares no code with the package's
-loss.
-"""
+"""The draft loss written the long way: full logits, float64, autograd; no code of the package's loss."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dflash_lab.drafter.loss import DraftLoss
 from dflash_lab.drafter.loss_terms import LossConfig
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+CONFIGS = {
+    "ce": LossConfig(),
+    "kl": LossConfig(hard_weight=0, soft_weight=1),
+    "kl_hot": LossConfig(hard_weight=0, soft_weight=0.7, temperature=2),
+    "ce_kl_cap": LossConfig(hard_weight=0.85, soft_weight=0.15, cap_weight=0.3),
+    "ce_kl_cap_hot": LossConfig(hard_weight=0.85, soft_weight=0.15, cap_weight=0.3, temperature=2),
+    "tv": LossConfig(hard_weight=0, tv_weight=1),
+    "lk": LossConfig(hard_weight=0, lk_weight=1),
+    "all": LossConfig(hard_weight=0.5, soft_weight=0.2, cap_weight=0.1, tv_weight=0.3, lk_weight=0.4),
+    "dpace": LossConfig(weighting="dpace", soft_weight=0.3, cap_weight=0.2),
+    "length": LossConfig(hard_weight=0, length_weight=1),
+    "length_overlap": LossConfig(hard_weight=0, length_weight=1, acceptance="overlap"),
+    "length_ce_cap": LossConfig(hard_weight=0.5, cap_weight=0.2, length_weight=0.7, logit_scale=1.5),
+    "length_all": LossConfig(
+        soft_weight=0.3,
+        tv_weight=0.2,
+        lk_weight=0.1,
+        length_weight=0.7,
+        acceptance="overlap",
+        logit_scale=1.5,
+    ),
+    "argmax": LossConfig(label_source="argmax", soft_weight=0.3, cap_weight=0.2),
+    "softcap": LossConfig(soft_weight=0.3, cap_weight=0.2, tv_weight=0.1, logit_scale=1.5, logit_softcap=3.0),
+}
 
 
 @dataclass
@@ -50,23 +78,29 @@ def make_case(
     weights = torch.rand(anchors, block, generator=g) + 0.1
     weights[torch.rand(anchors, block, generator=g) < hole] = 0
     weights[:, 0] = 0
-    hidden = hidden.to(device).requires_grad_()
-    return Case(
-        hidden,
-        head.to(device),
-        labels.to(device),
-        weights.to(device),
-        target.to(device),
-        target_rows.to(device),
-    )
+    others = (tensor.to(device) for tensor in (head, labels, weights, target, target_rows))
+    return Case(hidden.to(device).requires_grad_(), *others)
+
+
+def agree(
+    found: DraftLoss, grad: Tensor, case: Case, wanted: tuple[Tensor, Tensor, dict[str, Tensor]],
+    *, total: float, gradient: float, stats: float,
+) -> None:  # fmt: skip
+    """Hold a loss, its gradient and its statistics of live slots against the reference's, up to errors."""
+    live = case.weights.cpu() != 0
+    assert relative(found.total, wanted[0]) < total
+    assert relative(grad, wanted[1]) < gradient
+    for field, value in wanted[2].items():
+        mine: Any = getattr(found.rows, field)
+        if mine is not None:
+            close = torch.allclose(mine.cpu()[live].double(), value[live].double(), rtol=stats, atol=stats)
+            assert close, field
 
 
 def reference(
     case: Case, config: LossConfig, *, target: bool = True
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(total, d total / d hidden, per-slot statistics) in float64 by autograd over the full logits, on the
-    CPU.
-    """
+    """(total, d total / d hidden, statistics of slots) by autograd over full logits in float64."""
     hidden = case.hidden.detach().cpu().double().requires_grad_()
     head = case.head.cpu().double()
     weights = case.weights.cpu().double()

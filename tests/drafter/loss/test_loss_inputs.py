@@ -1,4 +1,4 @@
-"""Wrong input is refused before any work, with a message that says what, where and what is expected."""
+"""Wrong input is refused before any work, with words that say what, where and what is expected."""
 
 from __future__ import annotations
 
@@ -44,117 +44,94 @@ def swap(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[C
     return change
 
 
-PLACE = r"\[\d+, \d+\] = "
 VALUES = {
-    "label of the vocabulary's size": (put("labels", 97), "labels" + PLACE + "97.*0 <= label < 97"),
-    "ignored label where the weight counts": (put("labels", -100), "labels" + PLACE + "-100"),
-    "NaN weight": (put("weights", float("nan")), "weights" + PLACE + "nan.*finite"),
-    "infinite weight": (put("weights", float("inf")), "weights" + PLACE + "inf"),
-    "negative weight": (put("weights", -1.0), "weights" + PLACE + "-1"),
-    "target row beyond the states": (put("target_rows", 11), "target_rows" + PLACE + "11.*< 11"),
-    "negative target row": (put("target_rows", -1), "target_rows" + PLACE + "-1"),
-    "flat hidden": (
-        swap("hidden", lambda t: t.flatten(0, 1)),
-        r"hidden has shape \[35, 16\].*anchors, block",
-    ),
-    "half precision": (swap("hidden", lambda t: t.half()), "hidden is torch.float16.*bfloat16"),
-    "head of another dtype": (
-        swap("head", lambda t: t.float()),
-        "head is torch.float32.*torch.float64.*cast",
-    ),
-    "head transposed": (swap("head", lambda t: t.T), r"head has shape \[16, 97\].*\[vocabulary, 16\]"),
-    "head that is trained": (
-        swap("head", lambda t: t.requires_grad_()),
-        r"head requires grad.*requires_grad_\(False\)",
-    ),
-    "labels of another shape": (swap("labels", lambda t: t[:, 1:]), r"labels has shape \[7, 4\].*\[7, 5\]"),
-    "labels as floats": (swap("labels", lambda t: t.float()), "labels is torch.float32.*int64"),
-    "weights as integers": (swap("weights", lambda t: t.long()), "weights is torch.int64.*floating"),
-    "weights elsewhere": (swap("weights", lambda t: t.to("meta")), "weights is on meta.*CPU"),
-    "head elsewhere": (swap("head", lambda t: t.to("meta")), "head is on meta but hidden on cpu"),
-    "target states in blocks": (
-        swap("target_hidden", lambda t: t[None]),
-        "target_hidden has shape.*rows, hidden size",
-    ),
-    "target states of another size": (
-        swap("target_hidden", lambda t: t[:, :8]),
-        "target_hidden has hidden size 8",
-    ),
-    "target states of another dtype": (
-        swap("target_hidden", lambda t: t.float()),
-        "target_hidden is torch.float32",
-    ),
-    "target that is trained": (
-        swap("target_hidden", lambda t: t.requires_grad_()),
-        r"target_hidden requires.*detach",
-    ),
+    "label of the vocabulary's size": put("labels", 97),
+    "ignored label where the weight counts": put("labels", -100),
+    "NaN weight": put("weights", float("nan")),
+    "infinite weight": put("weights", float("inf")),
+    "negative weight": put("weights", -1.0),
+    "target row beyond the states": put("target_rows", 11),
+    "negative target row": put("target_rows", -1),
+    "flat hidden": swap("hidden", lambda t: t.flatten(0, 1)),
+    "half precision": swap("hidden", lambda t: t.half()),
+    "head of another dtype": swap("head", lambda t: t.float()),
+    "head transposed": swap("head", lambda t: t.T),
+    "head that is trained": swap("head", lambda t: t.requires_grad_()),
+    "labels of another shape": swap("labels", lambda t: t[:, 1:]),
+    "labels as floats": swap("labels", lambda t: t.float()),
+    "weights as integers": swap("weights", lambda t: t.long()),
+    "weights elsewhere": swap("weights", lambda t: t.to("meta")),
+    "head elsewhere": swap("head", lambda t: t.to("meta")),
+    "target states in blocks": swap("target_hidden", lambda t: t[None]),
+    "target states of another size": swap("target_hidden", lambda t: t[:, :8]),
+    "target states of another dtype": swap("target_hidden", lambda t: t.float()),
+    "target that is trained": swap("target_hidden", lambda t: t.requires_grad_()),
 }
 
 
 @pytest.mark.parametrize("name", VALUES)
 def test_wrong_tensor_is_refused(name: str) -> None:
-    change, message = VALUES[name]
     case = make_case()
-    change(case)
+    VALUES[name](case)
     with refused(InputError):
         call(case)
 
 
-def test_missing_parts_are_named() -> None:
+@pytest.mark.parametrize(
+    ("drop", "config"),
+    [
+        (("labels",), SOFT),
+        (("target_hidden", "target_rows"), SOFT),
+        (("target_rows",), SOFT),
+        (("target_hidden",), LossConfig()),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_missing_parts_are_named(drop: tuple[str, ...], config: LossConfig) -> None:
     with refused(InputError):
-        call(make_case(), drop=("labels",))
-    with refused(InputError):
-        call(make_case(), drop=("target_hidden", "target_rows"))
-    with refused(InputError):
-        call(make_case(), drop=("target_rows",))
-    with refused(InputError):
-        call(make_case(), LossConfig(), drop=("target_hidden",))
+        call(make_case(), config, drop=drop)
+
+
+def test_labels_may_be_missing_where_the_target_gives_them() -> None:
     call(make_case(), LossConfig(label_source="argmax"), drop=("labels",))
 
 
-def test_target_head_must_match() -> None:
-    case = make_case()
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(target_head=make_case().head[:50]),
+        dict(target_head=make_case().head[:, :8]),
+        dict(backend="tritn"),
+        dict(backend="triton"),
+        *(dict(chunk_rows=rows) for rows in (0, -4, 2.5, True, 2)),
+    ],
+    ids=lambda options: " ".join(
+        f"{k} {list(v.shape) if isinstance(v, torch.Tensor) else v}" for k, v in options.items()
+    ),
+)
+def test_a_wrong_argument_is_refused(options: dict[str, Any]) -> None:
     with refused(InputError):
-        call(case, target_head=case.head[:50])
-    with refused(InputError):
-        call(case, target_head=case.head[:, :8])
-
-
-def test_unknown_backend_is_refused_with_the_near_name() -> None:
-    with refused(InputError):
-        call(make_case(), backend="tritn")
-    with refused(InputError):
-        call(make_case(), backend="triton")
+        call(make_case(hole=0.0), **options)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"hard_weight": -1}, "hard_weight = -1: must be >= 0"),
-        ({"soft_weight": float("nan")}, "soft_weight = nan: give a finite number"),
-        ({"temperature": 0}, "temperature = 0: must be > 0"),
-        ({"dpace_alpha": 1.5}, "dpace_alpha = 1.5: must be >= 0 and <= 1"),
-        ({"cap_weight": "0.1"}, "cap_weight = '0.1': give a finite number"),
-        ({"tv_weight": True}, "tv_weight = True"),
-        ({"hard_weight": 0}, "every term has weight 0"),
-        ({"weighting": "dpaec"}, "weighting = 'dpaec'.*did you mean 'dpace'"),
-        ({"label_source": "target"}, "label_source = 'target': choose one of data, argmax"),
-        ({"lk_weight": 1, "temperature": 2}, "lk_weight needs temperature 1"),
-        ({"logit_scale": 0.0}, "logit_scale = 0.0: must be > 0"),
-        ({"logit_softcap": -3}, "logit_softcap = -3"),
+        {"hard_weight": -1},
+        {"soft_weight": float("nan")},
+        {"temperature": 0},
+        {"dpace_alpha": 1.5},
+        {"cap_weight": "0.1"},
+        {"tv_weight": True},
+        {"hard_weight": 0},
+        {"weighting": "dpaec"},
+        {"label_source": "target"},
+        {"lk_weight": 1, "temperature": 2},
+        {"logit_scale": 0.0},
+        {"logit_softcap": -3},
     ],
+    ids=str,
 )
-def test_wrong_option_is_refused(options: dict[str, Any], message: str) -> None:
+def test_wrong_option_is_refused(options: dict[str, Any]) -> None:
     with refused(InputError):
         LossConfig(**options)
-
-
-@pytest.mark.parametrize("rows", [0, -4, 2.5, True])
-def test_wrong_number_of_rows_is_refused(rows: Any) -> None:
-    with refused(InputError):
-        call(make_case(), chunk_rows=rows)
-
-
-def test_chunk_smaller_than_a_block_is_refused() -> None:
-    with refused(InputError):
-        call(make_case(hole=0.0), chunk_rows=2)

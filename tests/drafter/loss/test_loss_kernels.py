@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,32 +17,18 @@ import dflash_lab
 ROOT = Path(dflash_lab.__file__).parent
 
 
-@cache
-def constants(path: Path) -> dict[str, ast.expr]:
-    """Values of names at a module's top, those it imports from the package included."""
-    found: dict[str, ast.expr] = {}
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            found[node.targets[0].id] = node.value
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dflash_lab."):
-            source = ROOT.parent.joinpath(*node.module.split(".")).with_suffix(".py")
-            theirs = constants(source) if source.exists() else {}
-            found |= {alias.name: theirs[alias.name] for alias in node.names if alias.name in theirs}
-    return found
-
-
 def unspecialized() -> Iterator[tuple[str, list[ast.arg], set[str]]]:
     """(name, parameters, names listed) of every kernel with a `do_not_specialize` list."""
     for path in sorted(ROOT.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+        constants = {ast.unparse(node.targets[0]): node.value for node in assigned}
+        for node in ast.walk(tree):
             for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
-                lists = decorator.keywords if isinstance(decorator, ast.Call) else ()
-                for word in lists:
+                for word in decorator.keywords if isinstance(decorator, ast.Call) else ():
                     if (word.arg or "").startswith("do_not_specialize"):
-                        value = word.value
-                        if isinstance(value, ast.Name):
-                            value = constants(path)[value.id]
-                        yield f"{path.stem}.{node.name}", node.args.args, set(ast.literal_eval(value))
+                        listed = constants.get(ast.unparse(word.value), word.value)
+                        yield f"{path.stem}.{node.name}", node.args.args, set(ast.literal_eval(listed))
 
 
 KERNELS = list(unspecialized())

@@ -24,22 +24,12 @@ def choose(
     )
 
 
-def test_bytes_of_a_row_are_those_of_its_buffers() -> None:
-    assert bytes_per_row(248_320, torch.bfloat16, soft=True) == 248_320 * (4 + 4 + 2)
-    assert bytes_per_row(248_320, torch.bfloat16, soft=False) == 248_320 * (4 + 2)
-    assert bytes_per_row(100, torch.float64, soft=True) == 100 * 24
-
-
 def test_rows_follow_half_of_free_memory_up_to_the_budget() -> None:
     row = bytes_per_row(248_320, torch.bfloat16, soft=True)
+    assert row == 248_320 * (4 + 4 + 2) and bytes_per_row(100, torch.bfloat16, soft=False) == 100 * (4 + 2)
     assert choose(0.2) == int(0.1 * GIB) // row < 128  # little: exactly what fits
-    roomy = choose(1000)
-    assert (
-        roomy == choose(2000) and roomy * row <= planning.CPU_BUDGET_GIB * GIB
-    )  # the budget, not the memory, decides
-
-
-def test_large_chunks_are_whole_matmul_tiles() -> None:
+    roomy = choose(1000)  # the budget, not the memory, decides
+    assert roomy == choose(2000) and roomy * row <= planning.CPU_BUDGET_GIB * GIB
     assert choose(1000, vocab=5000) % planning.ROW_TILE == 0
 
 
