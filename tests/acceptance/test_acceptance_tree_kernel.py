@@ -10,6 +10,7 @@ import os
 
 import pytest
 import torch
+from drafters import paths_of
 
 from dflash_lab.acceptance.tree import (
     Choices,
@@ -43,11 +44,10 @@ def _marginals(log_probs, budget):
     return Choices(tokens[:, None], costs[:, None], torch.zeros_like(tokens)[:, None])
 
 
-def _paths(tree, active):
-    paths = [()]
-    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist()):
-        paths.append((*paths[int(parent)], int(token)))
-    return [path for path, used in zip(paths[1:], active) if used]
+def _heap(log_probs, budget):
+    edges, depth = marginal_edges(log_probs, budget), len(log_probs)
+    heap = build_tree(edges, root=0, depth=depth, budget=budget)
+    return with_chain(heap, edges, root=0, depth=depth)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -59,13 +59,12 @@ def test_the_kernels_tree_equals_the_heaps(device, ties, depth, vocab, budget):
     from dflash_lab.acceptance.tree_kernel import best_tree, visibility
 
     log_probs = _log_probs(depth, vocab, ties, device, seed=depth)
-    edges = marginal_edges(log_probs, budget)
-    heap = with_chain(build_tree(edges, root=0, depth=depth, budget=budget), edges, root=0, depth=depth)
+    heap = _heap(log_probs, budget)
     choices = _marginals(log_probs, budget)
     plan = plan_build(budget, depth, choices.tokens.shape[2], False, log_probs.device)
     tree = best_tree(choices, choices.tokens[:, 0, 0], plan)
     active = tree.active.tolist()
-    assert _paths(tree, active) == _paths(heap, [True] * len(heap))
+    assert paths_of(tree.tokens, tree.parents, tree.active) == paths_of(heap.tokens, heap.parents)
     assert len(tree.tokens) == plan.nodes + depth and sum(active) == len(heap)
     kept = [0, *(i + 1 for i, used in enumerate(active) if used)]
     assert torch.equal(visibility(tree, depth).cpu()[kept][:, kept], torch.from_numpy(heap.visibility()))
@@ -119,6 +118,5 @@ def test_a_graph_of_the_kernel_builds_the_tree_of_new_logits(budget):
     for seed in (1, 2):
         log_probs.copy_(_log_probs(depth, 49152, seed == 1, device, seed))
         launch()
-        edges = marginal_edges(log_probs, budget)
-        heap = with_chain(build_tree(edges, root=0, depth=depth, budget=budget), edges, root=0, depth=depth)
-        assert _paths(out, out.active.tolist()) == _paths(heap, [True] * len(heap))
+        heap = _heap(log_probs, budget)
+        assert paths_of(out.tokens, out.parents, out.active) == paths_of(heap.tokens, heap.parents)
