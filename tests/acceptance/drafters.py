@@ -82,9 +82,9 @@ def answered(target, prompts, answers, tap_ids=(1, 4)) -> list[FeatureItem]:
     return list(answered_items(target, tap_ids, study))
 
 
-def greedy(target, prompts, count) -> list[list[int]]:
-    """The target's own answers of `count` tokens."""
-    return [plain_decode(target, p, max_new_tokens=count, stop_ids=()).tokens for p in prompts]
+def greedy(target, prompts, count, stop_ids=()) -> list[list[int]]:
+    """The target's own answers of `count` tokens, or until one of `stop_ids` (None: its own)."""
+    return [plain_decode(target, p, max_new_tokens=count, stop_ids=stop_ids).tokens for p in prompts]
 
 
 def paths_of(tokens, parents, active=None) -> list[tuple[int, ...]]:

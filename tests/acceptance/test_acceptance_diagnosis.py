@@ -17,9 +17,8 @@ from dflash_lab.acceptance.diagnose import FINE, SKIPPED, SUSPECT, Case, diagnos
 from dflash_lab.files import write_json
 from dflash_lab.models.load import load_target
 from dflash_lab.models.source import template_hash, tokenizer_hash
-from dflash_lab.models.template import render_prompt
 
-ASKED = PROMPTS[:3]
+ASKED = [PROMPTS[0], [257, 80, 44, 10, 32], [257, 66, 67, 12]]
 STORED = {"stored states", "precision of states"}
 
 
@@ -127,8 +126,7 @@ def test_a_fault_is_named(healthy, fault, named):
     checks = diagnose(*fault(healthy))
     found = suspects(checks)
     assert found == named if len(named) == 1 and fault is not foreign else named <= found
-    if found == named:
-        check_wording(likely_cause(checks, disagree=True))
+    check_wording("\n".join(check.detail for check in checks if check.name in named))
 
 
 def test_what_storage_rounds_does_no_harm_and_states_that_are_not_stored_are_not_judged(healthy):
@@ -199,14 +197,3 @@ def test_template_and_thinking_mode_of_the_samples(thinker, loaded, tmp_path):
         assert found.verdict == verdict
         check_wording(found.detail)
     assert diagnose_module.rendered_alike(thinker, None).verdict == SKIPPED
-
-
-def test_answers_given_in_the_other_thinking_mode(thinker):
-    """Stored without thinking, answered with it: here the target would say something else."""
-    texts = [[{"role": "user", "content": text}] for text in ("Hi", "Tell me", "Ten")]
-    asked = {way: [render_prompt(thinker.tokenizer, t, thinking=way) for t in texts] for way in (False, True)}
-    for thinking, verdict in ((False, FINE), (True, SUSPECT)):
-        items = answered(thinker, asked[False], greedy(thinker, asked[thinking], 24))
-        checks = diagnose(thinker, random_drafter(thinker, block_size=4), items)
-        assert verdicts(checks)["answers of the target"] == verdict
-    assert "thinking mode" in likely_cause(checks, disagree=True)

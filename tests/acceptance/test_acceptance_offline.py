@@ -17,21 +17,29 @@ from dflash_lab.errors import InputError
 from dflash_lab.models.generate import draw
 
 
-def item_of(target, prompt, answer) -> FeatureItem:
-    (item,) = answered(target, [prompt], [answer])
+def item_of(target, answer) -> FeatureItem:
+    (item,) = answered(target, PROMPTS[:1], [answer])
     return item
+
+
+def drafted(drafter, target, item, place):
+    """What the drafter drafts at one place of a text, by itself."""
+    proposer = Proposer(drafter, target.head)
+    proposer.extend(item.taps[:place])
+    return proposer.draft(item.input_ids[place : place + 1].long(), drafter.config.block_size)
+
+
+def streak(drafts, truth) -> int:
+    return next((i for i, (draft, token) in enumerate(zip(drafts, truth)) if draft != token), len(truth))
 
 
 def with_answers_of_the_drafter(target, drafter, count=24):
     """Answers that agree with the drafter now and then: each token is its best draft or a fixed other one."""
     generator = torch.Generator().manual_seed(3)
     answer = [65]
-    prompt = PROMPTS[0]
     while len(answer) < count:
-        item = item_of(target, prompt, answer)
-        proposer = Proposer(drafter, target.head)
-        proposer.extend(item.taps[:-1])
-        drafts = proposer.draft(torch.tensor(answer[-1:]), 5).greedy().tolist()
+        item = item_of(target, answer)
+        drafts = drafted(drafter, target, item, len(item) - 1).greedy().tolist()
         keep = int(torch.randint(0, 5, (1,), generator=generator))
         answer += [*drafts[:keep], 70 + keep]
     return answer[:count]
@@ -55,7 +63,7 @@ def test_what_the_selector_adds_is_told_alike_offline_and_by_decoding(loaded):
     assert bare.candidate_selector is None and drafter.candidate_selector is not None
     # Each answer is what that way of drafting proposes, so that there is something to accept.
     for chosen in (drafter, bare):
-        items = [item_of(target, PROMPTS[0], with_answers_of_the_drafter(target, chosen))]
+        items = [item_of(target, with_answers_of_the_drafter(target, chosen))]
         report = offline(items, target.head, drafter, budgets=())
         other, alone = report.without_selector(), offline(items, target.head, bare, budgets=())
         assert other.rounds() == alone.rounds() != report.rounds() and other.streak() == alone.streak()
@@ -63,7 +71,7 @@ def test_what_the_selector_adds_is_told_alike_offline_and_by_decoding(loaded):
     options = {"max_new_tokens": 30, "block_size": 5, "stop_ids": ()}
     found, unselected = (decode(target, one, PROMPTS[0], **options) for one in (drafter, bare))
     assert found.tokens == unselected.tokens
-    items = [item_of(target, PROMPTS[0], found.tokens)]
+    items = [item_of(target, found.tokens)]
     report = offline(items, target.head, drafter, budgets=())
     assert found.produced == report.rounds()[0]
     assert unselected.produced == report.without_selector().rounds()[0]
@@ -75,7 +83,7 @@ def test_every_anchor_equals_drafting_there_alone(loaded, kind, build, monkeypat
     target = loaded(kind)
     drafter = build(target, block_size=5, sliding_layers=1, sliding_window=6)
     answer = with_answers_of_the_drafter(target, drafter)
-    item = item_of(target, PROMPTS[0], answer)
+    item = item_of(target, answer)
     budgets = (1, 4, 60)
     report = offline([item], target.head, drafter, budgets=budgets, top_k=(1, 3))
     rows = report.anchors.rows(named=True)
@@ -83,17 +91,13 @@ def test_every_anchor_equals_drafting_there_alone(loaded, kind, build, monkeypat
     assert max(r["accepted"] for r in rows) >= 3
     for row in rows:
         place = row["anchor"]
-        proposer = Proposer(drafter, target.head)
-        proposer.extend(item.taps[:place])
-        draft = proposer.draft(item.input_ids[place : place + 1].long(), 5)
+        draft = drafted(drafter, target, item, place)
         truth = item.input_ids[place + 1 : place + 5].tolist()
         chain = draft.greedy().tolist()
-        accepted = next((i for i, (d, t) in enumerate(zip(chain, truth)) if d != t), len(truth))
-        assert row["accepted"] == accepted
+        accepted = row["accepted"]
+        assert accepted == streak(chain, truth)
         if build is second_drafter:
-            own = draft.logits.argmax(-1).tolist()
-            unselected = next((i for i, (d, t) in enumerate(zip(own, truth)) if d != t), len(truth))
-            assert row["unselected"] == unselected
+            assert row["unselected"] == streak(draft.logits.argmax(-1).tolist(), truth)
         assert row["left"] == len(PROMPTS[0]) + len(answer) - 1 - place
         for budget in budgets:
             tree = draft.tree(budget)
@@ -114,7 +118,7 @@ def test_slots_streak_budgets_and_block_sizes_follow_from_the_anchors(loaded):
     target = loaded("llama")
     drafter = random_drafter(target, block_size=5)
     answer = with_answers_of_the_drafter(target, drafter)
-    item = item_of(target, PROMPTS[0], answer)
+    item = item_of(target, answer)
     report = offline([item], target.head, drafter, budgets=(4, 64, 1024))
     accepted = report.anchors["accepted"].to_list()
     assert report.streak() == pytest.approx(1 + sum(accepted) / len(accepted))
@@ -162,7 +166,7 @@ def test_logits_that_are_not_numbers_are_accepted_nowhere(trained, monkeypatch):
 def test_report_survives_disk_and_turns_are_separate_answers(loaded, tmp_path):
     target = loaded("llama")
     drafter = random_drafter(target, block_size=4)
-    whole = item_of(target, PROMPTS[0], [65] * 20)
+    whole = item_of(target, [65] * 20)
     mask = whole.loss_mask.clone()
     mask[12:15] = 0  # a user turn in the middle
     mask[-1] = 0
@@ -188,9 +192,7 @@ def test_expected_acceptance_under_sampling_equals_simulation(loaded):
     report = offline([item], target.head, drafter, budgets=(), temperatures=(0.7,))
     row = report.anchors.row(2, named=True)
     place = row["anchor"]
-    proposer = Proposer(drafter, target.head)
-    proposer.extend(item.taps[:place])
-    q = Sampling(0.7).probabilities(proposer.draft(item.input_ids[place : place + 1].long(), 2).logits)
+    q = Sampling(0.7).probabilities(drafted(drafter, target, item, place).logits)
     p = Sampling(0.7).probabilities(target.logits(item.final[place : place + 1]))
     generator = torch.Generator().manual_seed(0)
     q = q.expand(20000, 1, -1)

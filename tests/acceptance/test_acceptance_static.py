@@ -1,27 +1,21 @@
-"""Decoding at fixed shapes against the growing cache: the same tokens, round by round, and the same trees.
+"""Decoding at fixed shapes against the growing cache: the same tokens, round by round.
 
 On CUDA the same code runs as graphs (tests marked gpu); here it runs as it is.
 """
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
-from drafters import PROMPT, lying_logits, paths_of, random_drafter, second_drafter
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from drafters import PROMPT, lying_logits, random_drafter, second_drafter
 from support.wording import check_wording, refused
 
-from dflash_lab.acceptance.decode import Draft, decode, plain_decode
+from dflash_lab.acceptance.decode import decode, plain_decode
 from dflash_lab.acceptance.fixed_shapes import StaticDecoder, Workspace, why_not
-from dflash_lab.acceptance.tree import Choices, best_tree, build_tree, marginal_edges, plan_build, with_chain
 from dflash_lab.errors import UnsupportedTarget
 from dflash_lab.models.load import load_target
 
 COUNT = 31
-CPU = torch.device("cpu")
 KINDS = ("llama", "qwen3")
 
 
@@ -71,49 +65,6 @@ def test_plain_decoding_equals_the_growing_cache_up_to_a_stop_token(loaded, plai
     assert got.tokens == tokens[: tokens.index(tokens[11]) + 1] and got.stopped
     assert fast.prepared(40) is fast.prepared(300)  # capacity follows the request
     assert fast.prepared(600).keys.capacity == 1024
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.integers(0, 10_000),
-    st.sampled_from([0.0, 0.5]),
-    st.integers(1, 5),
-    st.integers(2, 30),
-    st.sampled_from([1, 3, 16, 60]),
-)
-def test_the_tree_built_by_levels_equals_the_heaps_node_by_node(seed, grid, depth, vocab, budget):
-    generator = torch.Generator().manual_seed(seed)
-    scores = 2 * torch.randn(depth, vocab, generator=generator)
-    # Rounded scores tie exactly, as bf16 logits do.
-    scores = -(scores.abs() / grid).round() * grid if grid else torch.log_softmax(scores, -1)
-    edges = marginal_edges(scores, budget)
-    heap = with_chain(build_tree(edges, root=0, depth=depth, budget=budget), edges, root=0, depth=depth)
-    draft = torch.tensor([edges(level, 0)[0][0] for level in range(1, depth + 1)])
-    rows = [edges(level, 0) for level in range(1, depth + 1)]
-    tokens = torch.tensor([ids for ids, _ in rows])[:, None]
-    costs = -(torch.tensor([values for _, values in rows], dtype=torch.double)[:, None] * (1 << 24))
-    choices = Choices(tokens, costs.long(), torch.zeros_like(tokens))
-    tree = best_tree(choices, draft, plan_build(budget, depth, tokens.shape[2], False, CPU))
-    assert paths_of(tree.tokens, tree.parents, tree.active) == paths_of(heap.tokens, heap.parents)
-    seen = tree.visibility(depth)
-    paths = [(), *paths_of(tree.tokens, tree.parents)]
-    used = [True, *tree.active.tolist()]
-    for row, column in itertools.product(range(len(paths)), repeat=2):
-        if used[row] and used[column]:
-            assert bool(seen[row, column]) == (paths[row][: len(paths[column])] == paths[column])
-
-
-def test_a_conditional_tree_built_by_levels_equals_the_heaps(loaded):
-    drafter = second_drafter(loaded("qwen3"))
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(5, 48, generator=generator)
-    logits = 4 * torch.randn(5, 288, generator=generator)
-    draft = Draft(drafter, torch.tensor([65]), hidden, logits)
-    for budget in (1, 8, 50, 200):
-        heap = draft.tree(budget)
-        choices = draft.choices(budget)
-        tree = best_tree(choices, draft.greedy(), plan_build(budget, 5, choices.tokens.shape[2], True, CPU))
-        assert paths_of(tree.tokens, tree.parents, tree.active) == paths_of(heap.tokens, heap.parents)
 
 
 def test_targets_without_a_fixed_form_say_why(loaded, sliding):

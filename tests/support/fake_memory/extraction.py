@@ -1,9 +1,5 @@
-"""Count the tensors of a real forward on fake tensors: no weights, no device, seconds on a laptop.
-
-Under `no_grad` the peak of a forward is the peak of its worst layer beside what is captured so far, so
-repeated layers add nothing. The model is therefore built with one layer of each kind in each stretch
-between taps where it can matter (`representative_layers`), and what does grow with depth (weights, cache,
-stored states) is added exactly. A test compares this with the whole depth.
+"""Count the tensors of a real forward on fake tensors: no weights, no device, seconds on a laptop. Layers
+that repeat others are left out, and what grows with depth (weights, cache, stored states) is added.
 """
 
 from __future__ import annotations
@@ -15,6 +11,8 @@ import torch
 from support.fake_memory.fused_layers import fuse
 from support.fake_memory.kernels import kernels_of
 from support.fake_memory.tracker import LabelledTensors, module_scopes
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModel, AutoModelForCausalLM
 
 from dflash_lab.memory.account import Account, cache_bytes, target_weight_bytes
 from dflash_lab.memory.shapes import ExtractionSetup, TargetShape, dtype_bytes, target_shape
@@ -44,13 +42,7 @@ def _latest_plain(shape: TargetShape, setup: ExtractionSetup, last: int) -> set[
 
 
 def count_extraction(config: Any, setup: ExtractionSetup) -> tuple[Account, LabelledTensors]:
-    """Run one batch on fake tensors; return the account and the tracker with its trace.
-
-    `config` is a transformers config; nothing is downloaded. Raises `UnsupportedTarget` as `target_shape`
-    does.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
+    """Run one batch on fake tensors; return the account and the tracker with its trace."""
     shape = target_shape(config)
     last = setup.last_layer(shape.layers)
     taps = tuple(sorted({*setup.tap_ids, *((shape.layers - 1,) if setup.store_final else ())}))
@@ -87,8 +79,6 @@ def count_extraction(config: Any, setup: ExtractionSetup) -> tuple[Account, Labe
 
 def fake_model(config: Any, kept: list[int], dtype: str, *, head: bool) -> Any:
     """Build the decoder with only the layers `kept`; call inside a `FakeTensorMode`."""
-    from transformers import AutoModel, AutoModelForCausalLM
-
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     text = copy.deepcopy(text)
     shape = target_shape(text)

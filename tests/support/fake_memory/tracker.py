@@ -1,7 +1,4 @@
-"""Live tensors by what they are, operation by operation, for real tensors and fake ones alike.
-
-`allocator.py` adds the allocator's rounding by replaying the trace kept here.
-"""
+"""Live tensors by what they are, operation by operation, for real tensors and fake ones alike."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Count the tensors of a whole training step without a device: the real drafter, loss and optimizer.
-
-Two steps are run on meta tensors, the second being what every later step is: optimizer state exists. The
-whole drafter is built (it has few layers), so nothing is extrapolated. Labels, weights and row choices are
-real, on the host.
+"""Count the tensors of a whole training step without a device: the real drafter, loss and optimizer on meta
+tensors; labels, weights and row choices are real, on the host.
 """
 
 from __future__ import annotations
@@ -24,10 +21,8 @@ def count_training(
 ) -> Account:
     """Run two training steps on meta tensors; return the account of the second.
 
-    `target` is a transformers config, `drafter` a `DrafterConfig` (its block size is replaced by the
-    setup's). Only the fused loss is run, without compiled layers, shards or an optimizer on the host: these,
-    and what the loop holds beside a step, exist in the analytic account. `row_pass` "torch" counts the plain
-    loss, as on a CPU.
+    Two are run because optimizer state exists from the second on. What is not run here (other losses,
+    compiled layers, shards, an optimizer on the host) exists in the analytic account alone.
     """
     assert setup.loss == "fused" and setup.optimizer != "cpu-offload"
     assert not setup.compiled and setup.shards == 1
