@@ -25,4 +25,4 @@ def batch(rows: int = 1, length: int = 4096, **options: Any) -> ExtractionSetup:
 
 def step(anchors: int = 1024, context: int = 4096, block_size: int = 24, **options: Any) -> TrainingSetup:
     """A step of training; `options` are fields of the setup."""
-    return TrainingSetup(anchors, context, block_size, **options)
+    return TrainingSetup(anchors=anchors, context=context, block_size=block_size, **options)

@@ -90,8 +90,9 @@ def test_a_batch_of_the_cut_target_meets_the_memory_of_the_whole(runs, tiny_targ
     assert counted.moving + cut.missing(3, 70) == pytest.approx(whole_counted.moving, rel=0.01)
 
 
-def test_runs_go_on_from_what_an_earlier_result_holds(runs, tiny_target):
+def test_runs_go_on_from_what_an_earlier_result_holds(runs, tiny_target, monkeypatch):
     common, _, training = runs
+    monkeypatch.setattr(training, "WINDOW_STEPS", 2)
     card, clock = common.Card(torch.device("cpu")), common.Clock(time.monotonic() + 60)
     config = f"random:{tiny_target('qwen3_5')}/config.json"
     kept: list[dict] = []
@@ -99,7 +100,7 @@ def test_runs_go_on_from_what_an_earlier_result_holds(runs, tiny_target):
     def keep(found: dict) -> None:
         kept.append(json.loads(json.dumps(found)))
 
-    small = {"budget_gib": 0.8, "context": 128, "chunk": 32, "target": config, "layers": 1}
+    small = {"budget_gib": 0.6, "context": 64, "chunk": 32, "target": config, "layers": 1}
     training.training_runs(card, clock, 3, (60.0,), keep, {}, **small)
     first = kept[-1]["limits"]["60"]
     assert first["planned"]["steps"] == 3 and first["planned"]["out_of_memory"] == 0

@@ -46,7 +46,9 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("name, sizes, options", RUNS, ids=lambda value: "-".join(map(str, value)) or "plain")
+@pytest.mark.parametrize(
+    "name, sizes, options", RUNS, ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x)) or "plain"
+)
 def test_formulas_agree_with_the_counted_fake_run(name, sizes, options):
     counted, predicted, _ = counted_and_predicted(shape_config(name), *sizes, **options)
     assert predicted.moving == pytest.approx(counted.moving, rel=0.04)
