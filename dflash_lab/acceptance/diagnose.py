@@ -223,7 +223,8 @@ def mask_token(case: Case) -> Check:
         detail = f"mask token {own} ends a turn: a masked slot and the end of an answer look alike"
         return Check(name, SUSPECT, 1.0, detail)
     if seen:
-        detail = f"mask token {own} occurs {seen} times in the text: it is an ordinary token"
+        times = "once" if seen == 1 else f"{seen} times"
+        detail = f"mask token {own} occurs {times} in the text: it is an ordinary token"
         return Check(name, SUSPECT, seen, detail)
     return Check(name, FINE, own, found.detail)
 

@@ -82,7 +82,10 @@ class Crash:
                 "set PYTORCH_ALLOC_CONF=expandable_segments:True before CUDA starts"
             )
         if self.holders:
-            held = "; ".join(f"{h.size / GIB:.2f} GiB in {h.blocks} blocks{h.made}" for h in self.holders[:3])
+            held = "; ".join(
+                f"{h.size / GIB:.2f} GiB in {h.blocks} block{'s' * (h.blocks > 1)}{h.made}"
+                for h in self.holders[:3]
+            )
             lines.append(f"most of what was live: {held}")
         return ". ".join(line[0].upper() + line[1:] for line in lines) + "."
 

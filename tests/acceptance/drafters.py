@@ -1,4 +1,4 @@
-"""Drafters for tests: random weights, and proposers that know the answer and lie at a given rate."""
+"""Drafters for tests: random weights, trained a little, and proposers that know the answer and lie."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from dflash_lab.acceptance.decode import Draft
+from dflash_lab.acceptance.decode import Decoded, Draft, Study, plain_decode
+from dflash_lab.acceptance.offline import answered_items
 from dflash_lab.acceptance.tree import DraftTree, build_tree, marginal_edges
+from dflash_lab.data.samples import FeatureItem
 from dflash_lab.drafter.attention import row_layout
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.model import ContextKeys, Drafter, run_blocks
+
+PROMPT = [257, 84, 104, 105, 115, 32, 105, 115, 32, 97]
+PROMPTS = [
+    [257, 84, 104, 105, 115, 32, 105],
+    [257, 80],
+    [257, 66, 67, 12, 9, 9, 44, 45, 46, 47],
+    [70, 71, 72],
+]
 
 
 def random_drafter(target, block_size=6, seed=0, **extra) -> Drafter:
@@ -33,55 +43,62 @@ def second_drafter(target, **extra) -> Drafter:
     return drafter
 
 
-class OracleProposer:
-    """Stands in for `Proposer`: proposes `answer` (prompt and continuation ids), each token wrong with chance
-    `lie`.
-
-    A lie puts the true token second, so that trees can still find it.
+def oracle(answer, lie=0.0) -> type:
+    """A class in place of `decode.Proposer` that knows `answer` (prompt and continuation) and errs
+    with chance `lie`, the truth then standing second, where trees can find it.
     """
 
-    answer: tuple[int, ...] = ()
-    lie = 0.0
-    seed = 0
+    class Oracle:
+        def __init__(self, drafter, head) -> None:
+            self.drafter, self.head, self.length = drafter, head, 0
+            self.generator = torch.Generator().manual_seed(0)
 
-    def __init__(self, drafter, head) -> None:
-        self.drafter, self.head, self.length = drafter, head, 0
-        self.generator = torch.Generator().manual_seed(self.seed)
+        def extend(self, taps) -> None:
+            self.length += len(taps)
 
-    def extend(self, taps) -> None:
-        self.length += len(taps)
+        def draft(self, anchor, block_size) -> Draft:
+            assert int(anchor) == answer[self.length]
+            count, wide = block_size - 1, self.head.weight.shape[0]
+            logits = lying_logits(answer[self.length + 1 :], (count, wide), lie, self.generator)
+            return Draft(self.drafter, anchor, torch.zeros(count, self.drafter.config.hidden_size), logits)
 
-    def draft(self, anchor, block_size) -> Draft:
-        assert int(anchor) == self.answer[self.length]
-        logits = torch.randn(block_size - 1, self.head.weight.shape[0], generator=self.generator)
-        for slot in range(block_size - 1):
-            place = self.length + 1 + slot
-            truth = self.answer[place] if place < len(self.answer) else 0
-            lies = torch.rand(1, generator=self.generator).item() < self.lie
-            logits[slot, truth] = 10.0
-            logits[slot, (truth + 1) % len(logits[slot])] = 11.0 if lies else 5.0
-        return Draft(
-            self.drafter, anchor, torch.zeros(block_size - 1, self.drafter.config.hidden_size), logits
-        )
+    return Oracle
 
 
-def oracle(answer, lie=0.0, seed=0) -> type[OracleProposer]:
-    """Return a proposer class that knows `answer`; put it in place of `decode.Proposer`."""
-    return type("Oracle", (OracleProposer,), {"answer": tuple(answer), "lie": lie, "seed": seed})
+def lying_logits(truth, shape, lie, generator) -> torch.Tensor:
+    """Logits [slots, V] with `truth` (0 beyond its end) first, or second with chance `lie`."""
+    logits = torch.randn(shape, generator=generator)
+    for slot, row in enumerate(logits):
+        token = truth[slot] if slot < len(truth) else 0
+        lies = torch.rand(1, generator=generator).item() < lie
+        row[token], row[(token + 1) % len(row)] = 10.0, 11.0 if lies else 5.0
+    return logits
+
+
+def answered(target, prompts, answers, tap_ids=(1, 4)) -> list[FeatureItem]:
+    """Prompts with these answers as items, as extraction makes them."""
+    asked = [tuple(prompt) for prompt in prompts]
+    study = Study("plain", [Decoded(list(tokens)) for tokens in answers], asked)
+    return list(answered_items(target, tap_ids, study))
+
+
+def greedy(target, prompts, count, stop_ids=()) -> list[list[int]]:
+    """The target's own answers of `count` tokens, or until one of `stop_ids` (None: its own)."""
+    return [plain_decode(target, p, max_new_tokens=count, stop_ids=stop_ids).tokens for p in prompts]
+
+
+def paths_of(tokens, parents, active=None) -> list[tuple[int, ...]]:
+    """The token path of every (active) node of a tree, in order."""
+    paths = [()]
+    for token, parent in zip(tokens.tolist(), parents.tolist()):
+        paths.append((*paths[int(parent)], int(token)))
+    used = [True] * len(paths) if active is None else active.tolist()
+    return [path for path, kept in zip(paths[1:], used) if kept]
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor, bound: float = 2e-5) -> bool:
     """Relative L2 error below `bound`."""
     return float((ours - theirs).norm() / theirs.norm()) < bound
-
-
-def same_law(ours: list, theirs: list) -> bool:
-    """Two-sample chi-square within four standard deviations (sqrt(2 f)) of its mean, the degrees of freedom
-    f."""
-    keys = set(ours) | set(theirs)
-    statistic = sum((ours.count(k) - theirs.count(k)) ** 2 / (ours.count(k) + theirs.count(k)) for k in keys)
-    freedom = max(1, len(keys) - 1)
-    return statistic < freedom + 4 * (2 * freedom) ** 0.5
 
 
 def overfit(

@@ -1,5 +1,4 @@
-"""The public `dflash` 0.1.0 loop as an external client: same checkpoint, same greedy prompts, same acceptance
-lengths.
+"""The public `dflash` 0.1.0 loop as an external client: same checkpoint, same prompts, same lengths.
 
 It lies in the folder `clients` of the virtual environment (`make install-test` puts it there) or in the one
 that DFLASH_CLIENTS names; without it these tests skip.
@@ -14,13 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafters import overfit, random_drafter, second_drafter
+from drafters import PROMPTS, answered, greedy, overfit, random_drafter, second_drafter
 
-from dflash_lab.acceptance.decode import Study, decode, plain_decode
-from dflash_lab.acceptance.offline import answered_items
+from dflash_lab.acceptance.decode import decode
 from dflash_lab.drafter.checkpoint import load_checkpoint, save_checkpoint
 
-PROMPTS = [[257, 84, 104, 105, 115, 32, 105], [257, 80, 44, 10, 32], [257, 66, 67, 12, 9, 9]]
+ASKED = PROMPTS[:3]
 CLIENTS = os.environ.get("DFLASH_CLIENTS", str(Path(sys.prefix) / "clients"))
 
 
@@ -42,45 +40,28 @@ def test_acceptance_lengths_and_tokens_equal_the_clients(client, loaded, tiny_ta
     from transformers import AutoModelForCausalLM
 
     target = loaded(kind)
-    study = Study("plain")
-    for prompt in PROMPTS:
-        study.answers.append(plain_decode(target, prompt, max_new_tokens=30, stop_ids=()))
-        study.asked.append(tuple(prompt))
+    answers = greedy(target, ASKED, 24)
     options = {"block_size": 6, "initializer_range": 0.1}
     if shape == "second":
         drafter = second_drafter(target, is_causal=False, **options)
-    elif shape == "sliding":
-        drafter = random_drafter(target, sliding_layers=1, sliding_window=8, **options)
     else:
-        drafter = random_drafter(target, **options)
-    overfit(target, drafter, list(answered_items(target, drafter.config.tap_ids, study)), steps=25)
+        window = {"sliding_layers": 1, "sliding_window": 8} if shape == "sliding" else {}
+        drafter = random_drafter(target, **window, **options)
+    overfit(target, drafter, answered(target, ASKED, answers), steps=12)
     save_checkpoint(tmp_path, drafter)
     ours = load_checkpoint(tmp_path).eval()
     build = client.DFlash2DraftModel if shape == "second" else client.DFlashDraftModel
     theirs = build.from_pretrained(tmp_path, dtype=torch.float32).eval()
     whole = AutoModelForCausalLM.from_pretrained(tiny_target(kind), dtype=torch.float32).eval()
     lengths = []
-    for prompt, plain in zip(PROMPTS, study.answers):
+    for prompt, plain in zip(ASKED, answers):
         for block_size in (6, 3):
+            stops = [plain[-1]] if block_size == 3 else None
+            sizes = {"max_new_tokens": 24, "block_size": block_size}
             answer = client.dflash_generate(
-                theirs,
-                whole,
-                torch.tensor([prompt]),
-                max_new_tokens=30,
-                stop_token_ids=[plain.tokens[-1]] if block_size == 3 else None,
-                block_size=block_size,
-                return_stats=True,
+                theirs, whole, torch.tensor([prompt]), stop_token_ids=stops, return_stats=True, **sizes
             )
-            stops = {plain.tokens[-1]} if block_size == 3 else ()
-            fast = decode(
-                target,
-                ours,
-                prompt,
-                max_new_tokens=30,
-                block_size=block_size,
-                stop_ids=stops,
-                last_block="shrink",
-            )
+            fast = decode(target, ours, prompt, stop_ids=stops or (), last_block="shrink", **sizes)
             assert fast.tokens == answer.output_ids[0, len(prompt) :].tolist()
             assert fast.produced == answer.acceptance_lengths
             lengths += fast.produced

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.wording import refused
+from support.chat_templates import HERMES, WEATHER, call
+from support.tiny_targets import THINKING, tiny_tokenizer
+from support.wording import check_wording, refused
 
 from dflash_lab.acceptance.evaluate import next_turn
 from dflash_lab.acceptance.prompts import (
@@ -25,148 +27,149 @@ from dflash_lab.acceptance.prompts import (
 from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.errors import InputError
 
+OPENING = "<|im_start|>assistant\n"
+
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    from support.tiny_targets import tiny_tokenizer
-
     return tiny_tokenizer()
 
 
-def write_lines(path, *records):
-    path.write_text("\n".join(json.dumps(r) for r in records) + "\n\n")
-    return path
+@pytest.fixture
+def read(tmp_path, tokenizer):
+    """Return the prompts of a file with these records."""
+
+    def prompts(*records, name="set", tokenizer=tokenizer, **options):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("\n".join(json.dumps(record) for record in records) + "\n\n")
+        return file_prompts(path, tokenizer, **options)
+
+    return prompts
+
+
+def after(tokenizer, prompt, *answers, thinking=False):
+    """What is asked after these answers, as text, or None."""
+    ids = [tokenizer.encode(answer, add_special_tokens=False) for answer in answers]
+    later = next_turn(SimpleNamespace(tokenizer=tokenizer, stop_ids=[258]), thinking)(prompt, ids)
+    return later if later is None else tokenizer.decode(later)
+
+
+def user(*texts):
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]}
+
+
+HUMANEVAL = {"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f"}
 
 
 @pytest.mark.parametrize(
-    ("record", "words", "several"),
+    ("record", "words"),
     [
-        (
-            {"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f", "test": ""},
-            "```python\ndef f():\n```",
-            False,
-        ),
-        ({"question": "How many?", "answer": "3"}, "How many?\nPlease reason step by step", False),
-        ({"problem": "x+1", "solution": ""}, "\\boxed{}", False),
-        ({"question_id": 4, "turns": ["First", "Second"]}, "First", True),
-        ({"prompt": "Just this"}, "Just this", False),
-        ({"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]}, "A", False),
+        (HUMANEVAL | {"test": ""}, "```python\ndef f():\n```"),
+        ({"question": "How many?", "answer": "3"}, "How many?\nPlease reason step by step"),
+        ({"problem": "x+1", "solution": ""}, "\\boxed{}"),
+        ({"question_id": 4, "turns": ["First", "Second"]}, "First"),
+        ({"prompt": "Just this"}, "Just this"),
+        (user("A", "B"), "A"),
     ],
 )
-def test_styles(tmp_path, tokenizer, record, words, several):
-    (prompt,) = file_prompts(write_lines(tmp_path / "set.jsonl", record), tokenizer)
+def test_styles(read, tokenizer, record, words):
+    (prompt,) = read(record)
     text = tokenizer.decode(prompt.input_ids)
-    assert words in text
-    assert text.endswith("<|im_start|>assistant\n")
-    assert prompt.several is several
-    assert prompt.source == "set"
+    assert words in text and text.endswith(OPENING)
+    assert prompt.several is ("turns" in record) and prompt.source == "set"
 
 
-def test_prompts_keep_their_id_and_kind(tmp_path, tokenizer):
-    records = (
+def test_prompts_keep_their_id_and_kind(read):
+    prompts = read(
         {"question_id": 81, "category": "writing", "turns": ["First"]},
         {"problem": "x", "subject": "Algebra", "unique_id": "test/7.json"},
         {"question": "How many?", "answer": "3"},
         {"turns": ["First"], "question_id": None, "id": 7, "category": ["a"]},
         {"turns": ["First"], "question_id": {"a": 1}, "category": "a\ud800\n" + "b" * 5000},
+        name="mix",
     )
-    prompts = file_prompts(write_lines(tmp_path / "mix.jsonl", *records), tokenizer)
     assert [prompt.id for prompt in prompts] == ["81", "test/7.json", "mix.jsonl:3", "7", "mix.jsonl:5"]
     assert [prompt.source for prompt in prompts[:4]] == ["mix: writing", "mix: Algebra", "mix", "mix"]
     assert prompts[4].source.startswith("mix: a\\ud800 bbb") and len(prompts[4].source) < 300
 
 
-def test_later_turns_hold_the_models_own_answers_and_the_thinking_mode(tmp_path):
-    from support.tiny_targets import THINKING, tiny_tokenizer
-
+def test_later_turns_hold_the_models_own_answers_and_the_thinking_mode(read):
     tokenizer = tiny_tokenizer(THINKING)
-    path = write_lines(tmp_path / "mt.jsonl", {"question_id": 1, "turns": ["First?", "Second?"]})
-    target = SimpleNamespace(tokenizer=tokenizer, stop_ids=[258])
     for thinking in (True, False):
-        opening = "<|im_start|>assistant\n" + ("" if thinking else "[no thoughts]\n")
-        (prompt,) = file_prompts(path, tokenizer, thinking=thinking)
+        opening = OPENING + ("" if thinking else "[no thoughts]\n")
+        record = {"question_id": 1, "turns": ["First?", "Second?"]}
+        (prompt,) = read(record, tokenizer=tokenizer, thinking=thinking)
         assert tokenizer.decode(prompt.input_ids) == f"<|im_start|>user\nFirst?<|im_end|>\n{opening}"
-        follow = next_turn(target, thinking)
-        reply = tokenizer.encode("Mine.<|im_end|>", add_special_tokens=False)
-        text = tokenizer.decode(follow(prompt, [reply]))
-        assert "<|im_start|>assistant\nMine.<|im_end|>\n<|im_start|>user\nSecond?<|im_end|>" in text
+        text = after(tokenizer, prompt, "Mine.<|im_end|>", thinking=thinking)
+        assert f"{OPENING}Mine.<|im_end|>\n<|im_start|>user\nSecond?<|im_end|>" in text
         assert text.endswith(f"<|im_end|>\n{opening}")
-        assert follow(prompt, [reply, reply]) is None
+        assert after(tokenizer, prompt, "Mine.", "Mine.", thinking=thinking) is None
 
 
-def test_a_conversation_keeps_its_system_turn_its_tools_and_their_results(tmp_path):
-    from support.chat_templates import HERMES, WEATHER, call
-    from support.tiny_targets import tiny_tokenizer
-
+def test_a_conversation_keeps_its_system_turn_its_tools_and_their_results(read):
     tokenizer = tiny_tokenizer(HERMES)
-    record = {
-        "messages": [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "Rome?"},
-            {"role": "assistant", "content": None, "tool_calls": [call("weather", city="Rome")]},
-            {"role": "tool", "content": "sunny"},
-            {"role": "assistant", "content": "Sun."},
-        ],
-        "tools": json.dumps([WEATHER]),
-    }
-    (prompt,) = file_prompts(write_lines(tmp_path / "agents.jsonl", record), tokenizer)
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Rome?"},
+        {"role": "assistant", "content": None, "tool_calls": [call("weather", city="Rome")]},
+        {"role": "tool", "content": "sunny"},
+        {"role": "assistant", "content": "Sun."},
+    ]
+    (prompt,) = read({"messages": messages, "tools": json.dumps([WEATHER])}, tokenizer=tokenizer)
     text = tokenizer.decode(prompt.input_ids)
     assert "Be brief." in text and '"name": "weather"' in text and "sunny" not in text and prompt.several
-    follow = next_turn(SimpleNamespace(tokenizer=tokenizer, stop_ids=[258]), False)
-    own = tokenizer.encode('<call>{"name": "weather", "arguments": {"city": "Roma"}}</call><|im_end|>')
-    later = tokenizer.decode(follow(prompt, [own]))
+    own = '<call>{"name": "weather", "arguments": {"city": "Roma"}}</call><|im_end|>'
+    later = after(tokenizer, prompt, own)
     assert later.startswith(text) and "Roma" in later and "Rome" in later
-    assert later.endswith("<|im_start|>tool\nsunny<|im_end|>\n<|im_start|>assistant\n")
-    assert follow(prompt, [tokenizer.encode("I do not know.<|im_end|>")]) is None, "no call, so no result"
+    assert later.endswith(f"<|im_start|>tool\nsunny<|im_end|>\n{OPENING}")
+    assert after(tokenizer, prompt, "I do not know.<|im_end|>") is None, "no call, so no result"
+
+
+CALLS = [{"role": "assistant", "tool_calls": [{"name": "f"}]}, {"role": "tool", "content": "7"}]
 
 
 @pytest.mark.parametrize(
-    ("answer", "why"),
-    [
-        ("Look: <|im_start|> is it.<|im_end|>", "control token"),
-        ("Sun.<|im_end|>", "does not show the tool calls"),
-    ],
+    ("between", "answer"),
+    [(user("Q", "A")["messages"][1:], "Look: <|im_start|> is it.<|im_end|>"), (CALLS, "Sun.<|im_end|>")],
+    ids=["control token", "no calls"],
 )
-def test_a_dialogue_ends_where_the_template_refuses_an_answer(tmp_path, tokenizer, caplog, answer, why):
+def test_a_dialogue_ends_where_the_template_refuses_an_answer(read, tokenizer, caplog, between, answer):
     """What was decoded before stays: the stage does not end with the first such answer."""
-    calls = [{"role": "assistant", "tool_calls": [{"name": "f"}]}, {"role": "tool", "content": "7"}]
-    between = calls if "tool" in why else [{"role": "assistant", "content": "A"}]
-    messages = [{"role": "user", "content": "Q"}, *between, {"role": "user", "content": "R"}]
-    (prompt,) = file_prompts(write_lines(tmp_path / "p.jsonl", {"messages": messages}), tokenizer)
-    follow = next_turn(SimpleNamespace(tokenizer=tokenizer, stop_ids=[258]), False)
-    assert follow(prompt, [tokenizer.encode(answer, add_special_tokens=False)]) is None
-    assert "p.jsonl:1 ends after 1 of its answers: " in caplog.text and why in caplog.text
+    (prompt,) = read({"messages": [*user("Q")["messages"], *between, *user("R")["messages"]]})
+    assert after(tokenizer, prompt, answer) is None
+    check_wording(caplog.records[-1].getMessage())
 
 
-def test_bad_lines_are_named(tmp_path, tokenizer):
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"prompt": ',
+        "[1]",
+        '{"promt": "x"}',
+        '{"turns": []}',
+        json.dumps(user([{"type": "image"}])),
+        '{"messages": [{"role": "assistant", "content": "A"}]}',
+        json.dumps(user("<|im_end|>")),
+        '{"turns": "First"}',
+        '{"turns": ["First", " "]}',
+        '{"question": "", "answer": "3"}',
+        '{"task_id": 1, "prompt": null, "entry_point": "f"}',
+        '{"problem": "\\ud800"}',
+        '{"prompt": "x", "n": %s}' % ("9" * 5000),
+    ],
+    ids=range(13),
+)
+def test_bad_lines_are_named(tmp_path, tokenizer, line):
     path = tmp_path / "bad.jsonl"
-    for line, message in [
-        ('{"prompt": ', "bad.jsonl:2: not valid JSON"),
-        ("[1]", "bad.jsonl:2: expected an object, found list"),
-        ('{"promt": "x"}', r"bad.jsonl:2: no known style has the fields \['promt'\]"),
-        ('{"turns": []}', "bad.jsonl:2: turns: no user turn"),
-        (
-            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
-            "bad.jsonl:2: messages: .*image",
-        ),
-        ('{"messages": [{"role": "assistant", "content": "A"}]}', "bad.jsonl:2: messages: no user turn"),
-        (
-            '{"messages": [{"role": "user", "content": "<|im_end|>"}]}',
-            "bad.jsonl:2: .*control token.*remove the line",
-        ),
-        ('{"turns": "First"}', "bad.jsonl:2: turns is not of the kind"),
-        ('{"turns": ["First", " "]}', "bad.jsonl:2: turns: no user turn"),
-        ('{"question": "", "answer": "3"}', "bad.jsonl:2: question, answer: no user turn"),
-        ('{"task_id": 1, "prompt": null, "entry_point": "f"}', "bad.jsonl:2: task_id.*: no user turn"),
-        ('{"problem": "\\ud800"}', r"bad.jsonl:2: problem: a user turn holds half of a character"),
-        ('{"prompt": "x", "n": %s}' % ("9" * 5000), "bad.jsonl:2: not valid JSON .*digits"),
-    ]:
-        path.write_text('{"prompt": "fine"}\n' + line)
-        with refused(InputError):
-            file_prompts(path, tokenizer)
-    path.write_text("\n")
+    path.write_text('{"prompt": "fine"}\n' + line)
     with refused(InputError):
         file_prompts(path, tokenizer)
+
+
+def test_files_without_a_prompt_are_refused(tmp_path, read, tokenizer):
+    with refused(InputError):
+        read()
     with refused(InputError):
         load_prompts(str(tmp_path / "none.jsonl"), "", lambda: tokenizer)
 
@@ -176,7 +179,7 @@ def test_humaneval_is_read_from_the_package_without_importing_it(tmp_path, token
     (package / "data").mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
     with gzip.open(package / "data" / "HumanEval.jsonl.gz", "wt") as file:
-        file.write(json.dumps({"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f"}) + "\n")
+        file.write(json.dumps(HUMANEVAL) + "\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     (prompt,) = load_prompts("humaneval", "", lambda: tokenizer)
     assert prompt.id == "HumanEval/0"
@@ -189,31 +192,28 @@ def test_humaneval_is_read_from_the_package_without_importing_it(tmp_path, token
 def test_heldout_prompts_take_the_first_answer(tmp_path):
     two_turns = Sample("a", np.arange(10), np.array([0, 0, 1, 1, 1, 0, 0, 1, 1, 1]), "x")
     no_answer = Sample("b", np.arange(4), np.zeros(4), "x")
-    write_samples(tmp_path / "s.parquet", [two_turns, no_answer], heldout_fraction=0.999999, provenance={})
-    (prompt,) = heldout_prompts(tmp_path / "s.parquet")
+    path, made = tmp_path / "s.parquet", {"heldout_fraction": 0.999999, "provenance": {}}
+    write_samples(path, [two_turns, no_answer], **made)
+    (prompt,) = heldout_prompts(path)
     assert prompt.input_ids == (0, 1) and prompt.answer == (2, 3, 4)
-    write_samples(tmp_path / "t.parquet", [no_answer], heldout_fraction=0.999999, provenance={})
+    write_samples(path, [no_answer], **made)
     with refused(InputError):
-        heldout_prompts(tmp_path / "t.parquet")
+        heldout_prompts(path)
 
 
-def test_subsets_and_parts_are_fixed_by_the_seed(tmp_path, tokenizer):
-    prompts = file_prompts(
-        write_lines(tmp_path / "p.jsonl", *({"prompt": f"n{i}"} for i in range(20))), tokenizer
-    )
+def test_subsets_and_parts_are_fixed_by_the_seed():
+    prompts = [Prompt(f"p:{n}", (n,), "p") for n in range(20)]
     first = draw_prompts(prompts, 5, seed=1)
     assert first == draw_prompts(prompts, 5, seed=1) != draw_prompts(prompts, 5, seed=2)
     assert draw_prompts(prompts, 0, seed=1)[:5] == first
-    dev, test = split_dev(5, 0.5)
-    assert dev == [0, 1] and test == [2, 3, 4]
-    assert split_dev(1, 0.5) == ([0], [0])
-    assert split_dev(2, 0.95) == ([0], [1])
+    assert split_dev(5, 0.5) == ([0, 1], [2, 3, 4])
+    assert split_dev(1, 0.5) == ([0], [0]) and split_dev(2, 0.95) == ([0], [1])
 
 
-@pytest.mark.parametrize("wrong", [Prompt("a:7", (1, 50), "s"), Prompt("a:7", (1,), "s", (2, -1))])
-def test_tokens_of_another_tokenizer_are_named(wrong):
+@pytest.mark.parametrize("ids", [((1, 50), ()), ((1,), (2, -1))])
+def test_tokens_of_another_tokenizer_are_named(ids):
     """On a GPU they would otherwise end in an assertion of the device that names nothing."""
     good = Prompt("a:1", (0, 49), "s", (3,))
     check_vocabulary([good], 50, "samples.parquet")
     with refused(InputError):
-        check_vocabulary([good, wrong], 50, "samples.parquet")
+        check_vocabulary([good, Prompt("a:7", ids[0], "s", ids[1])], 50, "samples.parquet")

@@ -1,15 +1,13 @@
-"""The heap tree against brute force, DDTree's published algorithm, and the vectorised ranks."""
+"""The heap tree against DDTree's published algorithm, and the vectorised ranks against the heap."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import time
 
 import numpy as np
-import pytest
 import torch
-from drafters import chain_tree, tree_from_logits
+from drafters import chain_tree, paths_of, tree_from_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.wording import refused
@@ -27,22 +25,7 @@ from dflash_lab.errors import InputError
 
 
 def _paths(tree):
-    """Return each node's path of tokens."""
-    paths = [()]
-    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist()):
-        paths.append((*paths[parent], token))
-    return paths[1:]
-
-
-def _brute_force(log_probs: torch.Tensor, budget: int):
-    """All prefixes of all depths, sorted by probability."""
-    table = log_probs.double().numpy()
-    scored = [
-        (sum(table[d, t] for d, t in enumerate(path)), path)
-        for depth in range(1, len(table) + 1)
-        for path in itertools.product(range(table.shape[1]), repeat=depth)
-    ]
-    return {path for _, path in sorted(scored, reverse=True)[:budget]}
+    return paths_of(tree.tokens, tree.parents)
 
 
 def _ddtree_nodes(logits: np.ndarray, budget: int):
@@ -68,36 +51,14 @@ def _ddtree_nodes(logits: np.ndarray, budget: int):
     return nodes
 
 
-def test_tree_equals_brute_force_and_is_prefix_closed():
-    generator = torch.Generator().manual_seed(0)
-    for depth, vocab in [(1, 5), (2, 6), (3, 5), (4, 4)]:
-        logits = 2 * torch.randn(depth, vocab, generator=generator)
-        log_probs = torch.log_softmax(logits, -1)
-        for budget in (1, 2, 7, 20):
-            tree = tree_from_logits(logits, budget)
-            paths = _paths(tree)
-            assert set(paths) == _brute_force(log_probs, budget)
-            assert len(set(paths)) == len(paths)
-            assert (np.diff(tree.log_probs) <= 1e-12).all()
-            assert all(parent < node for node, parent in enumerate(tree.parents, start=1))
-
-
-def test_budgets_are_nested():
-    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
-    large = tree_from_logits(logits, 200)
-    for budget in (0, 1, 16, 199):
-        small = tree_from_logits(logits, budget)
-        assert small.tokens.tolist() == large.tokens[:budget].tolist()
-        assert small.parents.tolist() == large.parents[:budget].tolist()
-
-
-@pytest.mark.parametrize("budget", [16, 64, 256, 1024])
-def test_nodes_equal_the_published_builder_on_random_marginals(budget):
-    generator = torch.Generator().manual_seed(budget)
-    logits = 3 * torch.randn(15, 2000, generator=generator)
-    tree = tree_from_logits(logits, budget)
-    ours = list(zip(tree.tokens.tolist(), tree.parents.tolist(), tree.depths.tolist()))
-    assert ours == _ddtree_nodes(logits.double().numpy(), budget)
+def test_nodes_equal_the_published_builder_and_budgets_are_nested():
+    logits = 3 * torch.randn(15, 2000, generator=torch.Generator().manual_seed(16))
+    wanted = _ddtree_nodes(logits.double().numpy(), 1024)
+    for budget in (0, 1, 16, 256, 1024):
+        tree = tree_from_logits(logits, budget)
+        ours = list(zip(tree.tokens.tolist(), tree.parents.tolist(), tree.depths.tolist()))
+        assert ours == wanted[:budget]
+        assert (np.diff(tree.log_probs) <= 1e-12).all()
 
 
 def test_exact_ties_follow_the_ranks():
@@ -133,12 +94,11 @@ def test_a_chain_is_a_tree_without_branches():
     tree = chain_tree([4, 2, 9])
     assert tree.visibility().tolist() == np.tril(np.ones((4, 4), bool)).tolist()
     assert tree.walk([4, 2, 1, 0]) == ([0, 1, 2], 1)
-    assert len(tree_from_logits(torch.randn(3, 5), 0)) == 0
     with refused(InputError):
         tree_from_logits(torch.randn(3, 5), -1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([0.0, 0.5]), st.integers(1, 5), st.integers(1, 9))
 def test_vectorised_ranks_equal_the_heap_with_and_without_ties(seed, grid, depth, vocab):
     generator = torch.Generator().manual_seed(seed)
@@ -165,18 +125,7 @@ def test_vectorised_ranks_equal_the_heap_with_and_without_ties(seed, grid, depth
             assert got == wanted
 
 
-def test_512_nodes_are_built_in_two_milliseconds():
-    log_probs = torch.log_softmax(2 * torch.randn(15, 4096, generator=torch.Generator().manual_seed(3)), -1)
-    edges = marginal_edges(log_probs, 512)
-    timings = []
-    for _ in range(20):
-        start = time.perf_counter()
-        build_tree(edges, root=0, depth=15, budget=512)
-        timings.append(time.perf_counter() - start)
-    assert min(timings) < 2e-3
-
-
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10_000), st.floats(0.2, 4.0), st.integers(1, 6), st.integers(2, 30))
 def test_a_tree_with_its_chain_inside_accepts_the_longer_of_both(seed, scale, depth, vocab):
     generator = torch.Generator().manual_seed(seed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -14,22 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.wording import check_wording
 
 from dflash_lab.memory.measure import count_forward
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "memory.py"
-
-
-@pytest.mark.parametrize(
-    ("text", "words"), [('{"rows', "not valid JSON"), ("[1]", "no result of benchmarks/")]
-)
-def test_what_it_cannot_resume_from_is_named_and_kept(tmp_path, text, words):
-    path = tmp_path / "memory.json"
-    path.write_text(text)
-    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--resume", "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1 and str(path) in done.stderr and words in done.stderr
-    assert path.read_text() == text
 
 
 @pytest.fixture
@@ -38,6 +26,16 @@ def runs(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     names = ("memory_runs", "memory_runs_extraction", "memory_runs_training")
     return [importlib.import_module(name) for name in names]
+
+
+@pytest.mark.parametrize("text", ['{"rows', "[1]"], ids=["no JSON", "no result"])
+def test_what_it_cannot_resume_from_is_named_and_kept(runs, tmp_path, text, monkeypatch, capsys):
+    memory, path = importlib.import_module("memory"), tmp_path / "memory.json"
+    path.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["memory.py", "--device", "cpu", "--resume", "--json", str(path)])
+    assert memory.told(memory.main) == 1
+    check_wording(capsys.readouterr().err)
+    assert path.read_text() == text
 
 
 def test_windows_take_turns_and_the_first_round_does_not_count(runs, monkeypatch):
@@ -92,8 +90,9 @@ def test_a_batch_of_the_cut_target_meets_the_memory_of_the_whole(runs, tiny_targ
     assert counted.moving + cut.missing(3, 70) == pytest.approx(whole_counted.moving, rel=0.01)
 
 
-def test_runs_go_on_from_what_an_earlier_result_holds(runs, tiny_target):
+def test_runs_go_on_from_what_an_earlier_result_holds(runs, tiny_target, monkeypatch):
     common, _, training = runs
+    monkeypatch.setattr(training, "WINDOW_STEPS", 2)
     card, clock = common.Card(torch.device("cpu")), common.Clock(time.monotonic() + 60)
     config = f"random:{tiny_target('qwen3_5')}/config.json"
     kept: list[dict] = []
@@ -101,7 +100,7 @@ def test_runs_go_on_from_what_an_earlier_result_holds(runs, tiny_target):
     def keep(found: dict) -> None:
         kept.append(json.loads(json.dumps(found)))
 
-    small = {"budget_gib": 0.8, "context": 128, "chunk": 32, "target": config, "layers": 1}
+    small = {"budget_gib": 0.6, "context": 64, "chunk": 32, "target": config, "layers": 1}
     training.training_runs(card, clock, 3, (60.0,), keep, {}, **small)
     first = kept[-1]["limits"]["60"]
     assert first["planned"]["steps"] == 3 and first["planned"]["out_of_memory"] == 0

@@ -10,14 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.fake_memory.tracker import LabelledTensors
-from support.fake_memory.training import count_training
-from support.wording import refused
 from torch import Tensor
 
 from dflash_lab.drafter import objective
 from dflash_lab.drafter.config import DrafterConfig
 from dflash_lab.drafter.model import ContextStates, Layer, rope
-from dflash_lab.errors import InputError
 from dflash_lab.memory.shapes import FULL, GIB, TargetShape, TrainingSetup
 from dflash_lab.memory.training import SELECTOR_ELEMENTS, layers_kept, predict_training
 
@@ -110,46 +107,36 @@ def kept_by_the_cut(config, anchors, context):
     return sum(storages.values()) + h.nbytes
 
 
-def test_the_formulas_are_the_cut_that_torch_makes_of_a_layer():
-    config = DrafterConfig(
-        vocab_size=1000, hidden_size=64, intermediate_size=200, num_layers=1, num_heads=6, num_kv_heads=2,
-        head_dim=16, block_size=4, mask_token_id=9, tap_ids=(1, 2), num_target_layers=4, rope_theta=1e5,
-    )  # fmt: skip
-    setup = TrainingSetup(anchors=10, context=56, block_size=4, compiled=True)
-    kept = layers_kept(config, setup)
-    layer = sum(size for name, (size, _) in kept.items() if name.startswith("draft layers"))
-    assert layer == kept_by_the_cut(config, 10, 56)
-
-
-def dflash2(taps, group):
-    """A small DFlash 2 drafter of one layer."""
+def small(**second):
+    """A small drafter of one layer, of the first kind or of the second."""
     return DrafterConfig(
         vocab_size=1000, hidden_size=64, intermediate_size=200, num_layers=1, num_heads=6, num_kv_heads=2,
         head_dim=16, block_size=4, mask_token_id=9, tap_ids=(1, 2), num_target_layers=4, rope_theta=1e5,
-        conv_kernel_size=taps, conv_group_size=group, selector_rank=8, selector_top_k=4, is_causal=False,
+        **second,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("taps", "group"), [(2, 16), (2, 8), (3, 16)])
-def test_the_convolutions_of_dflash_2_are_in_the_cut(taps, group):
-    config = dflash2(taps, group)
-    setup = TrainingSetup(anchors=10, context=56, block_size=4, compiled=True)
-    kept = layers_kept(config, setup)
+def dflash2(taps, group=16):
+    """Fields of a drafter of the second kind."""
+    sizes = dict(conv_kernel_size=taps, conv_group_size=group, selector_rank=8, selector_top_k=4)
+    return dict(**sizes, is_causal=False)
+
+
+@pytest.mark.parametrize("second", [{}, dflash2(2), dflash2(2, 8), dflash2(3)])
+def test_the_formulas_are_the_cut_that_torch_makes_of_a_layer(second):
+    config = small(**second)
+    kept = layers_kept(config, TrainingSetup(anchors=10, context=56, block_size=4, compiled=True))
     layer = sum(size for name, (size, _) in kept.items() if name.startswith("draft layers"))
-    assert kept["draft layers: convolutions"][0] > 0 and layer == kept_by_the_cut(config, 10, 56)
+    assert layer == kept_by_the_cut(config, 10, 56)
+    assert bool(second) == (kept.get("draft layers: convolutions", (0,))[0] > 0)
 
 
 @pytest.mark.parametrize("taps", [2, 3])
 def test_plain_convolutions_keep_kernels_and_shifted_inputs(taps):
     """The real layer's forward with and without them, every live tensor counted."""
-    config, anchors = dflash2(taps, 16), 300
+    config, anchors = small(**dflash2(taps)), 300
     live = {}
-    for name, chosen in {
-        "with": config,
-        "without": replace(
-            config, conv_kernel_size=0, conv_group_size=0, selector_rank=0, selector_top_k=0, is_causal=False
-        ),
-    }.items():
+    for name, chosen in {"with": config, "without": small()}.items():
         layer = Layer(chosen, 0)
         h = torch.zeros(anchors, 4, 64, requires_grad=True)
         ctx = torch.zeros(56, 64, requires_grad=True)
@@ -165,10 +152,7 @@ def test_plain_convolutions_keep_kernels_and_shifted_inputs(taps):
 
 
 def test_a_second_drafter_asks_for_more():
-    sizes = dict(
-        conv_kernel_size=2, conv_group_size=16, selector_rank=256, selector_top_k=16, is_causal=False
-    )
-    drafter = replace(LARGE, **sizes)
+    drafter = replace(LARGE, **dflash2(2) | dict(selector_rank=256, selector_top_k=16))
     for compiled in (True, False):
         setup = TrainingSetup(anchors=1024, context=8192, block_size=24, compiled=compiled)
         first, other = (predict_training(shape_of(d), d, setup) for d in (LARGE, drafter))
@@ -178,30 +162,21 @@ def test_a_second_drafter_asks_for_more():
         assert other.live - first.live >= convolutions + other.terms["selector gradients"]
 
 
+ROWS = dict(anchors=1024, context=8192, block_size=24)
+SHORT = dict(anchors=3072, context=8192, block_size=8, soft_targets=False, **LOOP)
+
+
 @pytest.mark.parametrize(
-    "case",
+    "drafter, sizes, path",
     [
-        (LARGE, dict(anchors=1024, context=8192, block_size=24, noise=True, **LOOP), ("large", "peak_gib")),
-        (  # the same step by itself, outside the loop
-            LARGE,
-            dict(anchors=1024, context=8192, block_size=24),
-            ("large", "loss_beside_peers", "ours", "peak_gib"),
-        ),
-        (
-            SMALL,
-            dict(anchors=3072, context=8192, block_size=8, soft_targets=False, **LOOP),
-            ("small", "cross-entropy, AdamW", "peak_gib"),
-        ),
-        (
-            SMALL,
-            dict(anchors=3072, context=8192, block_size=8, soft_targets=False, optimizer="muon", **LOOP),
-            ("small", "D-PACE, Muon", "peak_gib"),
-        ),
+        (LARGE, dict(**ROWS, noise=True, **LOOP), ("large", "peak_gib")),
+        (LARGE, ROWS, ("large", "loss_beside_peers", "ours", "peak_gib")),  # the step outside the loop
+        (SMALL, SHORT, ("small", "cross-entropy, AdamW", "peak_gib")),
+        (SMALL, dict(**SHORT, optimizer="muon"), ("small", "D-PACE, Muon", "peak_gib")),
     ],
     ids=["large in the loop", "large alone", "small", "small, Muon"],
 )
-def test_compiled_training_takes_what_an_h200_measured(case):
-    drafter, sizes, path = case
+def test_compiled_training_takes_what_an_h200_measured(drafter, sizes, path):
     measured = functools.reduce(lambda part, name: part[name], path, json.loads(RESULTS.read_text())["cases"])
     found = {
         compiled: predict_training(shape_of(drafter), drafter, TrainingSetup(compiled=compiled, **sizes))
@@ -222,9 +197,3 @@ def test_compiled_layers_under_checkpointing_keep_their_inputs():
     assert inputs.terms["draft layers: MLP"] == plain.terms["draft layers: MLP"] // 5
     setup = TrainingSetup(checkpointing="layers", **sizes)
     assert layers_kept(LARGE, setup)["draft layers: inputs"][0] == 5 * 1024 * 24 * 5120 * 2
-
-
-def test_compiled_layers_are_not_counted_as_plain_ones():
-    setup = TrainingSetup(anchors=8, context=64, block_size=8, compiled=True)
-    with refused(InputError):
-        count_training(shape_of(SMALL), SMALL, setup)

@@ -4,12 +4,25 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from support.fake_memory.tracker import LabelledTensors
 
+from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.drafter.config import DrafterConfig
+from dflash_lab.drafter.live import LiveItems
+from dflash_lab.drafter.rows import PackedRows
 from dflash_lab.memory.account import predict_extraction
 from dflash_lab.memory.shapes import GIB, ExtractionSetup, TrainingSetup, target_shape
-from dflash_lab.memory.training import drafter_parameters, predict_training, resident_target_bytes
+from dflash_lab.memory.training import (
+    drafter_parameters,
+    head_process,
+    predict_training,
+    resident_target_bytes,
+    target_process,
+)
+from dflash_lab.models.load import load_target
 from dflash_lab.models.source import shape_config
 
 PIPELINE = Path(__file__).parents[2] / "benchmarks/results/h200-x2/pipeline.json"
@@ -31,9 +44,7 @@ def tensors(found):
 
 
 def test_a_live_target_beside_compiled_training_takes_what_an_h200_measured():
-    """The pipeline's benchmark on one device: at its worst the whole target lies beside a step on states that
-    stay, with ends of its own beside the loss's.
-    """
+    """At its worst the whole target lies beside a step, with ends of its own beside the loss's."""
     measured = json.loads(PIPELINE.read_text())
     work, alone = measured["work"], measured["one_device"]
     assert (work["shape"], alone["whole_layers"]) == ("qwen3-8b", SHAPE.layers)
@@ -45,13 +56,10 @@ def test_a_live_target_beside_compiled_training_takes_what_an_h200_measured():
 
 def test_a_live_target_brings_its_layers_and_a_forward_of_the_row():
     stored, live = account(), account(placement="same device")
-    assert tensors(live) - tensors(stored) == resident_target_bytes(
-        SHAPE, replace(STEP, placement="same device")
-    )
-    assert (
-        resident_target_bytes(SHAPE, replace(STEP, placement="same device", target_dtype="float32"))
-        > 2 * (live.terms["target weights"])
-    )
+    here = replace(STEP, placement="same device")
+    assert tensors(live) - tensors(stored) == resident_target_bytes(SHAPE, here)
+    wide = resident_target_bytes(SHAPE, replace(here, target_dtype="float32"))
+    assert wide > 2 * live.terms["target weights"]
     few = account(placement="same device", anchors=8, context=65536, optimizer="adamw8bit")
     assert few.moment == "the target's forward of a row"
     forward = predict_extraction(
@@ -104,25 +112,12 @@ def test_a_head_on_another_device_takes_the_loss_with_it():
 
 def test_a_process_that_makes_rows_holds_what_was_counted(tiny_target, tmp_path):
     """A live target fills a row while the row before is still on its way; live tensors counted."""
-    import numpy as np
-    import torch
-    from support.fake_memory.tracker import LabelledTensors
-
-    from dflash_lab.data.samples import Sample, write_samples
-    from dflash_lab.drafter.live import LiveItems
-    from dflash_lab.drafter.rows import PackedRows
-    from dflash_lab.memory.training import target_process
-    from dflash_lab.models.load import load_target
-
     target = load_target(str(tiny_target("llama")), dtype="float32")
     drafter = DrafterConfig.from_target(target.config, mask_token_id=0, num_layers=2, block_size=4)
-    samples = [
-        Sample(f"s{n}", (np.arange(2000) + n) % 200, np.ones(2000, np.uint8), "test") for n in range(4)
-    ]
-    write_samples(tmp_path / "samples.parquet", samples, heldout_fraction=0.0, provenance={})
-    items = LiveItems(
-        tmp_path / "samples.parquet", target, tap_ids=list(drafter.tap_ids), context_tokens=2000
-    )
+    path, tokens = tmp_path / "samples.parquet", np.arange(2000)
+    samples = [Sample(f"s{n}", (tokens + n) % 200, np.ones(2000, np.uint8), "test") for n in range(4)]
+    write_samples(path, samples, heldout_fraction=0.0, provenance={})
+    items = LiveItems(path, target, tap_ids=list(drafter.tap_ids), context_tokens=2000)
     rows = PackedRows(items, np.arange(4), drafter, context_tokens=2000, anchors=8, seed=0)
     with torch.no_grad(), LabelledTensors() as live:
         live.add([*target.body.parameters(), target.head.weight], "target weights")
@@ -137,8 +132,6 @@ def test_a_process_that_makes_rows_holds_what_was_counted(tiny_target, tmp_path)
 
 
 def test_a_recorded_forward_of_a_process_keeps_its_pool_and_its_outputs_beside_two_rows():
-    from dflash_lab.memory.training import head_process, target_process
-
     row = 8192 * 6 * 4096 * 2
     plain, recorded = (
         target_process(SHAPE, DRAFTER, replace(STEP, target_dtype="bfloat16", recorded=way))
@@ -154,8 +147,6 @@ def test_a_recorded_forward_of_a_process_keeps_its_pool_and_its_outputs_beside_t
 
 
 def test_the_gpu_of_a_head_holds_a_tied_matrix_once_and_final_states_for_soft_targets_only():
-    from dflash_lab.memory.training import head_process
-
     def terms(tied: bool, soft: bool) -> dict[str, int]:
         return head_process(replace(SHAPE, tied=tied), DRAFTER, replace(STEP, soft_targets=soft)).terms
 

@@ -1,9 +1,5 @@
-"""Count the tensors of a real forward on fake tensors: no weights, no device, seconds on a laptop.
-
-Under `no_grad` the peak of a forward is the peak of its worst layer beside what is captured so far, so
-repeated layers add nothing. The model is therefore built with one layer of each kind in each stretch
-between taps where it can matter (`representative_layers`), and what does grow with depth (weights, cache,
-stored states) is added exactly. A test compares this with the whole depth.
+"""Count the tensors of a real forward on fake tensors: no weights, no device, seconds on a laptop. Layers
+that repeat others are left out, and what grows with depth (weights, cache, stored states) is added.
 """
 
 from __future__ import annotations
@@ -12,12 +8,13 @@ import copy
 from typing import Any
 
 import torch
-from support.fake_memory.allocator import replay
 from support.fake_memory.fused_layers import fuse
 from support.fake_memory.kernels import kernels_of
-from support.fake_memory.tracker import Counted, LabelledTensors, module_scopes
+from support.fake_memory.tracker import LabelledTensors, module_scopes
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModel, AutoModelForCausalLM
 
-from dflash_lab.memory.account import cache_bytes, target_weight_bytes
+from dflash_lab.memory.account import Account, cache_bytes, target_weight_bytes
 from dflash_lab.memory.shapes import ExtractionSetup, TargetShape, dtype_bytes, target_shape
 
 
@@ -44,14 +41,8 @@ def _latest_plain(shape: TargetShape, setup: ExtractionSetup, last: int) -> set[
     return {index for at in latest.values() for index in (at - 1, at) if index >= 0}
 
 
-def count_extraction(config: Any, setup: ExtractionSetup) -> tuple[Counted, LabelledTensors]:
-    """Run one batch on fake tensors; return the account and the tracker with its trace.
-
-    `config` is a transformers config; nothing is downloaded. Raises `UnsupportedTarget` as `target_shape`
-    does.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
+def count_extraction(config: Any, setup: ExtractionSetup) -> tuple[Account, LabelledTensors]:
+    """Run one batch on fake tensors; return the account and the tracker with its trace."""
     shape = target_shape(config)
     last = setup.last_layer(shape.layers)
     taps = tuple(sorted({*setup.tap_ids, *((shape.layers - 1,) if setup.store_final else ())}))
@@ -70,13 +61,8 @@ def count_extraction(config: Any, setup: ExtractionSetup) -> tuple[Counted, Labe
             tracker.add([ids], "token ids")
             tracker.start_peak_here()
             _run(model, ids, setup, [kept.index(tap) for tap in taps], tracker)
-    reserved = replay(tracker, static_labels=("target weights",), expandable=setup.expandable)
-    for number, block in enumerate(tracker.blocks):
-        if block.dtype == "bool" and len(block.shape) == 4:
-            tracker.rename(number, "mask")
     terms = tracker.by_label()
     terms["target weights"] = target_weight_bytes(shape, setup)
-    terms["fragmentation"] = max(0, reserved.needed - tracker.peak)
     missing = last + 1 - len(kept)
     if setup.capture == "output_hidden_states":
         extra = missing * setup.tokens * shape.hidden * dtype_bytes(setup.dtype)
@@ -88,27 +74,11 @@ def count_extraction(config: Any, setup: ExtractionSetup) -> tuple[Counted, Labe
     if setup.use_cache:
         absent = [index for index in range(last + 1) if index not in kept]
         terms["cache"] = terms.get("cache", 0) + sum(cache_bytes(shape, setup, index) for index in absent)
-    notes = (f"Counted on {len(kept)} of {last + 1} layers {kept}; the others repeat them.",)
-    beside = terms.get("packed states in flight", 0)
-    missing_bytes = terms["target weights"] - sum(
-        block.size for number, block in enumerate(tracker.blocks) if tracker.label(number) == "target weights"
-    )
-    account = Counted(
-        title=f"extraction {setup.batch} x {setup.length}",
-        terms=terms,
-        formulas={"fragmentation": "simulated caching allocator: reserved - live at the peak"},
-        moment=moment_of(tracker),
-        notes=notes,
-        reserved=reserved.reserved + missing_bytes + beside,
-        allocated=reserved.allocated + missing_bytes + beside,
-    )
-    return account, tracker
+    return Account(f"extraction {setup.batch} x {setup.length}", terms, moment=tracker.moment()), tracker
 
 
 def fake_model(config: Any, kept: list[int], dtype: str, *, head: bool) -> Any:
     """Build the decoder with only the layers `kept`; call inside a `FakeTensorMode`."""
-    from transformers import AutoModel, AutoModelForCausalLM
-
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     text = copy.deepcopy(text)
     shape = target_shape(text)
@@ -183,13 +153,3 @@ def _run(
             captured.clear()
             del packed
     del output
-
-
-def moment_of(tracker: LabelledTensors) -> str:
-    """Name what was made last before the peak."""
-    blocks = tracker.blocks
-    last = tracker.trace[tracker.peak_event - 1][0] if tracker.peak_event else 0
-    block = blocks[last]
-    return (
-        f"{tracker.label(last)} ({block.operation.removeprefix('aten.')}, {list(block.shape)} {block.dtype})"
-    )

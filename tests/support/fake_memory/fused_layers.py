@@ -1,7 +1,5 @@
-"""Run extraction's fused layers on fake tensors: operations that allocate what the CUDA kernels allocate.
-
-The layers are the real `FusedLayer`s, so what they keep alive, and for how long, is theirs; only the kernels
-are replaced. Two checks of a layer read weights, of which a fake one has none: they are left out here.
+"""Run extraction's fused layers on fake tensors: the real `FusedLayer`s with operations that allocate what
+the CUDA kernels allocate.
 """
 
 from __future__ import annotations

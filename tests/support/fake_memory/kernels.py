@@ -1,14 +1,4 @@
-"""Stand-ins for kernels that cannot run on fake tensors: they allocate what the kernel allocates and
-compute nothing.
-
-Three departures of a fake run from a real one are undone here. Transformers takes fake tensors for tracing
-and then builds a causal mask that an eager run without padding never has (and attention loses its fused
-path with it). And the gated delta rule of flash-linear-attention is a chain of Triton kernels; a fake run
-without it would count the torch fallback, whose chunk tensors are twice as large. The shapes below are
-those its forward makes (fla-core 0.6): normed queries and keys, the solved [64, 64] blocks, w and u, one
-[K, V] state a chunk in the input's dtype, new values, output. Experts multiply grouped rows, which fake
-tensors know in bf16 only; the result's shape is all that matters.
-"""
+"""Stand-ins for kernels that cannot run on fake tensors: they allocate what the kernel allocates."""
 
 from __future__ import annotations
 
@@ -20,7 +10,6 @@ from unittest import mock
 
 import torch
 
-from dflash_lab.errors import InputError
 from dflash_lab.memory.shapes import CHUNK, HYBRID_MODULES, Kernels
 
 _RULE = "torch_chunk_gated_delta_rule"
@@ -37,8 +26,8 @@ def fla_gated_delta_rule(
     output_final_state: bool = False,
     **_unused: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Allocate as flash-linear-attention's forward does. query, key: [B, L, Hk, K]; value: [B, L, Hv, V];
-    g, beta: [B, L, Hv].
+    """Allocate as flash-linear-attention's forward does (fla-core 0.6), where torch's fallback would count
+    chunk tensors twice as large. query, key: [B, L, Hk, K]; value: [B, L, Hv, V]; g, beta: [B, L, Hv].
     """
     query, key, value, g, beta = (x.contiguous() for x in (query, key, value, g, beta))
     batch, length, _heads, key_dim = key.shape
@@ -61,18 +50,17 @@ def fla_gated_delta_rule(
 
 
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """Allocate as a grouped matrix product does: rows [S, I], weight [E, I, O] -> [S, O]."""
+    """Allocate as a grouped matrix product does, of which fake tensors know bf16 only."""
     return rows.new_empty(rows.shape[0], weight.shape[-1], dtype=weight.dtype)
 
 
 @contextlib.contextmanager
 def kernels_of(model_type: str, kernels: Kernels) -> Iterator[None]:
     """Let models of `model_type` run on fake tensors as if `kernels` were used (``"fla"`` or ``"torch"``)."""
-    if kernels not in ("fla", "torch"):
-        raise InputError(f"kernels {kernels!r} is none of 'fla', 'torch'.")
     masking = importlib.import_module("transformers.masking_utils")
     with contextlib.ExitStack() as stack:
-        # Positions are 0..L-1 in every row here, for which a run on real tensors returns None.
+        # Positions are 0..L-1 in every row here, for which a run on real tensors returns None: fake ones are
+        # taken for tracing, which builds a causal mask and loses attention's fused path.
         stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", lambda *_, **__: None))
         moe = importlib.import_module("transformers.integrations.moe")
         stack.enter_context(mock.patch.object(moe, "_grouped_mm", grouped_product))

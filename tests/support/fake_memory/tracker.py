@@ -1,7 +1,4 @@
-"""Live tensors by what they are, operation by operation, for real tensors and fake ones alike.
-
-`allocator.py` adds the allocator's rounding by replaying the trace kept here.
-"""
+"""Live tensors by what they are, operation by operation, for real tensors and fake ones alike."""
 
 from __future__ import annotations
 
@@ -13,18 +10,16 @@ from typing import Any
 
 import torch
 
-from dflash_lab.memory.account import Account
 from dflash_lab.memory.measure import LiveTensors
 
 
 @dataclass(frozen=True)
 class Block:
-    """One storage: bytes, shape and dtype of the tensor that first showed it, the operation, a label."""
+    """One storage: bytes, shape and dtype of the tensor that first showed it, a label."""
 
     size: int
     shape: tuple[int, ...]
     dtype: str
-    operation: str
     label: str
 
 
@@ -41,18 +36,12 @@ class LabelledTensors(LiveTensors):
         self.blocks: list[Block] = []
         self.trace: list[tuple[int, int]] = []
         self.peak_event = 0
-        self._operation = "given"
         self._numbers: dict[int, int] = {}
         self._labels: list[str] = ["activations"]
         self._renamed: dict[int, str] = {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._operation = str(function)
-        return super().__torch_dispatch__(function, types, args, kwargs)
-
     def add(self, tensors: Iterable[torch.Tensor], label: str = "activations") -> None:
         """Count tensors that existed before."""
-        self._operation = "given"
         with self.scope(label):
             super().add(tensor for tensor in tensors if self.device in ("", tensor.device.type))
 
@@ -62,7 +51,7 @@ class LabelledTensors(LiveTensors):
             return
         number = self._numbers[key] = len(self.blocks)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self.blocks.append(Block(size, tuple(tensor.shape), dtype, self._operation, self._labels[-1]))
+        self.blocks.append(Block(size, tuple(tensor.shape), dtype, self._labels[-1]))
         self.trace.append((number, 1))
         before = self.peak
         super().made(key, tensor, size)
@@ -79,11 +68,7 @@ class LabelledTensors(LiveTensors):
         """Name the storage of a tensor that was counted already."""
         number = self._numbers.get(tensor.untyped_storage()._cdata)
         if number is not None:
-            self.rename(number, label)
-
-    def rename(self, number: int, label: str) -> None:
-        """Name block `number`."""
-        self._renamed[number] = label
+            self._renamed[number] = label
 
     @contextlib.contextmanager
     def scope(self, label: str) -> Iterator[None]:
@@ -96,40 +81,28 @@ class LabelledTensors(LiveTensors):
 
     def label(self, number: int) -> str:
         """Return the label of block `number`."""
-        return self._renamed.get(number, self.blocks[number].label)
+        block = self.blocks[number]
+        mask = block.dtype == "bool" and len(block.shape) == 4
+        return "mask" if mask else self._renamed.get(number, block.label)
 
     def start_peak_here(self) -> None:
         """Forget the peak so far: the next one is looked for from now on."""
         super().start_peak_here()
         self.peak_event = len(self.trace)
 
-    def live_at_peak(self) -> list[int]:
-        """Return the numbers of the blocks that were live at the peak."""
-        live: set[int] = set()
-        for number, sign in self.trace[: self.peak_event]:
-            if sign > 0:
-                live.add(number)
-            else:
-                live.discard(number)
-        return sorted(live)
-
     def by_label(self) -> dict[str, int]:
         """Return bytes by label at the peak."""
+        live: dict[int, bool] = {}
+        for number, sign in self.trace[: self.peak_event]:
+            live[number] = sign > 0
         sums: dict[str, int] = {}
-        for number in self.live_at_peak():
-            label = self.label(number)
-            sums[label] = sums.get(label, 0) + self.blocks[number].size
+        for number in (number for number, there in live.items() if there):
+            sums[self.label(number)] = sums.get(self.label(number), 0) + self.blocks[number].size
         return sums
 
-
-@dataclass(frozen=True)
-class Counted(Account):
-    """An account that was counted. `reserved` is what the allocator would hold with room to spare,
-    `allocated` the live tensors in whole blocks.
-    """
-
-    reserved: int = 0
-    allocated: int = 0
+    def moment(self) -> str:
+        """Name what was made last before the peak."""
+        return self.label(self.trace[self.peak_event - 1][0])
 
 
 @contextlib.contextmanager

@@ -1,9 +1,5 @@
-"""Count the tensors of a whole training step without a device: the real drafter, the real loss, the real
-optimizer.
-
-Two steps are run on meta tensors, the second being what every later step is: optimizer state exists. The
-whole drafter is built (it has few layers), so nothing is extrapolated. Labels, weights and row choices are
-real, on the host.
+"""Count the tensors of a whole training step without a device: the real drafter, loss and optimizer on meta
+tensors; labels, weights and row choices are real, on the host.
 """
 
 from __future__ import annotations
@@ -11,68 +7,38 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from support.fake_memory.allocator import replay
-from support.fake_memory.extraction import moment_of
-from support.fake_memory.tracker import Counted, LabelledTensors, module_scopes
+from support.fake_memory.tracker import LabelledTensors, module_scopes
 from support.fake_memory.training_kernels import RowPassKind, cuda_training_path
 
-from dflash_lab.errors import InputError
+from dflash_lab.memory.account import Account
 from dflash_lab.memory.measure import TrainingStep, training_parts
 from dflash_lab.memory.shapes import TargetShape, TrainingSetup, target_shape
 from dflash_lab.memory.training import resident_target_bytes, with_chunk
 
-STATIC = ("head and embedding", "drafter weights", "fp32 masters", "optimizer moments", "target weights")
-
 
 def count_training(
     target: Any, drafter: Any, setup: TrainingSetup, *, row_pass: RowPassKind = "fused"
-) -> tuple[Counted, LabelledTensors]:
-    """Run two training steps on meta tensors; return the account of the second and the tracker.
+) -> Account:
+    """Run two training steps on meta tensors; return the account of the second.
 
-    `target` is a transformers config, `drafter` a `DrafterConfig` (its block size is replaced by the
-    setup's). Only the fused loss is run; the other loss paths, and what the loop holds beside a step
-    exist in the analytic account. `row_pass` "torch" counts the plain loss, as on a CPU.
+    Two are run because optimizer state exists from the second on. What is not run here (other losses,
+    compiled layers, shards, an optimizer on the host) exists in the analytic account alone.
     """
-    if setup.loss != "fused":
-        raise InputError(
-            f"loss {setup.loss!r} is not run here: the lab trains with 'fused'; see predict_training."
-        )
-    if setup.optimizer == "cpu-offload":
-        raise InputError(
-            "An optimizer on the CPU is not run here: meta tensors cannot be copied; see predict_training."
-        )
-    if setup.compiled or setup.shards > 1:
-        raise InputError(
-            "Compiled layers and sharded drafters are not run here: see predict_training, or give "
-            "compiled=False and shards=1."
-        )
+    assert setup.loss == "fused" and setup.optimizer != "cpu-offload"
+    assert not setup.compiled and setup.shards == 1
     shape = target if isinstance(target, TargetShape) else target_shape(target)
     setup = with_chunk(setup, shape.vocab)
     tracker = LabelledTensors(device="meta")
-    device = torch.device("meta")
     with cuda_training_path(row_pass, shape.vocab):
-        model, head, row = training_parts(shape, drafter, setup, device)
+        model, head, row = training_parts(shape, drafter, setup, torch.device("meta"))
         with module_scopes(tracker, _labels(model)), tracker:
             _add_given(tracker, model, head, row)
             step = CountedStep(model, head, row, setup, tracker)
             step.run()
-            start = len(tracker.trace)
             tracker.start_peak_here()
             step.run()
-    terms = tracker.by_label()
-    replayed = replay(tracker, static_labels=STATIC, start=start, expandable=setup.expandable)
-    terms["fragmentation"] = max(0, replayed.needed - tracker.peak)
-    terms["target weights"] = resident_target_bytes(shape, setup)
-    account = Counted(
-        title=f"training {setup.anchors} x {setup.block_size}, {setup.context} context tokens",
-        terms=terms,
-        formulas={"fragmentation": "simulated caching allocator: needed - live at the peak"},
-        moment=moment_of(tracker),
-        notes=(f"Two whole steps of the real drafter ({drafter.num_layers} layers) were counted.",),
-        reserved=replayed.reserved + resident_target_bytes(shape, setup),
-        allocated=replayed.allocated + resident_target_bytes(shape, setup),
-    )
-    return account, tracker
+    terms = tracker.by_label() | {"target weights": resident_target_bytes(shape, setup)}
+    return Account(f"training {setup.anchors} x {setup.block_size}", terms, moment=tracker.moment())
 
 
 class CountedStep(TrainingStep):

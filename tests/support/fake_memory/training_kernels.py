@@ -1,14 +1,5 @@
-"""Run the drafter's CUDA path on meta tensors: stand-ins that allocate what the CUDA kernels allocate.
-
-The training count uses meta tensors as the device and real tensors as the host, because the loss chooses
-its rows on the host from real labels and weights. Code that asks whether a tensor is on CUDA would take its
-CPU path then; these stand-ins put the CUDA path back. What is replaced, and by what:
-
-- flex attention over a whole row: output and log-sum-exp forward; gradients of query, keys and values
-  backward;
-- the head's products, which write float32 straight from the matmul unit: nothing beyond their output;
-- the fused row pass: its [n] sums;
-- AdamW: one kernel a parameter, nothing.
+"""Run the drafter's CUDA path on meta tensors: stand-ins that allocate what the CUDA kernels allocate, in
+place of the CPU path that code takes for a tensor that is not on CUDA.
 """
 
 from __future__ import annotations

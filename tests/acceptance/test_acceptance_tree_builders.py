@@ -1,6 +1,6 @@
-"""The tree built by one kernel against the heap, node by node and tie by tie.
+"""The tree built level by level, and by one kernel, against the heap's: node by node and tie by tie.
 
-On a CUDA device, or on the CPU under TRITON_INTERPRET=1 where the triton package is installed.
+The kernel runs on a CUDA device, or on the CPU under TRITON_INTERPRET=1 where triton is installed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import os
 
 import pytest
 import torch
+from drafters import paths_of, second_drafter
 
+from dflash_lab.acceptance.decode import Draft
 from dflash_lab.acceptance.tree import (
     Choices,
     LevelTree,
@@ -43,37 +45,50 @@ def _marginals(log_probs, budget):
     return Choices(tokens[:, None], costs[:, None], torch.zeros_like(tokens)[:, None])
 
 
-def _paths(tree, active):
-    paths = [()]
-    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist()):
-        paths.append((*paths[int(parent)], int(token)))
-    return [path for path, used in zip(paths[1:], active) if used]
+def _heap(log_probs, budget):
+    edges, depth = marginal_edges(log_probs, budget), len(log_probs)
+    heap = build_tree(edges, root=0, depth=depth, budget=budget)
+    return with_chain(heap, edges, root=0, depth=depth)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [*DEVICES, pytest.param("", id="levels")])
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize(
-    ("depth", "vocab", "budget"), [(1, 5, 3), (3, 2, 60), (4, 300, 1), (7, 300, 64), (15, 700, 200)]
+    ("depth", "vocab", "budget"),
+    [(1, 5, 3), (3, 2, 60), (4, 300, 1), (5, 9, 16), (7, 300, 64), (15, 700, 200)],
 )
-def test_the_kernels_tree_equals_the_heaps(device, ties, depth, vocab, budget):
-    from dflash_lab.acceptance.tree_kernel import best_tree, visibility
+def test_the_tree_equals_the_heaps(device, ties, depth, vocab, budget):
+    best_tree, visibility = best_tree_by_levels, LevelTree.visibility
+    if device:
+        from dflash_lab.acceptance.tree_kernel import best_tree, visibility
 
-    log_probs = _log_probs(depth, vocab, ties, device, seed=depth)
-    edges = marginal_edges(log_probs, budget)
-    heap = with_chain(build_tree(edges, root=0, depth=depth, budget=budget), edges, root=0, depth=depth)
+    log_probs = _log_probs(depth, vocab, ties, device or "cpu", seed=depth)
+    heap = _heap(log_probs, budget)
     choices = _marginals(log_probs, budget)
     plan = plan_build(budget, depth, choices.tokens.shape[2], False, log_probs.device)
     tree = best_tree(choices, choices.tokens[:, 0, 0], plan)
     active = tree.active.tolist()
-    assert _paths(tree, active) == _paths(heap, [True] * len(heap))
+    assert paths_of(tree.tokens, tree.parents, tree.active) == paths_of(heap.tokens, heap.parents)
     assert len(tree.tokens) == plan.nodes + depth and sum(active) == len(heap)
     kept = [0, *(i + 1 for i, used in enumerate(active) if used)]
     assert torch.equal(visibility(tree, depth).cpu()[kept][:, kept], torch.from_numpy(heap.visibility()))
     assert tree.depths.tolist()[: plan.nodes] == heap.depths.tolist()[: plan.nodes]
 
 
+def test_a_conditional_tree_built_by_levels_equals_the_heaps(loaded):
+    drafter = second_drafter(loaded("qwen3"))
+    generator = torch.Generator().manual_seed(0)
+    hidden, logits = (torch.randn(5, width, generator=generator) for width in (48, 288))
+    draft = Draft(drafter, torch.tensor([65]), hidden, 4 * logits)
+    for budget in (1, 8, 50, 200):
+        heap, choices = draft.tree(budget), draft.choices(budget)
+        plan = plan_build(budget, 5, choices.tokens.shape[2], True, torch.device("cpu"))
+        tree = best_tree_by_levels(choices, draft.greedy(), plan)
+        assert paths_of(tree.tokens, tree.parents, tree.active) == paths_of(heap.tokens, heap.parents)
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_conditional_tree_equals_that_built_by_levels(device):
+def test_a_kernels_conditional_tree_equals_that_built_by_levels(device):
     from dflash_lab.acceptance.tree_kernel import best_tree, visibility
 
     depth, fan, budget = 5, 6, 80
@@ -119,6 +134,5 @@ def test_a_graph_of_the_kernel_builds_the_tree_of_new_logits(budget):
     for seed in (1, 2):
         log_probs.copy_(_log_probs(depth, 49152, seed == 1, device, seed))
         launch()
-        edges = marginal_edges(log_probs, budget)
-        heap = with_chain(build_tree(edges, root=0, depth=depth, budget=budget), edges, root=0, depth=depth)
-        assert _paths(out, out.active.tolist()) == _paths(heap, [True] * len(heap))
+        heap = _heap(log_probs, budget)
+        assert paths_of(out.tokens, out.parents, out.active) == paths_of(heap.tokens, heap.parents)
