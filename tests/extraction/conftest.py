@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,12 +61,8 @@ class Job:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_collection() -> Iterator[None]:
-    """Leave all that is imported out of collections: each run has some, and they would take half its time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+def collects_quickly(quick_collection: None) -> None:
+    """Each run has some collections."""
 
 
 @pytest.fixture(scope="session")
