@@ -363,7 +363,9 @@ def test_a_fault_that_begins_later_is_found_and_what_was_sealed_before_stays(
     many, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr(checks, "SHARE", 0.2)
-    later = mixing_rows(many.target, lambda _states: len(many.lines("check")) > 3 and bool(many.lines("part")))
+    later = mixing_rows(
+        many.target, lambda _states: len(many.lines("check")) > 3 and bool(many.lines("part"))
+    )
     with later, pytest.raises(SelfTestError) as stopped:
         many.run()
     doubted = re.search(r"parts from (part-\d+\.safetensors) on", str(stopped.value))

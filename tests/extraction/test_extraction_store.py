@@ -113,7 +113,14 @@ def test_a_part_without_its_line_is_a_stray_and_goes(made) -> None:
     assert not stray.exists()
 
 
-PART = {"kind": "part", "file": "part-000007.safetensors", "bytes": 1, "checksum": "", "samples": 1, "tokens": 1}
+PART = {
+    "kind": "part",
+    "file": "part-000007.safetensors",
+    "bytes": 1,
+    "checksum": "",
+    "samples": 1,
+    "tokens": 1,
+}
 BROKEN = {
     "a list": b"[1]",
     "no kind": b'{"no": "kind"}',
