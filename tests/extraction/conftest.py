@@ -52,7 +52,7 @@ class Job:
         return open_store(self.store)
 
     def check_stored_once(self, missing: str = "") -> None:
-        """Every sample but that of the id `missing` is stored once, over all parts, and the store is sound."""
+        """Every sample but that of the id `missing` is stored once over all parts, and the store is sound."""
         table = pl.read_parquet(self.samples).filter(pl.col("id") != missing)
         lines = [line for folder in shard_folders(self.store) for line in read_lines(folder)]
         assert {row.tobytes().hex() for row in self.opened().hashes} == set(table["content_hash"])

@@ -1,4 +1,4 @@
-"""The stage on a tiny target: shards, what is lost redone, trials, quarantine at the end, preflight, figures."""
+"""The stage on a tiny target: shards, what is lost redone, trials, quarantine, preflight, figures."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_a_damaged_curve_is_named_in_the_widget(root):
     (root / "beta" / "train_drafter" / "steps.parquet").write_bytes(b"PAR1 cut")
     _, chosen, message, figure, *_ = parts(browser(root))
     chosen.value = ("alpha", "beta")
-    assert "steps.parquet: cannot be read" in message.value
+    assert "beta/train_drafter/steps.parquet: cannot be read" in message.value
     chosen.value = ("alpha",)
     assert [trace.name for trace in figure.data] == ["alpha"]
 
