@@ -258,10 +258,16 @@ def places(control):
     return [values[0], values[len(values) // 2], values[-1]]
 
 
-def test_a_slider_move_asks_the_formulas_a_few_times_and_builds_no_model(large, monkeypatch):
+GROWS = {"batch": [0], "length": [0], "anchors": [1], "block size": [1], "chunk": [1], "vocabulary": [0, 1]}
+
+
+def test_a_slider_moves_the_figure_it_should_asks_the_formulas_a_few_times_and_builds_no_model(
+    large, monkeypatch
+):
     """What keeps an answer within 200 ms: nothing grows with the target. Times: `benchmarks/planning.py`."""
     params, result = large
     box = planner(result, params)
+    controls, text = controls_of(box), box.children[0].children[1]
     chart, bars = box.children[1].children
     asked = []
     for name in ("predict_extraction", "predict_training"):
@@ -269,7 +275,8 @@ def test_a_slider_move_asks_the_formulas_a_few_times_and_builds_no_model(large, 
         monkeypatch.setattr(planning, name, lambda *a, real=real, **k: asked.append(a) or real(*a, **k))
     monkeypatch.setattr(torch.nn.Module, "__init__", lambda *_, **__: pytest.fail("a slider built a model"))
     map_size = len(chart.data[0].x) * len(chart.data[0].y)
-    for name, control in controls_of(box).items():
+    for name, control in controls.items():
+        seen = {}
         for place in places(control):
             before = [str(figure.to_plotly_json()) for figure in (chart, bars)]
             changes, asked[:] = control.value != place, []
@@ -277,35 +284,14 @@ def test_a_slider_move_asks_the_formulas_a_few_times_and_builds_no_model(large, 
             assert len(asked) <= 32 + map_size * (name == "vocabulary"), (name, place)
             after = [str(figure.to_plotly_json()) for figure in (chart, bars)]
             assert (before != after) == changes or name in ("chunk", "anchors", "block size"), (name, place)
-
-
-def test_every_slider_moves_the_figure_it_should(large):
-    params, result = large
-    box = planner(result, params)
-    controls, text = controls_of(box), box.children[0].children[1]
-    chart, bars = box.children[1].children
-
-    def height(which):
-        return sum(trace.y[which] for trace in bars.data)
-
-    extraction, training = 0, 1
-    for name, which in (
-        ("batch", extraction), ("length", extraction), ("anchors", training), ("block size", training),
-        ("chunk", training), ("vocabulary", training), ("vocabulary", extraction),
-    ):  # fmt: skip
-        low, _, high = places(controls[name])
-        controls[name].value = low
-        small, words = height(which), text.value
-        controls[name].value = high
-        assert height(which) > small and text.value != words, name
-    heights = {}
-    for place in places(controls["placement"]):
-        controls["placement"].value = place
-        heights[place] = height(training)
-    assert heights["same device"] > heights["other device"]
-    map_before = str(chart.data[0].z)
-    controls["vocabulary"].value = places(controls["vocabulary"])[0]
-    assert str(chart.data[0].z) != map_before
+            heights = [sum(trace.y[which] for trace in bars.data) for which in (0, 1)]
+            seen[place] = (*heights, text.value, str(chart.data[0].z))
+        low, *_, high = seen.values()
+        for which in GROWS.get(name, []):  # extraction, training
+            assert high[which] > low[which] and high[2] != low[2], name
+        assert name != "vocabulary" or high[3] != low[3]
+        if name == "placement":
+            assert seen["same device"][1] > seen["other device"][1]
     controls["budget, GiB"].value = 1.0
     assert "1 GiB" in chart.layout.title.text and "does not fit" in text.value
 
