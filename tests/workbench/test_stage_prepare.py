@@ -172,10 +172,10 @@ def test_sampled_answers_follow_the_seed(made):
 
 
 def test_the_target_writes_prompts_too(made):
-    params = made(input="", regenerate="greedy", self_prompts=3, self_prompt_tokens=60, max_length=512)
+    params = made(input="", regenerate="greedy", self_prompts=2, self_prompt_tokens=200, max_length=512)
     result = execute(params)
     frame = read_samples(params.samples_path)
-    assert result.figures["samples_in"] == 3
+    assert result.figures["samples_in"] == 2
     assert frame["source"].unique().to_list() == ["self_prompts"]
     with open(params.folder / "self_prompts.jsonl", "ab") as file:
         file.write(b'{"torn')
