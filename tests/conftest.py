@@ -4,9 +4,10 @@ skipped without one.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,12 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
         return folders[kind]
 
     return folder_of
+
+
+@pytest.fixture(scope="module")
+def quick_collection() -> Iterator[None]:
+    """Leave what is imported out of garbage collections, each of which would take a tenth of a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

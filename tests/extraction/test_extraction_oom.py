@@ -1,15 +1,17 @@
-"""Which errors are a lack of memory, which a dead device, which neither."""
+"""Which errors are a lack of memory, which a dead device, which neither; batches halved until they fit."""
 
 from __future__ import annotations
 
 import errno
 import gc
+import sys
 import weakref
 
 import numpy as np
 import pytest
 import torch
 from support.extraction_faults import MEMORY_ERRORS, memory_error
+from support.wording import refused
 
 from dflash_lab.extraction.oom import PATIENCE, BucketBudgets, DeviceLost, Failure, classify, halving
 from dflash_lab.machine import release
@@ -40,76 +42,56 @@ OTHER: list[BaseException] = [
 ]
 
 
-@pytest.mark.parametrize("name", MEMORY_ERRORS)
-def test_every_form_of_memory_error_is_retried(name: str) -> None:
-    assert classify(memory_error(name)).kind == "memory"
+def linked(error: BaseException, link: str, other: BaseException, *, suppress: bool = False) -> BaseException:
+    setattr(error, link, other)
+    if suppress:
+        error.__suppress_context__ = True
+    return error
 
 
-@pytest.mark.parametrize("message", DEAD)
-def test_a_dead_device_is_never_retried(message: str) -> None:
-    assert classify(RuntimeError(message)).kind == "dead"
+def cycle() -> BaseException:
+    one = RuntimeError("a")
+    return linked(one, "__cause__", linked(RuntimeError("b"), "__cause__", one))
 
 
-@pytest.mark.parametrize("error", OTHER, ids=lambda error: str(error)[:40])
-def test_other_errors_are_not_memory(error: BaseException) -> None:
-    assert classify(error).kind == "other"
-
-
-def test_the_chain_of_causes_is_walked() -> None:
-    try:
-        try:
-            raise memory_error("cuda")
-        except RuntimeError as cause:
-            raise ValueError("layer 3 failed") from cause
-    except ValueError as error:
-        assert classify(error).kind == "memory"
-    try:
-        try:
-            raise memory_error("cuda")
-        except RuntimeError:
-            raise ValueError("bad parameter") from None
-    except ValueError as error:
-        assert classify(error).kind == "other"
-
-
-def test_a_full_disk_met_while_handling_memory_stays_a_full_disk() -> None:
-    try:
-        try:
-            raise memory_error("cuda")
-        except RuntimeError:
-            raise OSError(errno.ENOSPC, "No space left on device")  # noqa: B904
-    except OSError as error:
-        assert classify(error).kind == "other"
-
-
-def test_dead_beats_memory_in_one_chain() -> None:
-    try:
-        try:
-            raise RuntimeError(DEAD[0])
-        except RuntimeError as cause:
-            raise memory_error("cublas not initialized") from cause
-    except RuntimeError as error:
-        assert classify(error).kind == "dead"
-
-
-def test_a_cycle_of_causes_ends() -> None:
-    one, other = RuntimeError("a"), RuntimeError("b")
-    one.__cause__, other.__cause__ = other, one
-    assert classify(one).kind == "other"
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        *(pytest.param("memory", memory_error(name), id=name) for name in MEMORY_ERRORS),
+        *(pytest.param("dead", RuntimeError(text), id=text[:40]) for text in DEAD),
+        *(pytest.param("other", error, id=str(error)[:40]) for error in OTHER),
+        pytest.param("memory", OSError(errno.ENOMEM, "Cannot allocate memory"), id="system"),
+        pytest.param(
+            "other",
+            linked(ValueError("bad"), "__context__", memory_error("cuda"), suppress=True),
+            id="raised from None",
+        ),
+        pytest.param(
+            "other",
+            linked(OSError(errno.ENOSPC, "No space"), "__context__", memory_error("cuda")),
+            id="a full disk met while handling it",
+        ),
+        pytest.param(
+            "dead",
+            linked(memory_error("cublas not initialized"), "__cause__", RuntimeError(DEAD[0])),
+            id="dead beats memory",
+        ),
+        pytest.param("other", cycle(), id="a cycle of causes"),
+    ],
+)
+def test_errors_are_sorted_by_what_mends_them(kind: str, error: BaseException) -> None:
+    assert classify(error).kind == kind
 
 
 def test_a_real_cpu_allocation_failure_is_memory() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(1 << 50, dtype=torch.float64)
-    assert classify(caught.value).kind == "memory"
-    with pytest.raises(MemoryError) as numpy_caught:
-        np.empty(1 << 50, np.float64)
-    assert classify(numpy_caught.value).kind == "memory"
+    for error, allocate in ((RuntimeError, torch.empty), (MemoryError, np.empty)):
+        with pytest.raises(error) as caught:
+            allocate(1 << 50)
+        assert classify(caught.value).kind == "memory"
 
 
-def test_a_failure_holds_no_frame_and_release_frees_the_last_error() -> None:
-    """The failure is strings; an error kept by the interpreter holds its tensors until `release`."""
-    import sys
+def test_release_frees_what_the_last_error_holds() -> None:
+    """An error kept by the interpreter holds its tensors."""
 
     def fail() -> None:
         big = torch.ones(10)
@@ -117,17 +99,14 @@ def test_a_failure_holds_no_frame_and_release_frees_the_last_error() -> None:
         raise memory_error("cuda")
 
     alive: list[weakref.ref[torch.Tensor]] = []
-    failure = None
     try:
         fail()
     except RuntimeError as error:
-        failure = classify(error)
         sys.last_value = error
     gc.collect()
     assert alive[0]() is not None
     release()
     assert alive[0]() is None
-    assert failure is not None and failure.kind == "memory"
 
 
 def test_a_bucket_is_halved_at_once_and_raised_slowly() -> None:
@@ -149,8 +128,8 @@ def test_a_bucket_is_halved_at_once_and_raised_slowly() -> None:
     assert budgets.rows(100, 64) == 1
 
 
-def refusing(beyond: int):
-    """A run that takes up to `beyond` rows, and what it was called with."""
+@pytest.mark.parametrize(("beyond", "failed"), [(1, [8, 4, 2]), (2, [8, 4]), (3, [8, 4]), (5, [8]), (8, [])])
+def test_batches_are_halved_until_they_fit_in_order_and_lose_no_row(beyond: int, failed: list[int]) -> None:
     called: list[list[int]] = []
 
     def run(rows: list[int]) -> int:
@@ -159,20 +138,12 @@ def refusing(beyond: int):
             raise memory_error("cuda")
         return sum(rows)
 
-    return run, called
-
-
-@pytest.mark.parametrize("beyond", [1, 2, 3, 5, 8])
-def test_batches_are_halved_until_they_fit_in_order_and_lose_no_row(beyond: int) -> None:
-    run, called = refusing(beyond)
-    batches = [list(range(at, at + 8)) for at in range(0, 24, 8)]
-    attempts = list(halving(batches, run))
+    attempts = list(halving([list(range(at, at + 8)) for at in range(0, 24, 8)], run))
     assert [rows for rows, _ in attempts] == called
     kept = [(rows, found) for rows, found in attempts if not isinstance(found, Failure)]
     assert [row for rows, _ in kept for row in rows] == list(range(24))
     assert all(found == sum(rows) and len(rows) <= beyond for rows, found in kept)
-    failed = [rows for rows, found in attempts if isinstance(found, Failure)]
-    assert [len(rows) for rows in failed] == {1: [8, 4, 2], 2: [8, 4], 3: [8, 4], 5: [8], 8: []}[beyond]
+    assert [len(rows) for rows, found in attempts if isinstance(found, Failure)] == failed
     assert not failed or attempts[1][0] == [0, 1, 2, 3]
 
 
@@ -189,16 +160,16 @@ def test_a_row_that_never_fits_is_given_back_as_a_failure_and_the_others_run() -
 
 
 def test_what_did_not_fit_limits_batches_of_a_like_length_alone() -> None:
-    lengths = dict(enumerate([500] * 8 + [20] * 8 + [400] * 8))
+    lengths = [500] * 8 + [20] * 8 + [400] * 8
     asked: list[int] = []
 
     def run(rows: list[int]) -> None:
         asked.append(len(rows))
-        if len(rows) * max(lengths[row] for row in rows) > 2100:
+        if len(rows) * lengths[rows[0]] > 2100:
             raise memory_error("triton")
 
     batches = [list(range(at, at + 8)) for at in (0, 8, 16)]
-    done = list(halving(batches, run, longest=lambda rows: max(lengths[row] for row in rows)))
+    done = list(halving(batches, run, longest=lambda rows: lengths[rows[0]]))
     assert asked == [8, 4, 4, 8, 5, 3] and len(done) == 6
 
 
@@ -210,7 +181,7 @@ def test_what_is_no_lack_of_memory_ends_the_batches(error: Exception, raised: ty
         raise error
 
     attempts = halving([[1, 2], [3]], run)
-    with pytest.raises(raised):
+    with refused(raised):
         next(attempts)
     assert list(attempts) == []
 

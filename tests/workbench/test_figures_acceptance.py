@@ -8,30 +8,24 @@ import polars as pl
 import pytest
 
 from dflash_lab.acceptance.results import Costs, Evaluation, OfflineReport
+from dflash_lab.report import harmless
 from dflash_lab.views import acceptance as figures
-from dflash_lab.views import acceptance as speed
-from dflash_lab.views import acceptance as text
-from dflash_lab.views import acceptance as widgets
 
 
 @pytest.fixture
 def report():
     """Two answers of 6 and 4 tokens with known acceptances, block size 4."""
     accepted = [3, 0, 1, 1, 0, 0, 2, 1]
-    left = [5, 4, 3, 2, 1, 3, 2, 1]
-    anchors = pl.DataFrame(
-        {
-            "answer": [0] * 5 + [1] * 3,
-            "sample": ["aa"] * 5 + ["bb"] * 3,
-            "anchor": [*range(5, 10), *range(7, 10)],
-            "place": [0, 1, 2, 3, 4, 0, 1, 2],
-            "left": left,
-            "accepted": pl.Series(accepted, dtype=pl.UInt8),
-            "tree_8": pl.Series([3, 2, 2, 1, 1, 1, 2, 1], dtype=pl.UInt8),
-            "top_1": pl.Series(accepted, dtype=pl.UInt8),
-            "top_2": pl.Series([3, 3, 3, 2, 1, 3, 2, 1], dtype=pl.UInt8),
-        }
-    )
+    counts = {
+        "accepted": accepted, "tree_8": [3, 2, 2, 1, 1, 1, 2, 1], "top_1": accepted,
+        "top_2": [3, 3, 3, 2, 1, 3, 2, 1],
+    }  # fmt: skip
+    places = {
+        "answer": [0] * 5 + [1] * 3, "sample": ["aa"] * 5 + ["bb"] * 3,
+        "anchor": [*range(5, 10), *range(7, 10)], "place": [0, 1, 2, 3, 4, 0, 1, 2],
+        "left": [5, 4, 3, 2, 1, 3, 2, 1],
+    }  # fmt: skip
+    anchors = pl.DataFrame(places | {name: pl.Series(some, dtype=pl.UInt8) for name, some in counts.items()})
     slots = pl.DataFrame(
         {"slot": [1, 2, 3], "valid": [8, 6, 4], "hits": [5, 3, 1], "reached": [8, 4, 2], "held": [5, 2, 1]}
     )
@@ -80,7 +74,7 @@ def test_budgets_and_taus(report):
     budgets = pl.DataFrame(
         {"part": ["test", "test"], "budget": [0, 8], "tau": [2.0, 2.5], "low": [1.8, 2.2], "high": [2.2, 2.8]}
     )
-    fig = speed.tau_by_budget(budgets, report.oracle(), chosen=8)
+    fig = figures.tau_by_budget(budgets, report.oracle(), chosen=8)
     assert list(fig.data[1].y) == [2.5]
     assert list(fig.data[0].y) == [2.8, 2.2]
     bars = figures.taus(
@@ -131,21 +125,14 @@ def test_only_the_most_frequent_groups_are_shown():
 
 def test_text_is_escaped_and_coloured():
     tokens = pl.DataFrame(
-        {
-            "answer": [0, 0, 0],
-            "place": [0, 1, 2],
-            "text": ["<script>", "a&b", "\n"],
-            "kind": ["first", "accepted", "target"],
-            "replaced": [None, None, "<img src=x>"],
-            "method": ["trained"] * 3,
-        }
-    )
-    html = text.coloured_text(tokens, 0)
+        {"answer": [0, 0, 0], "place": [0, 1, 2], "text": ["<script>", "a&b", "\n"],
+         "kind": ["first", "accepted", "target"], "replaced": [None, None, "<img src=x>"],
+         "method": ["trained"] * 3}
+    )  # fmt: skip
+    html = figures.coloured_text(tokens, 0)
     assert "<script>" not in html and "&lt;script&gt;" in html
     assert "<img" not in html and "a&amp;b" in html
     assert html.count("background-color") == 2
-    from dflash_lab.report import harmless
-
     assert harmless(html).count("background-color") == 2
 
 
@@ -162,28 +149,30 @@ def result(report):
 
 
 def test_what_if_marks_the_best_point_and_says_which_trees_win(report, result):
-    known = widgets.known_taus(result)
+    known = figures.known_taus(result)
     assert known.filter(pl.col("budget") == 8)["tau"][0] == pytest.approx(report.tau(8).mean)
     # Sampling keeps an expected half token of the mean 1.0 that greedy accepts.
-    warm = widgets.known_taus(result, 1.0)
+    warm = figures.known_taus(result, 1.0)
     assert warm.filter(pl.col("budget") == 8)["tau"][0] == pytest.approx(1 + (report.tau(8).mean - 1) / 2)
-    title = speed.what_if_figure(Costs.from_frame(COSTS), known, block_size=4).layout.title
+    title = figures.what_if_figure(Costs.from_frame(COSTS), known, block_size=4).layout.title
     assert "times plain decoding" in title.text
     points = pl.DataFrame({"budget": [0, 0, 32, 8, 64], "speedup": [1.5, 2.0, 2.5, 2.1, 1.9]})
-    assert speed.trees_that_win(points) == "Trees of 8, 32 nodes beat the best chain."
-    assert speed.trees_that_win(points.filter(pl.col("budget") != 8)[:2]) == "No tree was measured."
-    assert speed.trees_that_win(points.filter(pl.col("budget").is_in([0, 64]))).startswith("No tree beats")
+    assert figures.trees_that_win(points) == "Trees of 8, 32 nodes beat the best chain."
+    assert figures.trees_that_win(points.filter(pl.col("budget") != 8)[:2]) == "No tree was measured."
+    assert figures.trees_that_win(points.filter(pl.col("budget").is_in([0, 64]))).startswith("No tree beats")
 
 
 def test_every_slider_moves_the_figure_to_what_its_values_say(result):
-    box = widgets.what_if(result)
+    box = figures.what_if(result)
     controls, figure = box.children[0].children, box.children[1]
     named = {control.description: control for control in controls}
     typed = {"step_ms": 10.0, "step_ms_per_token": 0.25, "draft_ms": 1.0}
     chosen = {"block_size": 4, "budget": 0}
 
     def follows(temperature: float = 0.0) -> None:
-        wanted = speed.what_if_figure(Costs.typed(**typed), widgets.known_taus(result, temperature), **chosen)
+        wanted = figures.what_if_figure(
+            Costs.typed(**typed), figures.known_taus(result, temperature), **chosen
+        )
         ours, theirs = (json.loads(fig.to_json()) for fig in (figure, wanted))
         assert ours["layout"]["title"] == theirs["layout"]["title"]
         assert [(t["name"], t["x"], t["y"]) for t in ours["data"]] == [
@@ -208,7 +197,7 @@ def test_every_slider_moves_the_figure_to_what_its_values_say(result):
     named["temperature"].value = 1.0
     follows(1.0)
     named["costs measured here"].value = True
-    wanted = speed.what_if_figure(Costs.from_frame(COSTS), widgets.known_taus(result, 1.0), **chosen)
+    wanted = figures.what_if_figure(Costs.from_frame(COSTS), figures.known_taus(result, 1.0), **chosen)
     assert list(figure.data[0].y) == list(wanted.data[0].y)
 
 
@@ -225,12 +214,12 @@ def test_other_figures(report):
     fig = figures.two_drafters(answers, told)
     assert "other - trained = +0.250 (95 % from -0.500 to +0.750)" in fig.layout.title.text
     assert sorted(zip(fig.data[1].x, fig.data[1].y)) == [(1.5, 1.0), (2.0, 2.5)]
-    assert text.worst_answers(answers) == [1, 0]
+    assert figures.worst_answers(answers) == [1, 0]
     full = answers.with_columns(
         source=pl.lit("humaneval"), asked=pl.lit("<i>def"), tokens=pl.lit(9), rounds=pl.lit(6)
     )
-    html = text.heading(full, 1)
+    html = figures.heading(full, 1)
     assert html.startswith("<p><b>q</b> (humaneval): tau 1.50, 9 tokens in 6 rounds")
-    assert "&lt;i&gt;def" in html and "2.00" in text.heading(full, 0)
-    bars = speed.phases({"trained": {"draft": 0.25, "build": 0, "verify": 0.7, "commit": 0.05}})
+    assert "&lt;i&gt;def" in html and "2.00" in figures.heading(full, 0)
+    bars = figures.phases({"trained": {"draft": 0.25, "build": 0, "verify": 0.7, "commit": 0.05}})
     assert [bar.x[0] for bar in bars.data] == pytest.approx([25, 0, 70, 5])

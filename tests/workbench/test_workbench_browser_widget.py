@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipywidgets as widgets
 import plotly.graph_objects as go
 import polars as pl
 import pytest
@@ -13,27 +12,18 @@ from dflash_lab.views import runs as figures
 from dflash_lab.views.runs import browser, matching
 
 
+def put(folder, stage, **record):
+    write_json(folder / stage / "result.json", {"schema_version": 1, "stage": stage, "inputs": {}, **record})
+
+
 @pytest.fixture
 def root(tmp_path):
     for name, lr, tau in (("alpha", 1e-3, 2.5), ("beta", 1e-4, 3.0), ("<i>gamma", 1e-4, None)):
-        folder = tmp_path / name / "train_drafter"
-        record = {
-            "schema_version": 1,
-            "stage": "train_drafter",
-            "parameters": {"lr": lr},
-            "inputs": {},
-            "figures": {},
-            "seconds": 1.0,
-        }
-        write_json(folder / "result.json", record)
-        pl.DataFrame({"step": range(5000), "loss": [lr * step for step in range(5000)]}).write_parquet(
-            folder / "steps.parquet"
-        )
-        figures_ = {"tau_trained": tau, "tau_untrained": 1.0}
-        write_json(
-            tmp_path / name / "acceptance" / "result.json",
-            {**record, "stage": "acceptance", "figures": figures_},
-        )
+        given = {"parameters": {"lr": lr}, "seconds": 1.0}
+        put(tmp_path / name, "train_drafter", figures={}, **given)
+        steps = pl.DataFrame({"step": range(5000)}).with_columns(loss=lr * pl.col("step"))
+        steps.write_parquet(tmp_path / name / "train_drafter" / "steps.parquet")
+        put(tmp_path / name, "acceptance", figures={"tau_trained": tau, "tau_untrained": 1.0}, **given)
     return tmp_path
 
 
@@ -49,9 +39,8 @@ def test_selecting_runs_overlays_curves_and_shows_differences(root):
     assert all(len(trace.x) <= 2000 and trace.x[-1] == 4999 for trace in figure.data)
     assert "lr" in differing.value and "0.0001" in differing.value and "tau_trained" in numbers.value
     chosen.value = ("alpha",)
-    assert [trace.name for trace in figure.data] == [
-        "alpha"
-    ] and "parameters that differ" not in differing.value
+    assert [trace.name for trace in figure.data] == ["alpha"]
+    assert "parameters that differ" not in differing.value
     assert "<h4>stages</h4>" in differing.value and "never run" in differing.value  # of one run, its state
 
 
@@ -89,12 +78,9 @@ def test_reading_again_sees_new_runs(root):
     assert "delta" in [value for _, value in chosen.options]
 
 
-def test_a_curve_nobody_has_is_said(root):
+def test_a_curve_nobody_has_is_said_and_held_out_records_are_one(root):
     fig = figures.curves({"alpha": figures.curve(root / "alpha", "accuracy")}, "accuracy")
     assert "no run here" in fig.layout.annotations[0].text
-
-
-def test_held_out_records_are_the_curve(root):
     frame = pl.DataFrame({"kind": ["train", "heldout"], "step": [1, 1], "accuracy": [0.9, 0.5]})
     frame.write_parquet(root / "alpha" / "train_drafter" / "metrics.parquet")
     assert figures.curve(root / "alpha", "accuracy")["value"].to_list() == [0.5]
@@ -108,4 +94,3 @@ def test_acceptance_bars_leave_out_runs_without_tau(root):
 
 def test_matching_is_plain_text_not_a_pattern(root):
     assert matching(overview(root), "[", "run").height == 0
-    assert isinstance(browser(root), widgets.VBox)

@@ -6,6 +6,7 @@ import base64
 import colorsys
 import json
 import re
+from itertools import combinations
 from typing import ClassVar
 
 import IPython.display
@@ -32,28 +33,21 @@ def shown(monkeypatch):
     return bundles
 
 
+def rgb(colour: str) -> list[float]:
+    return [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+
+
 def luminance(colour: str) -> float:
-    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb(colour)]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def contrast(a: str, b: str) -> float:
-    high, low = sorted((luminance(a), luminance(b)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
-
-
-def test_text_reads_on_the_light_and_the_dark_theme():
-    assert contrast(style.GREY, "#ffffff") > 3.5 and contrast(style.GREY, "#111111") > 3.5
-
-
-def test_palette_colours_stay_apart():
-    hues = [colorsys.rgb_to_hls(*(int(c[i : i + 2], 16) / 255 for i in (1, 3, 5))) for c in style.PALETTE[:6]]
-    pairs = [(a, b) for i, a in enumerate(hues) for b in hues[:i]]
-    assert all(abs(a[0] - b[0]) + abs(a[1] - b[1]) > 0.05 for a, b in pairs)
-
-
-def test_the_template_is_the_default():
+def test_text_reads_on_both_themes_and_colours_stay_apart():
+    for page in ("#ffffff", "#111111"):
+        low, high = sorted((luminance(style.GREY), luminance(page)))
+        assert (high + 0.05) / (low + 0.05) > 3.5
+    hues = [colorsys.rgb_to_hls(*rgb(colour)) for colour in style.PALETTE[:6]]
+    assert all(abs(a[0] - b[0]) + abs(a[1] - b[1]) > 0.05 for a, b in combinations(hues, 2))
     assert go.Figure().layout.template.layout.colorway == style.PALETTE
 
 
@@ -71,22 +65,17 @@ def test_headless_show_saves_data_and_never_a_widget(tmp_path, shown, monkeypatc
     assert np.frombuffer(base64.b64decode(values["bdata"]), values["dtype"]).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_headless_show_without_a_browser_still_shows(tmp_path, shown, monkeypatch):
+def test_show_without_a_browser_still_shows_keeps_a_widget_and_tells_of_a_large_figure(
+    tmp_path, shown, monkeypatch, caplog
+):
     monkeypatch.setattr(style, "to_png", lambda fig: None)
-    style.show(go.Figure(go.Bar(y=[1])), ShowParams(run_dir=str(tmp_path), interactive=False), name="bars")
+    headless = ShowParams(run_dir=str(tmp_path), interactive=False)
+    style.show(go.Figure(go.Bar(y=[1])), headless, name="bars")
     assert "image/png" not in shown[0][0][0] and (tmp_path / "show/figures/bars.json").exists()
-
-
-def test_interactive_show_keeps_the_widget(tmp_path, shown):
     fig = go.FigureWidget(go.Bar(y=[1]))
     style.show(fig, ShowParams(run_dir=str(tmp_path)), name="live")
-    assert shown[0][0][0] is fig
-
-
-def test_a_large_figure_is_told(tmp_path, shown, monkeypatch, caplog):
-    monkeypatch.setattr(style, "to_png", lambda fig: None)
-    fig = go.Figure(go.Scatter(y=np.random.default_rng(0).normal(size=200_000)))
-    style.show(fig, ShowParams(run_dir=str(tmp_path), interactive=False))
+    assert shown[1][0][0] is fig and not caplog.text
+    style.show(go.Figure(go.Scatter(y=np.random.default_rng(0).normal(size=200_000))), headless)
     assert "thin it out" in caplog.text
 
 
@@ -113,23 +102,16 @@ def test_slugs_are_safe_names(title, name):
     assert style.slug(title) == name
 
 
-@pytest.mark.parametrize("count", [0, 1, 10, 2000, 2001, 100_000])
+@pytest.mark.parametrize("count", [0, 1, 2000, 2001, 100_000])
 def test_thinning_keeps_both_ends(count):
     kept = style.thin(count)
     assert len(kept) <= 2000 and kept == sorted(set(kept))
     assert not count or (kept[0] == 0 and kept[-1] == count - 1)
 
 
-def test_untrusted_text_is_escaped():
-    assert style.escape("<script>'\"") == "&lt;script&gt;&#x27;&quot;"
-
-
 def test_a_logarithmic_axis_writes_numbers_between_decades():
     written = dict(zip(style.LOG_AXIS["tickvals"], style.LOG_AXIS["ticktext"], strict=True))
     assert written[0.2] == "0.2" and written[5000.0] == "5,000"
-
-
-# Headline figures: readable numbers, whole in HTML and in a log, untrusted text escaped
 
 
 @pytest.mark.parametrize(
@@ -152,7 +134,7 @@ def test_numbers_are_short(value, shown):
     assert shown_number(value) == shown
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 40])
+@pytest.mark.parametrize("count", [0, 1, 3, 7])
 def test_every_figure_is_there_once_reading_down_the_columns(count):
     figures = {f"figure_{number}": number for number in range(count)}
     table = headline(figures)._repr_html_()
@@ -164,8 +146,8 @@ def test_every_figure_is_there_once_reading_down_the_columns(count):
 
 
 def test_text_is_escaped():
-    table = headline({"<b>": "<script>alert(1)</script>"})._repr_html_()
-    assert "<script>" not in table and "&lt;script&gt;" in table and "&lt;b&gt;" in table
+    table = headline({"<b>": "<script>'\""})._repr_html_()
+    assert "&lt;b&gt;" in table and "&lt;script&gt;&#x27;&quot;" in table
 
 
 def test_a_sentence_stands_below_the_columns_on_a_line_of_its_own():
