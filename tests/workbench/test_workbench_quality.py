@@ -44,26 +44,15 @@ def test_data_is_the_targets_own_and_what_is_measured_is_apart(tiny_target, tmp_
 
     target = load_target(str(tiny_target("llama")))
     problems = tmp_path / "problems.jsonl"
-    problems.write_text(
-        "".join(
-            json.dumps({"task_id": f"HumanEval/{i}", "prompt": f"def f{i}():", "entry_point": f"f{i}"}) + "\n"
-            for i in range(3)
-        )
+    given = (
+        {"task_id": f"HumanEval/{i}", "prompt": f"def f{i}():", "entry_point": f"f{i}"} for i in range(3)
     )
+    problems.write_text("".join(json.dumps(one) + "\n" for one in given))
     monkeypatch.setattr(quality_data, "humaneval_file", lambda: problems)
     monkeypatch.setattr(quality_data, "MEASURED_TOKENS", 9)
-    facts = quality_data.write_data(
-        target,
-        tmp_path / "out",
-        tokens=700,
-        answer_tokens=8,
-        temperature=2.0,
-        heldout=3,
-        problems=2,
-        whole=True,
-        small=tmp_path / "small",
-        small_tokens=200,
-    )
+    sizes = dict(tokens=700, answer_tokens=8, temperature=2.0, heldout=3, problems=2, small_tokens=200)
+    small = tmp_path / "small"
+    facts = quality_data.write_data(target, tmp_path / "out", whole=True, small=small, **sizes)
     taught, whole, kept_out, code = (
         read_samples(tmp_path / "out" / f"{name}.parquet")
         for name in ("samples", "whole", "heldout", "humaneval")
@@ -81,9 +70,9 @@ def test_data_is_the_targets_own_and_what_is_measured_is_apart(tiny_target, tmp_
     assert answers == generate(target, asked, max_new_tokens=8)
     assert whole["length"].sum() == taught["length"].sum()
     assert sum(map(sum, whole["loss_mask"].to_list())) > sum(map(sum, taught["loss_mask"].to_list()))
-    few = read_samples(tmp_path / "small" / "samples.parquet")
+    few = read_samples(small / "samples.parquet")
     assert few["input_ids"].to_list() == taught["input_ids"].to_list()[: len(few)]
-    assert 100 < few["length"].sum() <= 200 and (tmp_path / "small" / "humaneval.parquet").is_file()
+    assert 100 < few["length"].sum() <= 200 and (small / "humaneval.parquet").is_file()
     assert np.all(whole["response_start"].to_numpy() == whole["response_start"][0])
 
 

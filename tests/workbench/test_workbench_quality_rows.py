@@ -1,6 +1,4 @@
-"""Every row of the quality study trains and is measured, on a tiny target with heads and layers like the real
-one's.
-"""
+"""Rows of the quality study train and are measured, on a tiny target with layers like the real one's."""
 
 from __future__ import annotations
 
@@ -16,11 +14,9 @@ from dflash_lab.data.samples import Sample, write_samples
 from dflash_lab.models.load import load_target
 from dflash_lab.models.template import user_frame
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from quality_recipes import ROWS
-
-BENCHMARKS = sys.path.pop(0)  # its scripts are named like folders of tests
+BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
+# What `quality.py` does otherwise than for the base: other samples, weights of the target, another drafter.
+ROWS = ("base", "augment-half-kl", "warm", "dflash2", "short")
 
 
 @pytest.fixture(scope="module")
