@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -173,9 +174,10 @@ def test_a_lack_of_memory_in_a_process_reaches_the_launcher_with_its_advice(
     script = tmp_path / "lacking.py"
     script.write_text(LACKING)
 
-    def start(command, **options):
-        at = command.index("-m", command.index("--nproc-per-node"))
-        return subprocess.Popen([*command[:at], str(script), command[-1]], **options)
+    def start(command, *, env, **options):  # as torchrun would start the first
+        return subprocess.Popen(
+            [sys.executable, str(script), command[-1]], env={**env, "RANK": "0"}, **options
+        )
 
     kept = dict(STDOUT=subprocess.STDOUT, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr(train_processes, "subprocess", SimpleNamespace(Popen=start, **kept))

@@ -13,7 +13,7 @@ from dflash_lab.errors import InputError
 from dflash_lab.files import read_json, write_json
 from dflash_lab.launch import plan
 from dflash_lab.params import check_names
-from dflash_lab.results import WouldReplace, check_ready, fingerprints, is_finished
+from dflash_lab.results import WouldReplace, check_ready, fingerprints
 from dflash_lab.run_params import Given, read_given
 from dflash_lab.runs import overview
 from dflash_lab.stages import STAGES, params_class
@@ -128,11 +128,6 @@ def test_a_folder_without_stages_is_refused(tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
         with refused(InputError):
             launch.plan(Given(run=str(folder)))
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_nothing_is_finished_in_an_empty_folder(stage, tmp_path):
-    assert not is_finished(params_class(stage)(run_dir=str(tmp_path)))
 
 
 @pytest.mark.parametrize("old", ["second", "targets", "head"])
