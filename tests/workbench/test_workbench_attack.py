@@ -134,6 +134,7 @@ def test_a_stage_runs_or_says_what_is_wrong(stage, data, ready, tmp_path_factory
         ("prepare", {"limit": 2**63}),
         ("prepare", {"input": "/dev/zero"}),
         ("prepare", {"max_record_mib": 2**40}),
+        ("extract", {"samples": "."}),
         ("acceptance", {"samples": "/dev/zero"}),
     ],
     ids=lambda given: given if isinstance(given, str) else next(iter(given)),

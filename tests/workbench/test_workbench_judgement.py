@@ -6,7 +6,14 @@ import pytest
 from support.wording import check_wording
 
 from dflash_lab.runs import closing_figures, closing_lines, closing_rows
-from dflash_lab.stages.judgement import FEW_STEPS, before_training, learned, of_acceptance, of_training
+from dflash_lab.stages.judgement import (
+    FEW_STEPS,
+    OWN_ANSWERS,
+    before_training,
+    learned,
+    of_acceptance,
+    of_training,
+)
 from dflash_lab.views.acceptance import checked, judged
 
 
@@ -38,6 +45,7 @@ NOTHING = (1.0, 0.99, 1.01)  # of a drafter that learned nothing
         "same": (taus((1.0, 1.0, 1.0)), trained(12)),
         "best-before-the-end": (taus(NOTHING), trained(200, best_step=50)),
         "still-learning": (taus(NOTHING), trained(200)),
+        "just-enough-steps": (taus(NOTHING), trained(FEW_STEPS)),
         "timed": (taus(NOTHING), trained(70, time_limit_s=100.0, train_seconds=105.0)),
         "timed-and-few": (taus(NOTHING), trained(9, time_limit_s=30.0, train_seconds=30.6)),
         "not-recorded": (taus(NOTHING), None),
@@ -46,7 +54,7 @@ NOTHING = (1.0, 0.99, 1.01)  # of a drafter that learned nothing
         "few-and-nothing-learned": (taus((1.0, 1.0, 1.0), prompts=3), trained(200)),
         "no-untrained": (taus((1.3, 1.2, 1.4), None), trained(200)),
         "answers-of-others": (taus((1.2, 1.1, 1.3)), trained(200, agreement=0.43)),
-        "answers-of-its-own": (taus((1.2, 1.1, 1.3)), trained(200, agreement=0.95)),
+        "answers-of-its-own": (taus((1.2, 1.1, 1.3)), trained(200, agreement=OWN_ANSWERS)),
         "agreement-not-known": (taus((1.2, 1.1, 1.3)), trained(200, agreement=None)),
     }.items(),
     ids=lambda case: case[0],
@@ -68,7 +76,7 @@ def test_no_check_was_needed_is_said_only_of_a_tau_that_shows_something():
 
 def test_too_few_steps_are_said_before_the_first():
     check_wording(before_training(12, 50, 4011))
-    check_wording(before_training(1, 1, 9))
+    check_wording(before_training(1, 2, 9))
     assert before_training(FEW_STEPS, 50, 4011) == ""
 
 
@@ -76,7 +84,7 @@ def test_too_few_steps_are_said_before_the_first():
     "training",
     [
         trained(12),
-        trained(200),
+        trained(FEW_STEPS),
         trained(200, best_step=150),
         trained(200, streak_first=None, streak_best=None),
     ],
