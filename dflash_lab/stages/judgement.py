@@ -27,9 +27,10 @@ def before_training(steps: int, samples: int, tokens: int) -> str:
     """
     if steps >= FEW_STEPS:
         return ""
+    planned = f"{'is' if steps == 1 else 'are'} planned"
     return (
-        f"{_data(steps, samples, tokens)} {'is' if steps == 1 else 'are'} planned: too few to judge the drafter "
-        f"by its tau. Give -p max_steps {_more(steps)}, and more conversations if you have them."
+        f"{_data(steps, samples, tokens)} {planned}: too few to judge the drafter by its tau. "
+        f"Give -p max_steps {_more(steps)}, and more conversations if you have them."
     )
 
 
