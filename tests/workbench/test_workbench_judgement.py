@@ -7,6 +7,7 @@ from support.wording import check_wording
 
 from dflash_lab.runs import closing_figures, closing_lines, closing_rows
 from dflash_lab.stages.judgement import (
+    FEW_ANSWERS,
     FEW_STEPS,
     OWN_ANSWERS,
     before_training,
