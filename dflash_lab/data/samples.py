@@ -259,6 +259,8 @@ def _batches(samples: Iterable[Sample], fraction: float, report: WriteReport) ->
 
 def provenance_path(path: Path | str) -> Path:
     """Return where the provenance of a samples file lies: `samples.parquet` -> `samples.json`."""
+    if not Path(path).name:
+        raise InputError(f"{path}: a folder, no samples file. Give a .parquet file of `prepare` or `merge`.")
     return Path(path).with_suffix(".json")
 
 

@@ -27,8 +27,9 @@ def before_training(steps: int, samples: int, tokens: int) -> str:
     """
     if steps >= FEW_STEPS:
         return ""
+    planned = f"{'is' if steps == 1 else 'are'} planned"
     return (
-        f"{_data(steps, samples, tokens)} are planned: too few to judge the drafter by its tau. "
+        f"{_data(steps, samples, tokens)} {planned}: too few to judge the drafter by its tau. "
         f"Give -p max_steps {_more(steps)}, and more conversations if you have them."
     )
 

@@ -174,7 +174,9 @@ class TrainDrafterParams(StageParams):
         )
         apart = bool(self.target_gpus)
         self.require(
-            apart == bool(self.drafter_gpus), "drafter_gpus", "name GPUs for both targets and drafters"
+            apart == bool(self.drafter_gpus),
+            "target_gpus" if apart else "drafter_gpus",
+            "name GPUs for both targets and drafters, by target_gpus and drafter_gpus",
         )
         self.require(
             not apart or self.source == "live",

@@ -1,6 +1,6 @@
-"""Stages under the knife: `kill_stage.py CASE FOLDER TARGET` replaces a finished result of a real stage, is
-killed before file operations spread over the whole of it, and holds what is left against the old and the new
-result. Prints the number of kills.
+"""Stages under the knife: `kill_stage.py FOLDER TARGET` replaces finished results of real stages, is killed
+before file operations spread over the whole of each, and holds what is left against the old and the new
+result. Prints the number of kills by stage.
 """
 
 from __future__ import annotations
@@ -39,34 +39,27 @@ for heavy in (
     "extraction.loop",
     "extraction.fused_layers",
     "drafter.train",
-    "acceptance.evaluate",
     "models.template",
 ):
     importlib.import_module(f"dflash_lab.{heavy}")
 gc.freeze()  # the stage collects garbage first, which would walk all of that in every child
-KILLS = 24
-ROOT, TARGET = Path(sys.argv[2]), sys.argv[3]
+ROOT, TARGET = Path(sys.argv[1]), sys.argv[2]
 FEW = {"log_every": 1, "eval_every": 1, "checkpoint_every": 1, "tau_samples": 0, "max_steps": 2}
 
-# case -> the stage, what it was made with, what replaces it
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "prepare": ("prepare", {}, {"limit": 10}),
-    "dataset_stats": ("dataset_stats", {}, {"max_length": 64}),
-    "extract": ("extract", {"num_shards": 1, "num_taps": 3}, {"num_shards": 1, "num_taps": 2}),
-    "extract_shards": ("extract", {"num_shards": 2, "num_taps": 3}, {"num_shards": 2, "num_taps": 2}),
-    "train_drafter": ("train_drafter", FEW, {**FEW, "num_layers": 1}),
-    "acceptance": ("acceptance", {"decode_tree": False}, {"decode_tree": False, "num_prompts": 1}),
+# stage -> what it was made with, what replaces it, in how many places at least it is killed: a file, tables
+# alone, a store that two shards make together, a folder
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "prepare": ({}, {"limit": 10}, 8),
+    "dataset_stats": ({}, {"max_length": 64}, 5),
+    "extract": ({"num_taps": 3}, {"num_taps": 2}, 10),
+    "train_drafter": (FEW, {**FEW, "num_layers": 1}, 10),
 }
-BEFORE = {"prepare": (), "dataset_stats": ("prepare",), "extract": ("prepare",)}
-BEFORE |= {"train_drafter": ("prepare", "extract"), "acceptance": ("prepare", "extract", "train_drafter")}
 
 
 def made(stage: str, run: Path, **values: Any) -> StageParams:
-    few = FEW if stage == "train_drafter" else {}
     own = {"input": str(ROOT / "chats.jsonl")} if stage == "prepare" else {}
-    one = {"num_shards": 1} if stage == "extract" else {}
     given = {"run_dir": str(run), "target": TARGET, "device": "cpu", "dtype": "float32", "interactive": False}
-    return params_class(stage)(**{**TINY[stage], **few, **own, **one, **given, **values})
+    return params_class(stage)(**{**TINY[stage], **own, **given, **values})
 
 
 def each_shard(stage: str, run: Path, **values: Any) -> list[StageParams]:
@@ -107,16 +100,15 @@ def sound(run: Path, stage: str, old: dict[str, Any], new: dict[str, Any]) -> No
         assert (run / "drafter" / "serve.md").exists()
 
 
-def main(case: str) -> None:
-    stage, old, new = CASES[case]
-    conversations(ROOT / "chats.jsonl", 14)
-    base, goal = ROOT / "base", ROOT / "try" / "run"
+def build(folder: Path) -> None:
+    for stage, (old, _, _) in CASES.items():
+        for params in each_shard(stage, ROOT / "base", **old):
+            execute(params)
 
-    def build(folder: Path) -> None:
-        for earlier in (*BEFORE[stage], ""):
-            values = old if not earlier else {}
-            for params in each_shard(earlier or stage, base, **values):
-                execute(params)
+
+def kill(stage: str) -> int:
+    old, new, places = CASES[stage]
+    base, goal = ROOT / "base", ROOT / "try" / "run"
 
     def prepare(folder: Path) -> None:
         shutil.copytree(base, goal)
@@ -126,22 +118,22 @@ def main(case: str) -> None:
             execute(params.changed(force=True))
 
     def check(folder: Path) -> None:
-        for name in ("result.json",):
-            assert all((goal / path.parent.name / name).exists() for path in base.glob(f"{stage}*/{name}"))
-        for name in ("samples.parquet", "store/store.json", "drafter/config.json"):
-            assert (goal / name).exists() == (base / name).exists(), f"{name} is gone"
+        results = [f"{path.parent.name}/result.json" for path in base.glob("*/result.json")]
+        for name in (*results, "samples.parquet", "store/store.json", "drafter/config.json"):
+            assert (goal / name).exists(), f"{name} is gone"
         settle(goal)
         sound(goal, stage, old, new)
         act(folder)
         sound(goal, stage, new, new)
 
-    ended_well(forked(build, ROOT), "the finished run")
     operations = counted(prepare, act)
-    print(killed_everywhere(ROOT, prepare, act, check, max(1, operations // KILLS)))
+    assert operations >= places
+    return killed_everywhere(ROOT, prepare, act, check, operations // places)
 
 
 def counted(prepare: Callable[[Path], None], act: Callable[[Path], None]) -> int:
     folder = ROOT / "try"
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     ended_well(forked(prepare, folder), "prepare")
     return count_operations(act, folder)
@@ -149,4 +141,6 @@ def counted(prepare: Callable[[Path], None], act: Callable[[Path], None]) -> int
 
 if __name__ == "__main__":
     os.environ["HF_HUB_OFFLINE"] = "1"
-    main(sys.argv[1])
+    conversations(ROOT / "chats.jsonl", 14)
+    ended_well(forked(build, ROOT), "the finished runs")
+    print({stage: kill(stage) for stage in CASES})

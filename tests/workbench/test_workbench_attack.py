@@ -4,6 +4,7 @@ library's traceback is never the answer.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -21,47 +22,21 @@ from dflash_lab.stage_run import execute
 from dflash_lab.stages import STAGES, params_class
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
-EXAMPLES = int(os.environ.get("ATTACK_EXAMPLES", "8"))  # a hunt for more: ATTACK_EXAMPLES=500
+EXAMPLES = int(os.environ.get("ATTACK_EXAMPLES", "4"))  # a hunt for more: ATTACK_EXAMPLES=500
 # What would only make a run long: processes, compilation, sizes of a model; each has tests of its own.
 LEFT_OUT = {
-    "run",
-    "run_dir",
-    "interactive",
-    "force",
-    "gpus",
-    "compile",
-    "compile_target",
-    "target_gpus",
-    "drafter_gpus",
-    "head_gpu",
-    "target",
-}
+    "run", "run_dir", "interactive", "force", "gpus", "compile", "compile_target", "target_gpus",
+    "drafter_gpus", "head_gpu", "target",
+}  # fmt: skip
 ODD: list[Any] = [
-    *(
-        None,
-        True,
-        "",
-        "x",
-        "\0",
-        "1e400",
-        "-1",
-        "0",
-        " 1 ",
-        "nan",
-        "[",
-        "[1, 2]",
-        "{}",
-        "x" * 5000,
-        b"x",
-        "\ud800",
-    ),
-    *(0, -1, 2**31, 2**63, -(2**70), 1.5, math.nan, math.inf, -0.0, 1e-300, 1e300),
-    *([], [0], [-1], [None], [[1]], ["a", 1], [2**70], {}, {"a": 1}, {1: 2}, (1, 2), {3}, object()),
-]
+    None, True, "", "x", "\0", "1e400", "-1", "0", " 1 ", "nan", "[", "[1, 2]", "{}", "x" * 5000, b"x",
+    "\ud800", 0, -1, 2**31, 2**63, -(2**70), 1.5, math.nan, math.inf, -0.0, 1e-300, 1e300, [], [0], [-1],
+    [None], [[1]], ["a", 1], [2**70], {}, {"a": 1}, {1: 2}, (1, 2), {3}, object(),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_value_of_any_parameter_is_taken_or_refused_by_its_name(stage, data):
     cls = params_class(stage)
@@ -134,38 +109,37 @@ def test_a_stage_runs_or_says_what_is_wrong(stage, data, ready, tmp_path_factory
     run = Path(ready[stage]["run_dir"])
     own = tmp_path_factory.mktemp("own")
     for name in ("samples.parquet", "samples.json", "store", "drafter"):
-        if (stage, name) not in (
+        if (stage, name) not in {
             ("extract", "store"),
             ("train_drafter", "drafter"),
             ("prepare", "samples.parquet"),
-        ):
+        }:
             (own / name).symlink_to(run / name)
-    before = os.getcwd()
-    os.chdir(own)  # odd paths are relative ones
-    try:
-        result = execute(cls(**{**ready[stage], "run_dir": str(own), **values}))
-    except LabError as error:
-        assert str(error).strip(), values
-    else:
-        assert result.figures, values
-    finally:
-        os.chdir(before)
+    with contextlib.chdir(own):  # odd paths are relative ones
+        try:
+            result = execute(cls(**{**ready[stage], "run_dir": str(own), **values}))
+        except LabError as error:
+            assert str(error).strip(), values
+        else:
+            assert result.figures, values
 
 
 @pytest.mark.parametrize(
-    ("stage", "values", "words"),
+    ("stage", "values"),
     [
-        ("train_drafter", {"attention": "flex"}, r"attention.*CUDA"),
-        ("train_drafter", {"time_limit_s": 1e-9}, r"time_limit_s.*at least 1"),
-        ("prepare", {"limit": 2**63}, r"limit.*at most"),
-        ("train_drafter", {"drafter": "/dev/null"}, r"/dev/null: a file stands where a folder is needed"),
-        ("prepare", {"input": "/dev/zero"}, r"/dev/zero: .*nothing that can be read.*Give a plain file"),
-        ("train_drafter", {"store": "/dev/zero"}, r"/dev/zero: .*nothing that can be read"),
-        ("acceptance", {"samples": "/dev/zero"}, r"/dev/zero: .*nothing that can be read"),
-        ("prepare", {"max_record_mib": 2**40}, r"max_record_mib.*between 1 and"),
+        ("train_drafter", {"attention": "flex"}),
+        ("train_drafter", {"time_limit_s": 1e-9}),
+        ("train_drafter", {"drafter": "/dev/null"}),
+        ("train_drafter", {"store": "/dev/zero"}),
+        ("prepare", {"limit": 2**63}),
+        ("prepare", {"input": "/dev/zero"}),
+        ("prepare", {"max_record_mib": 2**40}),
+        ("extract", {"samples": "."}),
+        ("acceptance", {"samples": "/dev/zero"}),
     ],
+    ids=lambda given: given if isinstance(given, str) else next(iter(given)),
 )
-def test_what_a_hunt_once_found(stage, values, words, ready, tmp_path):
+def test_what_a_hunt_once_found(stage, values, ready, tmp_path):
     (tmp_path / "store").symlink_to(Path(ready[stage]["run_dir"]) / "store")
     with refused((InputError, FileError)):
         execute(params_class(stage)(**{**ready[stage], "run_dir": str(tmp_path), **values}))
