@@ -6,7 +6,7 @@ import doctest
 from typing import ClassVar
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.wording import refused
 
@@ -164,6 +164,7 @@ def test_help_rows_show_type_unit_range_and_default():
     assert list(rows)[:2] == ["run", "shard"] and list(rows)[-1] == "force"
 
 
+@settings(max_examples=50)
 @given(
     st.sampled_from([row.name for row in fields_table(ToyParams)]),
     st.recursive(
