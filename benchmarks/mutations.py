@@ -40,6 +40,7 @@ ROOMS: dict[str, tuple[str, list[str]]] = {
     "views": ("views/*.py", ["workbench"]),
     "workbench": ("*.py", ["workbench", "test_*.py"]),
 }
+QUICK = "not browser and not gpu and not slow"
 COMPARE = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -120,7 +121,7 @@ def _number(node: ast.AST) -> bool:
 
 
 def pick(room: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """`count` places of a room's code, drawn by seed: file, line, column, number in the file, what is done."""
+    """`count` places of a room's code, drawn by seed: file, line, number in the file, what is done."""
     pattern, _ = ROOMS[room]
     places = []
     for path in sorted((REPO / "dflash_lab").glob(pattern)):
@@ -195,27 +196,17 @@ def attempt(job: tuple[dict[str, Any], str, float, list[str]]) -> dict[str, Any]
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
             os.chdir(root)
-            os.environ.update(
-                PYTHONPATH=str(root), TMPDIR=folder, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""
-            )
-            sys.path[:] = [
-                str(root),
-                *(path for path in sys.path if path not in (str(REPO), str(REPO / "benchmarks"))),
-            ]
+            for name in [name for name in sys.modules if name.partition(".")[0] == "dflash_lab"]:
+                del sys.modules[name]  # this process's own, of the unchanged code
+            elsewhere = [path for path in sys.path if path not in (str(REPO), str(REPO / "benchmarks"))]
+            sys.path[:] = [str(root), *elsewhere]
+            path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+            os.environ.update(PYTHONPATH=path, TMPDIR=folder, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
             tempfile.tempdir = folder
             import pytest
 
-            args = [
-                "-x",
-                "-q",
-                "-o",
-                "addopts=",
-                "-p",
-                "no:cacheprovider",
-                "--tb=line",
-                "-m",
-                "not browser and not gpu",
-            ]
+            args = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=line", "-m", QUICK]
+            args += ["-x"] if place["file"] else []
             args += [f"--deselect={name}" for name in deselect]
             code = pytest.main([*args, *test_files(root / "tests", place["room"], place["file"])])
             sys.stdout.flush()
@@ -233,18 +224,15 @@ def attempt(job: tuple[dict[str, Any], str, float, list[str]]) -> dict[str, Any]
             os.waitpid(child, 0)
         said = out.read_text(errors="replace").splitlines()
     failed = [line for line in said if line.startswith(("FAILED", "ERROR"))]
-    verdict = "slow" if status is None else "lived" if status == 0 else "caught"
-    by = (
-        "it did not end in time"
-        if status is None
-        else (failed[0].split(" - ")[0] if failed else said[-1] if said else "")
-    )
-    return {
-        **place,
-        "verdict": verdict,
-        "by": by.replace(str(folder), ""),
-        "seconds": round(time.monotonic() - began, 1),
-    }
+    if not place["file"]:
+        by = " ".join(line.split(" - ")[0].split(" ")[1] for line in failed)
+    elif status is None:
+        by = f"not ended after {limit_s:.0f} s"
+    else:
+        by = failed[0].split(" - ")[0] if failed else said[-1] if said else ""
+    verdict = "unended" if status is None else "lived" if status == 0 else "caught"
+    by = by.replace(str(folder), "")
+    return {**place, "verdict": verdict, "by": by, "seconds": round(time.monotonic() - began, 1)}
 
 
 def main() -> None:
@@ -259,7 +247,7 @@ def main() -> None:
     parser.add_argument("--lived", action="store_true", help="with --again: only those that no test caught")
     parser.add_argument("--unchanged", action="store_true", help="run the rooms' tests on unchanged code")
     parser.add_argument("--deselect", nargs="*", default=[], help="tests that fail here on unchanged code")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write what was found here, anew after each change")
     args = parser.parse_args()
     if args.unchanged:
         places = [{"room": room, "file": "", "line": 0, "what": "nothing"} for room in args.rooms]
@@ -283,22 +271,19 @@ def main() -> None:
 
     torch.set_num_threads(1)
     done: list[dict[str, Any]] = []
+    random.Random(args.seed).shuffle(places)  # stopped early, all rooms have their share
     jobs = [(place, str(args.tests), args.limit_s, args.deselect) for place in places]
-    context = multiprocessing.get_context("fork")
-    with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
-        for one in pool.map(attempt, jobs):
+    with concurrent.futures.ProcessPoolExecutor(args.jobs, multiprocessing.get_context("fork")) as pool:
+        for ended in concurrent.futures.as_completed([pool.submit(attempt, job) for job in jobs]):
+            one = ended.result()
             done.append(one)
-            place = f"{one['file']}:{one['line']} {one['what']}"
+            place = f"{one['room']}: {one['file']}:{one['line']} {one['what']}"
             print(f"{one['verdict']:6} {one['seconds']:6.1f} s  {place}  {one['by']}", flush=True)
-    caught = {
-        room: sum(one["verdict"] != "lived" for one in done if one["room"] == room) for room in args.rooms
-    }
-    for room, number in caught.items():
-        print(f"{room}: {number} of {sum(one['room'] == room for one in done)} caught")
-    if args.json:
-        files.write_json(
-            args.json, {"seed": args.seed, "caught": caught, "mutations": done, **provenance.provenance()}
-        )
+            if args.json:
+                files.write_json(args.json, {"seed": args.seed, "mutations": done, **provenance.provenance()})
+    for room in args.rooms:
+        of_room = [one for one in done if one["room"] == room]
+        print(f"{room}: {sum(one['verdict'] == 'caught' for one in of_room)} of {len(of_room)} caught")
 
 
 if __name__ == "__main__":

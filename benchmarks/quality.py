@@ -243,6 +243,7 @@ def main() -> int:
             one.add_argument("-p", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
     made["data"].add_argument("--tokens", type=int, default=1_900_000)
     made["data"].add_argument("--code-share", type=float, default=0.3)
+    made["data"].add_argument("--brief-share", type=float, default=0.0)
     made["data"].add_argument("--answer-tokens", type=int, default=136)
     made["data"].add_argument(
         "--whole", action="store_true", help="also whole.parquet: blocks in prompts too"
@@ -280,6 +281,7 @@ def main() -> int:
             tokens=args.tokens,
             seed=args.seed,
             code_share=args.code_share,
+            brief_share=args.brief_share,
             answer_tokens=args.answer_tokens,
             heldout=args.heldout,
             problems=args.problems,

@@ -10,6 +10,7 @@ trained on.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import shutil
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from make_demo_data import BRIEFLY, FOLDER
 from quality_augment import augment
 
 from dflash_lab.acceptance.prompts import file_prompts, humaneval_file
@@ -25,7 +27,7 @@ from dflash_lab.data.samples import Sample, read_lengths, read_provenance, write
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.models.generate import generate, prompts_of, self_prompts
 from dflash_lab.models.load import Target
-from dflash_lab.models.template import user_frame
+from dflash_lab.models.template import render_prompt, user_frame
 
 log = logging.getLogger("quality")
 TASK = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n"
@@ -71,12 +73,14 @@ def write_data(
     small: Path | None = None,
     small_tokens: int = 1_900_000,
     variants: int = 0,
+    brief_share: float = 0.0,
 ) -> dict[str, Any]:
     """Write `out`/samples.parquet with about `tokens` training tokens (prompts and answers together), and
     heldout.parquet and humaneval.parquet beside it; return counts and seconds.
 
     whole: also whole.parquet, the same samples with blocks in the user's turns, which the target wrote too.
     small: a folder for the first `small_tokens` of it, as if no more had been written.
+    brief_share: share of the prompts that ask for one or two sentences, as the demo's do.
     variants: also augmented.parquet, the same samples with so many documents made of each
     (`quality_augment.py`).
     """
@@ -97,11 +101,18 @@ def write_data(
         else []
     )
     prompted = time.perf_counter()
-    shut = set(kept_out)
+    shut = {*kept_out, *demo_questions()}
     named = [(text, "self") for text in plain if text not in shut] + [(text, "code") for text in programs]
+    if brief_share:  # told by the source: a brief prompt has another system message
+        brief = np.random.default_rng(seed + 1).random(len(named)) < brief_share
+        named = [(text, "brief" if b else source) for (text, source), b in zip(named, brief, strict=True)]
     order = np.random.default_rng(seed).permutation(len(named))
     named = [named[i] for i in order]
     prompts = prompts_of(target, [text for text, _ in named])
+    prompts = [
+        brief_prompt(target, prompt) if source == "brief" else prompt
+        for prompt, (_, source) in zip(prompts, named, strict=True)
+    ]
     answers = generate(target, prompts, max_new_tokens=answer_tokens)
     answered = time.perf_counter()
     taken = [
@@ -114,6 +125,7 @@ def write_data(
         "tokens": int(ends[len(taken) - 1]),
         "samples": len(taken),
         "code_samples": sum(sample.source == "code" for sample in taken),
+        "brief_samples": sum(sample.source == "brief" for sample in taken),
         "answer_tokens_generated": sum(map(len, answers)),
         "prompts_generated": len(named),
         "prompt_seconds": round(prompted - before, 2),
@@ -124,7 +136,7 @@ def write_data(
         ),
         "arguments": dict(
             tokens=tokens, seed=seed, code_share=code_share, answer_tokens=answer_tokens,
-            temperature=temperature,
+            temperature=temperature, brief_share=brief_share,
         ),
     }  # fmt: skip
     opening = len(user_frame(target.tokenizer)[0]) if whole else 0
@@ -144,6 +156,25 @@ def write_data(
     facts["seconds"] = round(time.perf_counter() - started, 2)
     log.info("data: %s", facts)
     return facts
+
+
+def demo_questions() -> set[str]:
+    """What the demo's data asks: the user turns that no training file may hold."""
+    lines = (FOLDER / "smollm2_selfprompted.jsonl").read_text().splitlines()
+    messages = [message for line in lines for message in json.loads(line)["messages"]]
+    return {message["content"] for message in messages if message["role"] == "user"}
+
+
+def brief_prompt(target: Target, prompt: list[int]) -> list[int]:
+    """A prompt of one user turn whose system message is the demo's."""
+    plain, brief = (
+        render_prompt(target.tokenizer, [*system, {"role": "user", "content": ""}])
+        for system in ([], [BRIEFLY])
+    )
+    ending = len(user_frame(target.tokenizer)[1])
+    if prompt[: len(plain) - ending] != plain[:-ending]:
+        raise InputError("a prompt does not begin as the template begins one of a single user turn")
+    return [*brief[:-ending], *prompt[len(plain) - ending :]]
 
 
 def _write_training(out: Path, samples: list[Sample], facts: dict[str, Any], opening: int) -> None:

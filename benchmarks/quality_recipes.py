@@ -75,8 +75,18 @@ ROWS: dict[str, dict[str, Any]] = {
         eval_every=1000,
         checkpoint_every=1000,  # a minute and a half of work
     ),
+    # What comes along with the demo: 20 MB at most, and few layers for a CPU to go through.
+    "small": dict(
+        num_layers=4,
+        intermediate_size=640,
+        context_tokens=16384,
+        slots=16 * 3072,
+        muon_lr=4e-3,
+        eval_every=1000,
+        checkpoint_every=1000,
+    ),
 }
-STUDY = tuple(row for row in ROWS if row not in ("short", "long"))
+STUDY = tuple(row for row in ROWS if row not in ("short", "long", "small"))
 
 
 def recipe(name: str, changes: dict[str, Any]) -> dict[str, Any]:

@@ -108,25 +108,21 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, int) else str(value)
 
 
-def read_json(path: Path | str) -> Any:
-    """Read JSON; a `StoreError` names the file and line when it cannot be parsed."""
+def read_json(path: Path | str, remedy: str = "Remove the file to make it again.") -> Any:
+    """Read JSON; a `StoreError` names the file and line when it cannot be parsed, and says the remedy."""
     path = Path(path)
     with naming(path):
         data = path.read_bytes()
     try:
         return json.loads(data)
     except json.JSONDecodeError as error:
-        raise StoreError(
-            f"{path}:{error.lineno}: not valid JSON ({error.msg}). Remove the file to make it again."
-        ) from error
+        raise StoreError(f"{path}:{error.lineno}: not valid JSON ({error.msg}). {remedy}") from error
     except UnicodeDecodeError as error:
-        raise StoreError(
-            f"{path}: not UTF-8 text at byte {error.start}. Remove the file to make it again."
-        ) from error
+        raise StoreError(f"{path}: not UTF-8 text at byte {error.start}. {remedy}") from error
     except ValueError as error:  # a number of more digits than Python converts
-        raise StoreError(f"{path}: not valid JSON ({error}). Remove the file to make it again.") from error
+        raise StoreError(f"{path}: not valid JSON ({error}). {remedy}") from error
     except RecursionError:
-        raise StoreError(f"{path}: nested too deeply for JSON. Remove the file to make it again.") from None
+        raise StoreError(f"{path}: nested too deeply for JSON. {remedy}") from None
 
 
 def append_line(path: Path | str, value: Any) -> None:

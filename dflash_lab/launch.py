@@ -329,9 +329,11 @@ def plan(given: Given) -> list[tuple[str, Given]]:
     if not stages:
         raise InputError(f"{folder}: has no <stage>.yaml. Stages: {', '.join(STAGES)}.")
     known = {name for stage in stages for name in params_class(stage).model_fields}
-    for name, _ in [*given.typed, *given.raw]:
-        if name not in known and (new := StageParams.renamed.get(name)):
-            raise InputError(f"{name} is now called {new}. Type {new} in its place.")
+    names = [name for name, _ in [*given.typed, *given.raw]]
+    if old := [name for name in names if name not in known and name in StageParams.renamed]:
+        told = "; ".join(f"{name} is now called {StageParams.renamed[name]}" for name in dict.fromkeys(old))
+        raise InputError(f"{told}. Type the new name in place of the old one.")
+    for name in names:
         if name not in known:
             raise InputError(f"no stage has a parameter {name[:80]!r}{near(name, known)}.")
     steps = []

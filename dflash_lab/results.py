@@ -143,6 +143,8 @@ def _other_folder(params: StageParams) -> str:
     folder = params.run_folder
     if folder.is_dir() or not params.run_dir:
         return ""
+    if folder.exists():
+        return f" ({folder} is a file, not a run's folder)"
     beside = [path.name for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
     return f" ({folder} is not there{near(folder.name, beside)})"
 

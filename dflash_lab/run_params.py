@@ -75,10 +75,10 @@ def find_run(given: str, run_dir: str = "") -> NamedRun:
         return NamedRun(name, PARAMS / name)
     folder = named_folder(name, run_dir)
     if not folder.is_dir():
-        raise InputError(
-            f"no run {name!r}: neither {PARAMS / name} nor {folder} is there.{_known(name)} "
-            f"A new one: dflash-lab new {name}"
-        )
+        lacks = f"{PARAMS / name} holds no parameters and {folder} is not there"
+        if not (PARAMS / name).is_dir():
+            lacks = f"neither {PARAMS / name} nor {folder} is there"
+        raise InputError(f"no run {name!r}: {lacks}.{_known(name)} A new one: dflash-lab new {name}")
     owner = _owner(folder)  # of a parameter folder elsewhere, which the run itself remembers
     return NamedRun(name, _shown(owner) if owner is not None and _has_parameters(owner) else None)
 

@@ -186,5 +186,5 @@ def parse_parameters(text: str, where: str, flags: Collection[str] = ()) -> dict
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise InputError(f"{where}: expected lines of `name: value`, got a {type(values).__name__}.")
+        raise InputError(f"{where}: expected lines of `name: value`, got {str(values)[:40]!r}.")
     return values

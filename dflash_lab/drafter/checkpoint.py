@@ -85,7 +85,7 @@ def read_config(folder: Path | str) -> DrafterConfig:
         raise InputError(
             f"no drafter at {folder}: {path} is missing. Give a folder with config.json and {WEIGHTS}."
         )
-    values = files.read_json(path)
+    values = files.read_json(path, "Give the folder of a drafter whose config.json is whole.")
     if not isinstance(values, dict):
         raise InputError(f"{path}: not a JSON object; is this a DFlash checkpoint?")
     return DrafterConfig.from_json(values, str(path))

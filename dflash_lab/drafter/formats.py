@@ -103,7 +103,11 @@ def import_speculators(folder: Path | str, *, num_target_layers: int = 0) -> Dra
     path = folder / "config.json"
     if not path.is_file():
         raise InputError(f"{path} is missing; give the folder of a speculators checkpoint.")
-    config = read_speculators_json(files.read_json(path), num_target_layers, str(path))
+    config = read_speculators_json(
+        files.read_json(path, "Give the folder of a drafter whose config.json is whole."),
+        num_target_layers,
+        str(path),
+    )
     if not (folder / WEIGHTS).is_file():
         raise InputError(f"no weights at {folder / WEIGHTS}; only a single {WEIGHTS} is read.")
     tensors = read_tensors(folder / WEIGHTS)

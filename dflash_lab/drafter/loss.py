@@ -340,6 +340,15 @@ def check_tensors(
     """Refuse wrong shapes, dtypes and devices of `fused_draft_loss`'s arguments (`InputError`) before any
     work; values are checked by `select_live`.
     """
+    if not isinstance(config, LossConfig):
+        raise InputError(f"config is a {type(config).__name__}: expected a LossConfig, or None.")
+    given = dict(
+        hidden=hidden, head=head, labels=labels, weights=weights, target_hidden=target_hidden,
+        target_rows=target_rows, target_head=target_head,
+    )  # fmt: skip
+    for name, value in given.items():
+        if not isinstance(value, Tensor) and (value is not None or name in ("hidden", "head", "weights")):
+            raise InputError(f"{name} is a {type(value).__name__}: expected a torch tensor.")
     if hidden.ndim != 3:
         raise InputError(f"hidden has shape {[*hidden.shape]}: expected [anchors, block, hidden size].")
     if hidden.dtype not in (torch.float64, torch.float32, torch.bfloat16):

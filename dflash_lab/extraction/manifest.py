@@ -286,7 +286,12 @@ def read_identity(store: Path) -> dict[str, Any]:
             "(also one that was lost), or give its store folder."
         )
     identity = files.read_json(path)
-    schema = identity.get("schema") if isinstance(identity, dict) else None
+    if not isinstance(identity, dict):
+        raise StoreError(
+            f"{path}: a JSON {type(identity).__name__}, not what a store says of itself. Put the file back, "
+            "or remove it and extract again: it is written anew."
+        )
+    schema = identity.get("schema")
     if schema != SCHEMA:
         raise StoreError(f"{path}: schema {schema!r}, but this version reads {SCHEMA}. Extract again.")
     for name, kind in _IDENTITY.items():

@@ -71,6 +71,10 @@ class Taps:
     def __init__(self, model: Target | PreTrainedModel, ids: Sequence[int] | None = None) -> None:
         if isinstance(model, Target):
             self._layers = model.layers
+        elif not isinstance(model, nn.Module) or not hasattr(model, "config"):
+            raise InputError(
+                f"Taps({type(model).__name__}): expected a Target or a causal language model of transformers."
+            )
         else:
             self._layers = find_parts(model, model.config.get_text_config(), type(model).__name__).layers
         count = len(self._layers)

@@ -271,6 +271,11 @@ def check_placement(params: TrainDrafterParams) -> None:
             raise InputError(
                 f"train_drafter: {name} = {given}, but this machine shows {count} GPUs, numbered from 0."
             )
+    if params.world > 1 and (chosen := str(params.device)).startswith("cuda:"):
+        raise InputError(
+            f"train_drafter: device = {chosen} names one GPU, but several are to train, one a process. Give "
+            "device cuda, and which ones by drafter_gpus or CUDA_VISIBLE_DEVICES."
+        )
     if params.gpus > count:
         raise InputError(f"train_drafter: gpus = {params.gpus}, but this machine shows {count}.")
     if len(set(params.target_gpus)) < len(params.target_gpus):
