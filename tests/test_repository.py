@@ -262,16 +262,6 @@ def test_documented_make_targets_files_and_commands_exist():
     assert seen > 5
 
 
-def test_make_lab_starts_the_labs_own_command_on_the_port_asked_for(tmp_path):
-    command = tmp_path / "dflash-lab"
-    command.write_text('#!/bin/sh\necho "given: $*"\n')
-    command.chmod(0o755)
-    make = ["make", "-s", "-C", str(REPO), "-o", "install", "lab", f"BIN={tmp_path}"]
-    for given, wanted in (([], "8888"), (["PORT=9"], "9")):
-        done = subprocess.run([*make, *given], capture_output=True, text=True, check=True)
-        assert done.stdout == f"given: lab --port {wanted}\n"
-
-
 def test_links_between_documents_hold():
     for path in documents():
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text(encoding="utf-8")):

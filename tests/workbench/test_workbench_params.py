@@ -91,7 +91,7 @@ def test_wrong_values_name_the_field_and_the_remedy(name, value):
         ToyParams(**{name: value})
 
 
-def test_rules_between_fields():
+def test_a_rule_between_fields_is_told():
     with refused(InputError):
         ToyParams(mode="loud", shard=5)
 
