@@ -343,12 +343,12 @@ def _run_folder(given: str, typed_in: Path) -> Path:
 
 def verify(options: argparse.Namespace, extra: list[str]) -> int:
     """Check a feature store; 1 when something in it is not what its manifest says."""
-    from dflash_lab.extraction.checks import verify as verify_store
-    from dflash_lab.extraction.store import open_store
-
     folder = Path(options.store)
     if not folder.is_dir():
         raise InputError(f"{folder}: no such store. A run's store is runs/<run>/store.")
+    from dflash_lab.extraction.checks import verify as verify_store
+    from dflash_lab.extraction.store import open_store
+
     faults = verify_store(folder)
     for fault in faults:
         print(f"{fault.file}: {fault.what}")

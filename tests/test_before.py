@@ -4,15 +4,14 @@ tests/fixtures/before/README.md says which runs, and how they were made.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
-import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from dflash_lab import cli
+from dflash_lab.run_params import Given, read_given
+from dflash_lab.stage_run import execute
+from dflash_lab.stages import params_class
 
 REPO = Path(__file__).resolve().parents[1]
 BEFORE = REPO / "tests" / "fixtures" / "before"
@@ -29,18 +33,11 @@ SHARD = Path("runs/store/store/shard-00000-of-00001")
 
 
 def lab(workspace: Path, *words: str) -> str:
-    """Type `dflash-lab` and `words` in a workspace; return what it said. Today's code alone is asked."""
-    module, function = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"][
-        "dflash-lab"
-    ].split(":")
-    command = [sys.executable, "-c", f"import sys, {module}; sys.exit({module}.{function}())", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "BROWSER_PATH": "/nowhere/chromium"}
-    environment |= {"PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout + done.stderr
+    """Type `dflash-lab` and `words` in a workspace; return what it said."""
+    said = io.StringIO()
+    with contextlib.chdir(workspace), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        assert cli.main(words) == 0, said.getvalue()[-4000:]
+    return said.getvalue()
 
 
 @pytest.fixture
@@ -102,8 +99,9 @@ def states(workspace: Path) -> list[str]:
 
 def gone_on(workspace: Path) -> dict[str, Any]:
     """Go on with the training and the store; return the numbers and hashes at their ends."""
-    lab(workspace, "train_drafter", "--run", "training")
-    lab(workspace, "extract", "--run", "store")
+    with contextlib.chdir(workspace):
+        for stage, run in (("train_drafter", "training"), ("extract", "store")):
+            execute(read_given(params_class(stage), Given(run=run)))
     weights = workspace / "runs/training/drafter/model.safetensors"
     parts = sorted((workspace / SHARD).glob("*.safetensors"))
     stored = [load_file(part) for part in parts]
@@ -119,6 +117,9 @@ def gone_on(workspace: Path) -> dict[str, Any]:
 
 def test_what_was_begun_goes_on_at_the_same_place_and_ends_the_same(workspace):
     expected = json.loads(EXPECTED.read_text())
+    told = dict(re.findall(r"^(\w+: \S+) +(\w+)", "\n".join(states(workspace)), re.MULTILINE))
+    assert told["training: train_drafter"] == "killed" and told["store: extract-0"] == "stopped"
+    assert told["training: prepare"] == told["training: extract-0"] == told["store: prepare"] == "finished"
     journal = (workspace / TRAIN / "run" / "metrics.jsonl").read_text().splitlines()
     manifest = (workspace / SHARD / "manifest.jsonl").read_text().splitlines()
     kept = digests(*(workspace / SHARD).glob("*.safetensors"))
@@ -152,18 +153,8 @@ def test_a_finished_run_is_finished_and_nothing_is_done_again(workspace):
     run = workspace / "runs" / "finished"
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in contents(run)}
     said = [line.split() for line in lab(workspace, "status", "finished").splitlines()]
-    assert [words[:2] for words in said] == [
-        [name, "finished"]
-        for name in (
-            "prepare",
-            "dataset_stats",
-            "extract-0",
-            "extract-1",
-            "memory_sweep",
-            "train_drafter",
-            "acceptance",
-        )
-    ]
+    stages = "prepare dataset_stats extract-0 extract-1 memory_sweep train_drafter acceptance"
+    assert [words[:2] for words in said] == [[name, "finished"] for name in stages.split()]
     assert lab(workspace, "run", "finished").count("finished before") == 7
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in contents(run)} == before
     assert (run / "report.html").stat().st_size > 10_000  # which is not among the fixtures: made of the rest
@@ -171,18 +162,8 @@ def test_a_finished_run_is_finished_and_nothing_is_done_again(workspace):
 
 def contents(run: Path) -> list[Path]:
     """All that stages left in a run's folder: what the closing table and the report are made of."""
-    closing = {"result.json", "report.html"}
-    return sorted(
-        path
-        for path in run.rglob("*")
-        if path.is_file() and not (path.parent == run and path.name in closing)
-    )
-
-
-def test_the_begun_runs_are_seen_as_begun(workspace):
-    told = dict(re.findall(r"^(\w+: \S+) +(\w+)", "\n".join(states(workspace)), re.MULTILINE))
-    assert told["training: train_drafter"] == "killed" and told["store: extract-0"] == "stopped"
-    assert told["training: prepare"] == told["training: extract-0"] == told["store: prepare"] == "finished"
+    closing = {run / "result.json", run / "report.html"}
+    return sorted(path for path in run.rglob("*") if path.is_file() and path not in closing)
 
 
 if __name__ == "__main__":  # as README.md says: write what the runs end with

@@ -5,6 +5,7 @@ may.
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import json
 import re
@@ -19,9 +20,11 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from dflash_lab.cli import COMMANDS
+from dflash_lab.launch import plan
 from dflash_lab.params import cell_source, field_types, fields_table
-from dflash_lab.run_params import find_run
-from dflash_lab.stages import STAGES, params_class, result_class, run_function
+from dflash_lab.run_params import Given, find_run, read_given
+from dflash_lab.stages import STAGES, params_class
 from dflash_lab.strict_yaml import read_parameter_file
 from dflash_lab.views.runs import RunsParams
 
@@ -42,8 +45,12 @@ MAY_IMPORT = {
 }
 
 
-def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def tracked(*patterns: str) -> list[Path]:
@@ -73,6 +80,7 @@ def test_notebook_is_clean_small_and_thin(path):
                 assert not [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
                 assert "sys.path" not in cell.source and "TEST" not in cell.source
     assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
+    assert text.endswith("}\n") and json.loads(text)["nbformat_minor"] >= 5  # stable ids
 
 
 def shown(default) -> str:
@@ -101,123 +109,59 @@ def test_parameters_cell_is_the_dataclass(path):
         )
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_names_its_papermill_command(path):
-    first = nbformat.read(path, as_version=4).cells[0].source
-    if path.stem == "runs":
-        assert "papermill notebooks/runs.ipynb runs/" in first and "Reads" in first and "Writes" in first
-        return
-    assert f"papermill {path.name} -p run demo" in first and "Reads" in first and "Writes" in first
+def test_notebooks_name_their_papermill_command():
+    for path in NOTEBOOKS:
+        first = nbformat.read(path, as_version=4).cells[0].source
+        command = f"{path.name} -p run demo" if path.stem in STAGES else "notebooks/runs.ipynb runs/"
+        assert f"papermill {command}" in first and "Reads" in first and "Writes" in first, path.name
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_stage_has_its_three_parts(stage):
-    assert callable(run_function(stage)) and callable(result_class(stage).load)
-    assert params_class(stage).stage == stage
-
-
-def test_parameter_files_mean_something():
-    found = [path for path in tracked("params/*.yaml", "params/**/*.yaml") if "targets" not in path.parts]
-    assert any(path.parent.name == "demo" for path in found)
-    for path in found:
-        values = read_parameter_file(path)
-        if path.name == "common.yaml":
-            assert set(values) <= {row.name for row in fields_table(params_class("prepare"))}, path
+def imports(path: Path, *, lazy: bool = True, typing: bool = False) -> set[str]:
+    """Dotted names that a module imports when it is imported; with `lazy` also inside functions, with
+    `typing` also for a type checker alone.
+    """
+    found, queue = set(), list(parsed(path).body)
+    while queue:
+        node = queue.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) and not typing:
             continue
-        cls = params_class(path.stem)
-        common = path.with_name("common.yaml")
-        merged = {**(read_parameter_file(common) if common.exists() else {}), **values}
-        assert set(merged) <= set(cls.model_fields), path
-        assert not {"run", "run_dir", "interactive", "force"} & set(merged), (
-            f"{path}: the folder's name is the run's, and who starts it says whether it is headless"
-        )
-        cls(**merged)
-
-
-def test_the_demo_has_all_six_stages():
-    assert {path.stem for path in (REPO / "params" / "demo").glob("*.yaml")} == {"common", *STAGES}
-
-
-def imported_rooms(path: Path) -> set[str]:
-    rooms = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = []
+        if lazy or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            queue += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "dflash_lab" and len(parts) > 1 and parts[1] in ROOMS:
-                rooms.add(parts[1])
-    return rooms
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_room_imports_only_whom_it_may(room):
     for path in sorted((PACKAGE / room).rglob("*.py")):
-        strangers = imported_rooms(path) - MAY_IMPORT[room] - {room}
+        parts = [name.split(".") for name in imports(path, typing=True) if name.startswith("dflash_lab.")]
+        strangers = {part[1] for part in parts if part[1] in ROOMS} - MAY_IMPORT[room] - {room}
         assert not strangers, f"{path.relative_to(REPO)} imports {strangers}"
-
-
-def imports_of(path: Path) -> set[str]:
-    """Modules of the package that a module imports when it is imported or inside a function, as dotted names;
-    what only a type checker reads is left out.
-    """
-    known = {".".join(other.relative_to(REPO).with_suffix("").parts): other for other in modules()}
-    found, queue = set(), list(ast.parse(path.read_text(encoding="utf-8")).body)
-    while queue:
-        node = queue.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            continue
-        queue += ast.iter_child_nodes(node)
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module]
-        found |= {name for name in names if name in known}
-    return found
 
 
 def test_no_module_imports_itself_by_way_of_others():
     """Lazily or not: a circle is one idea in two files, or one file that knows too much."""
-    graph = {".".join(p.relative_to(REPO).with_suffix("").parts): imports_of(p) for p in modules()}
+    names = {".".join(path.relative_to(REPO).with_suffix("").parts): path for path in MODULES}
+    graph = {name: imports(path) & set(names) for name, path in names.items()}
     while leaves := [name for name, needs in graph.items() if not needs]:
         graph = {name: needs - set(leaves) for name, needs in graph.items() if name not in leaves}
     assert not graph, graph
 
 
-def module_level_imports(path: Path) -> set[str]:
-    """Names of packages imported when the module is, those under `if TYPE_CHECKING` and in functions left
-    out.
-    """
-    found = set()
-    queue = list(ast.parse(path.read_text(encoding="utf-8")).body)
-    while queue:
-        node = queue.pop()
-        if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module.split(".")[0])
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test):
-            queue += [*node.body, *node.orelse]
-        elif isinstance(node, ast.Try):
-            queue += node.body
-    return found
-
-
 def test_what_a_shell_or_a_notebook_starts_with_imports_torch_only_inside_functions():
-    for path in [
-        *PACKAGE.glob("*.py"),
-        *(PACKAGE / "stages").glob("*.py"),
-        *(PACKAGE / "views").glob("*.py"),
-    ]:
-        assert not module_level_imports(path) & {"torch", "transformers"}, path.relative_to(REPO)
+    for path in MODULES:
+        if path.parent in (PACKAGE, PACKAGE / "stages", PACKAGE / "views"):
+            loaded = {name.split(".")[0] for name in imports(path, lazy=False)}
+            assert not loaded & {"torch", "transformers"}, path.relative_to(REPO)
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_module_is_documented_and_honest(path):
     text = path.read_text(encoding="utf-8")
-    tree = ast.parse(text)
+    tree = parsed(path)
     assert ast.get_docstring(tree), "no module docstring"
     assert not re.search(r"\b(TODO|FIXME|XXX|NotImplementedError)\b", text)
     for node in ast.walk(tree):
@@ -246,14 +190,9 @@ def project() -> dict:
     return tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 
 
-def constraints() -> dict[str, Version]:
-    lines = (REPO / "constraints.txt").read_text().split()
-    pins = dict(line.split("==") for line in lines)
-    return {name.lower().replace("_", "-"): Version(version) for name, version in pins.items()}
-
-
 def test_every_dependency_is_pinned_within_its_bounds():
-    pins = constraints()
+    pairs = (line.split("==") for line in (REPO / "constraints.txt").read_text().split())
+    pins = {name.lower().replace("_", "-"): Version(version) for name, version in pairs}
     extras = project()["optional-dependencies"]
     wanted = [*project()["dependencies"], *extras["png"], *extras["test"], *extras["cluster"]]
     for requirement in map(Requirement, wanted):
@@ -289,18 +228,14 @@ def documents() -> list[Path]:
 
 
 def commands_in(path: Path) -> list[str]:
-    """Return the shell lines of a document: in ``` blocks marked sh, or indented blocks of known commands."""
+    """Return the shell lines of a document, in its ``` blocks marked so."""
     text = path.read_text(encoding="utf-8")
     blocks = re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [
-        line.strip().removeprefix("$ ") for line in lines if line.strip() and not line.strip().startswith("#")
-    ]
+    lines = map(str.strip, "\n".join(blocks).replace("\\\n", " ").splitlines())
+    return [line.removeprefix("$ ") for line in lines if line and not line.startswith("#")]
 
 
 def test_documented_make_targets_files_and_commands_exist():
-    from dflash_lab.cli import COMMANDS
-
     targets = set(re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(), re.MULTILINE))
     seen = 0
     lines = "\n".join(line for path in documents() for line in commands_in(path))
@@ -327,16 +262,6 @@ def test_documented_make_targets_files_and_commands_exist():
     assert seen > 5
 
 
-def test_make_lab_starts_the_labs_own_command_on_the_port_asked_for(tmp_path):
-    command = tmp_path / "dflash-lab"
-    command.write_text('#!/bin/sh\necho "given: $*"\n')
-    command.chmod(0o755)
-    make = ["make", "-s", "-C", str(REPO), "-o", "install", "lab", f"BIN={tmp_path}"]
-    for given, wanted in (([], "8888"), (["PORT=9"], "9")):
-        done = subprocess.run([*make, *given], capture_output=True, text=True, check=True)
-        assert done.stdout == f"given: lab --port {wanted}\n"
-
-
 def test_links_between_documents_hold():
     for path in documents():
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text(encoding="utf-8")):
@@ -353,42 +278,28 @@ def test_nothing_in_the_repository_names_this_machine_or_is_large():
     assert not [path for path in tracked() if path.suffix in {".pkl", ".pt", ".pth", ".bin"}]
 
 
-def test_the_mirror_of_rooms_in_tests_stands():
-    """Stages and views are tested by what they do, beside the run around them."""
-    mirrored = set(ROOMS) - {"stages", "views"} | {"workbench"}
-    assert {path.name for path in (REPO / "tests").iterdir() if path.is_dir()} >= mirrored
-
-
-def test_notebook_json_has_final_newline_and_stable_ids():
-    for path in NOTEBOOKS:
-        text = path.read_text(encoding="utf-8")
-        assert text.endswith("}\n"), path.name
-        assert json.loads(text)["nbformat_minor"] >= 5
-
-
-@pytest.mark.parametrize(
-    "folder",
-    sorted(path.parent for path in (REPO / "params").glob("*/common.yaml")),
-    ids=lambda path: path.name,
-)
-def test_every_named_run_passes_its_own_check(folder):
-    """`dflash-lab run <name>` gets past the check of its parameters, for all six stages."""
-    from dflash_lab.launch import plan
-    from dflash_lab.run_params import Given, read_given
-
-    steps = plan(Given(run=folder.name))
-    for stage, step in steps:
-        params = read_given(params_class(stage), step)
-        assert params.run_folder == Path("runs") / folder.name and not params.interactive, stage
-    if folder.name != "quality":  # a study whose script runs single stages
-        assert {stage for stage, _ in steps} == set(STAGES)
+def test_every_named_run_passes_its_own_check():
+    """`dflash-lab run <name>` gets past the check of its parameters, for all stages that it has."""
+    found: dict[Path, set[str]] = {}
+    for path in tracked("params/*.yaml", "params/**/*.yaml"):
+        found.setdefault(path.parent, set()).add(path.stem)
+        # The folder's name is the run's, and who starts it says whether it is headless.
+        assert not {"run_dir", "interactive", "force"} & set(read_parameter_file(path)), path
+    for folder, names in found.items():
+        # A study's script runs single stages; all others have the six.
+        assert names == {"common", *STAGES} or (folder.name == "quality" and names < {"common", *STAGES})
+        steps = plan(Given(run=folder.name))
+        assert {stage for stage, _ in steps} == names - {"common"}
+        for stage, step in steps:
+            params = read_given(params_class(stage), step)
+            assert params.run_folder == Path("runs") / folder.name and not params.interactive, stage
 
 
 def test_two_public_classes_of_the_package_never_share_a_name():
     """Else a reader who greps for one finds the other."""
     places: dict[str, list[str]] = {}
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(str(path.relative_to(REPO)))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -1,4 +1,4 @@
-"""Threads that wait for each other sleep, whoever started the process: Python, plain papermill, the launcher.
+"""Threads that wait for each other sleep, whoever started the process (papermill: test_workbench_launch.py).
 
 OpenMP, asked to show what it read when torch loaded it, is the witness.
 """
@@ -12,60 +12,28 @@ import sys
 from pathlib import Path
 
 import nbformat
-import pytest
-from nbformat.v4 import new_code_cell
 
 from dflash_lab.stages import STAGES
 
 REPO = Path(__file__).resolve().parents[2]
 
 
-def spins(words: list[str], folder: Path, given: str | None) -> list[str]:
-    """Run a command in `folder`; return the GOMP_SPINCOUNT of every OpenMP library that was loaded in it."""
+def test_in_python():
+    code = "import dflash_lab, torch"
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-    environment |= {
-        "OMP_DISPLAY_ENV": "VERBOSE",
-        "PYTHONPATH": str(REPO),
-        "BROWSER_PATH": "/nowhere/chromium",
-    }
-    environment |= {} if given is None else {"GOMP_SPINCOUNT": given}
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return re.findall(r"GOMP_SPINCOUNT = '(\w+)'", done.stdout + done.stderr)
+    environment |= {"OMP_DISPLAY_ENV": "VERBOSE"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert re.findall(r"GOMP_SPINCOUNT = '(\w+)'", done.stdout + done.stderr) == ["1000"]
+    code = "import os, dflash_lab; assert os.environ['GOMP_SPINCOUNT'] == '7'"  # as it was given
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "GOMP_SPINCOUNT": "7"}, check=True)
 
 
-@pytest.mark.parametrize("given, wanted", [(None, "1000"), ("7", "7")], ids=["unset", "given"])
-def test_in_python(tmp_path, given, wanted):
-    assert spins([sys.executable, "-c", "import dflash_lab, torch"], tmp_path, given) == [wanted]
-
-
-@pytest.mark.parametrize("stage", (*STAGES, "runs"))
-def test_a_notebook_imports_ours_before_anything_that_loads_torch(stage):
-    lines = imports(REPO / "notebooks" / f"{stage}.ipynb")
-    first = next(place for place, line in enumerate(lines) if line.startswith("from dflash_lab"))
-    others = {line.split()[1].split(".")[0] for line in lines[:first]}
-    assert others <= {"IPython", "pathlib", "polars"}  # none of them brings an OpenMP library
-
-
-@pytest.mark.parametrize("program", ["papermill", "launcher"])
-def test_in_a_kernel(tmp_path, program):
-    (tmp_path / "notebooks").mkdir()
-    (tmp_path / "params").mkdir()
-    (tmp_path / "params" / "demo").symlink_to(REPO / "params" / "demo")
-    notebook = nbformat.read(REPO / "notebooks" / "prepare.ipynb", as_version=4)
-    kept = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
-    lines = [*imports(REPO / "notebooks" / "prepare.ipynb"), "import torch"]
-    notebook.cells = [*kept, new_code_cell("\n".join(lines))]
-    nbformat.write(notebook, tmp_path / "notebooks" / "prepare.ipynb")
-    words = {
-        "papermill": ["papermill", "notebooks/prepare.ipynb", "runs/demo/prepare.ipynb"],
-        "launcher": ["dflash_lab.cli", "prepare", "--run", "params/demo"],
-    }[program]
-    (tmp_path / "runs" / "demo").mkdir(parents=True)
-    found = spins([sys.executable, "-m", *words], tmp_path, None)
-    saved = (tmp_path / "runs" / "demo" / "prepare.ipynb").read_text()
-    found += re.findall(r"GOMP_SPINCOUNT = '(\w+)'", saved)  # a kernel's words may lie in the notebook
-    assert set(found) == {"1000"}
+def test_notebooks_import_ours_before_anything_that_loads_torch():
+    for stage in (*STAGES, "runs"):
+        lines = imports(REPO / "notebooks" / f"{stage}.ipynb")
+        first = next(place for place, line in enumerate(lines) if line.startswith("from dflash_lab"))
+        others = {line.split()[1].split(".")[0] for line in lines[:first]}
+        assert others <= {"IPython", "pathlib", "polars"}, stage  # none of them brings an OpenMP library
 
 
 def imports(path: Path) -> list[str]:

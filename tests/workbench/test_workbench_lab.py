@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import mistune
+import psutil
 import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from traitlets import import_item
 
-from dflash_lab import lab
+from dflash_lab import cli, lab
+from dflash_lab.errors import StoreError
 from dflash_lab.files import write_json
 from dflash_lab.lab import OwnKernelSpecs
 from dflash_lab.runs import StageStatus
@@ -39,10 +41,8 @@ def here(tmp_path, monkeypatch):
 
 def finish(folder: Path, **figures: float) -> None:
     record = {"schema_version": 1, "stage": folder.name.split("-")[0], "parameters": {}, "inputs": {}}
-    write_json(
-        folder / "result.json",
-        {**record, "figures": figures, "seconds": 1.0, "time": "2025-03-01T10:00:00+00:00"},
-    )
+    record |= {"figures": figures, "seconds": 1.0, "time": "2025-03-01T10:00:00+00:00"}
+    write_json(folder / "result.json", record)
 
 
 def rendered(text: str) -> str:
@@ -53,11 +53,6 @@ def rows(text: str) -> list[list[str]]:
     """The cells of every row of every table, as a reader sees them."""
     found = re.findall(r"<tr>(.*?)</tr>", rendered(text), re.DOTALL)
     return [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.DOTALL) for row in found]
-
-
-def say(monkeypatch, **stages: list[StageStatus]) -> None:
-    """Let the dry run of each run say what is given here."""
-    monkeypatch.setattr(lab, "run_status", lambda run: stages.get(Path(run).name, []))
 
 
 def test_every_run_is_listed_with_its_state_and_why_stages_are_not_finished(here, monkeypatch):
@@ -72,7 +67,7 @@ def test_every_run_is_listed_with_its_state_and_why_stages_are_not_finished(here
         StageStatus("train_drafter", "train_drafter", "never run", ""),
         StageStatus("acceptance", "acceptance", "never run", ""),
     ]
-    say(monkeypatch, mine=mine)
+    monkeypatch.setattr(lab, "run_status", lambda run: mine if Path(run).name == "mine" else [])
     text = lab.start_page()
     listed = {row[0]: row[1:] for row in rows(text)}
     assert listed["<strong>demo</strong>"][:2] == ["finished", "2/2"]
@@ -88,13 +83,9 @@ def test_every_run_is_listed_with_its_state_and_why_stages_are_not_finished(here
     assert "`paper`" in waiting and "`demo`" not in waiting
 
 
-def test_without_runs_the_page_says_how_to_make_the_first(here):
-    text = lab.write_start_page().read_text()
-    assert "None yet" in text and "`make demo`" in text
-
-
 def test_the_notebooks_stand_in_order_with_the_readmes_questions_and_all_links_lead_somewhere(here):
     text = lab.write_start_page().read_text()
+    assert "None yet" in text and "`make demo`" in text  # how to make the first run
     table = [row for row in rows(text) if len(row) == 3 and row[0].isdigit()]
     assert [re.sub("<.*?>", "", row[1]) for row in table] == list(STAGES)
     tour = re.findall(r"^\| `(\w+)` \| (.*?) \|", (REPO / "README.md").read_text(), re.MULTILINE)
@@ -117,10 +108,8 @@ def test_text_of_runs_stays_text(here, monkeypatch):
 
 
 def test_a_run_that_cannot_be_judged_is_named_and_the_others_are_listed(here, monkeypatch):
-    from dflash_lab.errors import StoreError
-
-    finish(here / "runs" / "good" / "prepare")
-    finish(here / "runs" / "odd" / "prepare")
+    for name in ("good", "odd"):
+        finish(here / "runs" / name / "prepare")
 
     def judged(run):
         if Path(run).name == "odd":
@@ -158,45 +147,24 @@ def test_python3_in_lab_is_the_interpreter_that_lab_runs_in(tmp_path, monkeypatc
 
 
 @pytest.fixture
-def started(here):
-    """Return a function that starts `dflash-lab lab` with a JupyterLab that only says what it was told."""
+def fake(here, monkeypatch):
+    """A JupyterLab that only says what it was told, and a shell in a folder below the workspace."""
     (here / "fake" / "jupyterlab").mkdir(parents=True)
     (here / "fake" / "jupyterlab" / "__init__.py").touch()
     (here / "fake" / "jupyterlab" / "__main__.py").write_text(FAKE_LAB)
     (here / "below").mkdir()
-    processes = []
-
-    def start(*words: str, **environment: str) -> tuple[subprocess.Popen, dict]:
-        paths = os.pathsep.join([str(here / "fake"), str(REPO)])
-        others = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "dflash_lab.cli", "lab", *words],
-            env={**others, "PYTHONPATH": paths, **environment},
-            cwd=here / "below",
-            stderr=(here / "said").open("w"),
-        )
-        processes.append(process)
-        deadline = time.monotonic() + 60
-        while not (here / "told.json").exists():
-            assert time.monotonic() < deadline and process.poll() in (None, 7), (here / "said").read_text()
-            time.sleep(0.05)
-        return process, json.loads((here / "told.json").read_text())
-
-    yield start
-    for process in processes:
-        process.terminate()
-        process.wait()
+    monkeypatch.chdir(here / "below")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(here / "fake"), str(REPO)]))
 
 
-def test_lab_listens_on_this_machine_keeps_its_token_and_opens_the_page(started, here):
-    process, told = started("--port", "9", "--no-browser", "--end=7", JUPYTER_CONFIG_PATH="/mine")
-    assert process.wait(30) == 7
+def test_lab_listens_on_this_machine_keeps_its_token_and_opens_the_page(fake, here, monkeypatch):
+    monkeypatch.setenv("JUPYTER_CONFIG_PATH", "/mine")
+    assert cli.main(["lab", "--port", "9", "--no-browser", "--end=7"]) == 7
+    told = json.loads((here / "told.json").read_text())
     words = told["words"]
     assert "--ip=127.0.0.1" in words and "--port=9" in words and f"--ServerApp.root_dir={here}" in words
-    assert "--LabApp.default_url=/lab/tree/runs/start.md" in words and words[-2:] == [
-        "--no-browser",
-        "--end=7",
-    ]
+    assert "--LabApp.default_url=/lab/tree/runs/start.md" in words
+    assert words[-2:] == ["--no-browser", "--end=7"]
     assert not [word for word in words if "token" in word.lower() or "password" in word.lower()]
     (specs,) = (word.split("=")[1] for word in words if "kernel_spec_manager_class" in word)
     assert issubclass(import_item(specs), KernelSpecManager)
@@ -209,39 +177,32 @@ def test_lab_listens_on_this_machine_keeps_its_token_and_opens_the_page(started,
     assert told["spins"] == "1000"
 
 
-def test_the_page_follows_the_runs_while_lab_runs_and_sigterm_ends_both(started, here):
-    process, _ = started()
+def test_the_page_follows_the_runs_while_lab_runs_and_sigterm_ends_both(fake, here, monkeypatch):
+    monkeypatch.setattr(lab, "LOOK_S", 0.1)
+    process = os.fork()
+    if process == 0:
+        with contextlib.suppress(BaseException):
+            os._exit(cli.main(["lab"]))
+        os._exit(99)
     page = here / "runs" / "start.md"
 
     def until(what: str) -> None:
-        deadline = time.monotonic() + 30
-        while not re.search(what, page.read_text()):
-            assert time.monotonic() < deadline, f"{what}\n{page.read_text()}\n{(here / 'said').read_text()}"
-            time.sleep(0.1)
+        deadline = time.monotonic() + 60
+        while not (page.exists() and re.search(what, page.read_text())):
+            assert time.monotonic() < deadline, f"{what}\n{page.read_text()}"
+            time.sleep(0.05)
 
-    assert "None yet" in page.read_text()
-    with stage_lock(here / "runs" / "demo" / "prepare"):
-        until(r"\*\*demo\*\* \| running")
-    until(r"\*\*demo\*\* \| killed")  # the lock is free, and no word was left
-    finish(here / "runs" / "demo" / "prepare")
-    until(r"\*\*demo\*\* \| finished")
-    shutil.rmtree(here / "runs" / "demo")
-    until("None yet")
-    (child,) = _children(process.pid)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) != 0
-    assert not Path(f"/proc/{child}").exists()
-
-
-def _children(pid: int) -> list[int]:
-    import psutil
-
-    return [child.pid for child in psutil.Process(pid).children()]
-
-
-def test_lab_outside_a_workspace_says_where_to_start(tmp_path, monkeypatch, capsys):
-    from dflash_lab import cli
-
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["lab"]) == 1
-    assert "no notebooks/ here or above. Start in the repository" in capsys.readouterr().err
+    try:
+        until("None yet")
+        with stage_lock(here / "runs" / "demo" / "prepare"):
+            until(r"\*\*demo\*\* \| running")
+        until(r"\*\*demo\*\* \| killed")  # the lock is free, and no word was left
+        finish(here / "runs" / "demo" / "prepare")
+        until(r"\*\*demo\*\* \| finished")
+        shutil.rmtree(here / "runs" / "demo")
+        until("None yet")
+        (child,) = psutil.Process(process).children()
+    finally:
+        os.kill(process, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) not in (0, 99)
+    assert not child.is_running()

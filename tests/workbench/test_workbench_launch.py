@@ -1,12 +1,15 @@
 """The launcher with a real kernel: exit codes, the saved notebook, SIGTERM passed on, secrets hidden, GPU
 memory freed.
 
-A toy stage stands in for a real one: a module put under the name of a stage in both processes by
-`sitecustomize`.
+A toy stage stands in for a real one: a module put under the name of a stage here and, by `sitecustomize`, in
+the kernel.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
 import json
 import logging
 import os
@@ -16,14 +19,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import nbformat
 import polars as pl
 import pytest
+from support.wording import check_wording, refused
 
-from dflash_lab import papermill_engine
+from dflash_lab import cli, papermill_engine
 from dflash_lab.files import read_json
 from dflash_lab.launch import log_to_stderr, stops_with_words
 from dflash_lab.papermill_engine import KernelNotStarted, QuietEngine
@@ -50,13 +55,7 @@ class PrepareResult:
     def load(cls, folder):
         return cls({"loaded": 1})
 
-class Held:
-    alive = 0
-    def __init__(self): Held.alive += 1
-    def __del__(self): Held.alive -= 1
-
 def run_prepare(params, progress):
-    tensor = Held()
     if params.mode == "fail":
         raise RuntimeError("no room for " + os.environ.get("HF_TOKEN", "anyone"))
     if params.mode == "die":
@@ -90,14 +89,19 @@ force: bool = None  # False: again"""
 RUN = """\
 from dflash_lab.run_params import from_notebook
 from dflash_lab.stage_run import execute
-from dflash_lab.stages.prepare import Held, PrepareParams
+from dflash_lab.stages.prepare import PrepareParams
 params = from_notebook(PrepareParams, globals())
 result = execute(params)"""
 
 
+KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+
+
 @pytest.fixture
-def lab(tmp_path):
-    """A workspace with one notebook of the toy stage; returns a function that starts a command in it."""
+def lab(tmp_path, monkeypatch, capfd):
+    """A workspace with one notebook of the toy stage; returns a function that runs a command in it, for its
+    exit code and what it and its kernel said.
+    """
     (tmp_path / "toy.py").write_text(TOY)
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(SITE.format(path=str(tmp_path / "toy.py")))
@@ -109,74 +113,89 @@ def lab(tmp_path):
         nbformat.v4.new_markdown_cell("# Toy"),
         nbformat.v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}),
         nbformat.v4.new_code_cell(RUN),
-        nbformat.v4.new_code_cell(
-            'print("interactive", params.interactive, "held", Held.alive, "target", params.target)'
-        ),
+        nbformat.v4.new_code_cell('print("interactive", params.interactive, "target", params.target)'),
     ]
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    nbformat.write(
-        nbformat.v4.new_notebook(cells=cells, metadata=kernel), tmp_path / "notebooks" / "prepare.ipynb"
-    )
+    notebook = nbformat.v4.new_notebook(cells=cells, metadata=KERNEL)
+    nbformat.write(notebook, tmp_path / "notebooks" / "prepare.ipynb")
     # A python3 that somebody once installed for the user, of an environment that is gone.
     stale = tmp_path / "jupyter" / "kernels" / "python3"
     stale.mkdir(parents=True)
     words = ["/gone/bin/python", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     (stale / "kernel.json").write_text(json.dumps({"argv": words, "display_name": "x", "language": "python"}))
-    environment = {
-        **os.environ,
+    for name, value in {
         "JUPYTER_PATH": str(tmp_path / "jupyter"),
         "IPYTHONDIR": str(tmp_path / "ipython"),
         "PYTHONPATH": f"{tmp_path / 'site'}:{REPO}",
         "HF_TOKEN": "hidden-token-value",
-        "OMP_NUM_THREADS": "1",
-    }
+    }.items():
+        monkeypatch.setenv(name, value)
+    spec = importlib.util.spec_from_file_location("dflash_lab.stages.prepare", tmp_path / "toy.py")
+    toy = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "dflash_lab.stages.prepare", toy)
+    spec.loader.exec_module(toy)
+    monkeypatch.chdir(tmp_path)
 
-    def start(*words: str, module: str = "dflash_lab.cli", **more) -> subprocess.Popen:
-        return subprocess.Popen(
-            [sys.executable, "-m", module, *words],
-            cwd=tmp_path,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            **more,
-        )
+    def run(*words: str) -> tuple[int, str]:
+        capfd.readouterr()
+        code = cli.main(words)
+        said = capfd.readouterr()
+        return code, said.out + said.err
 
-    return start
-
-
-def finish(process: subprocess.Popen) -> tuple[int, str]:
-    output, _ = process.communicate(timeout=120)
-    return process.returncode, output
+    return run
 
 
 def test_a_notebook_that_cannot_be_saved_is_named_and_never_half_there(lab, tmp_path):
-    def small_files() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))  # the notebook is larger
-
-    code, output = finish(lab("prepare", "--run", "toy", preexec_fn=small_files))
-    assert code == 1 and "dflash-lab: runs/toy/prepare.ipynb: the file would be larger" in output, output
-    assert "Traceback" not in output
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            sys.stderr = said = io.StringIO()  # a file of what was said has the limit too
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))  # the notebook is larger
+            code = cli.main(["prepare", "--run", "toy"])
+            assert said.getvalue().startswith("dflash-lab: runs/toy/prepare.ipynb: the file would be larger")
+            assert "Traceback" not in said.getvalue()
+            os._exit(code)
+        os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     assert not (tmp_path / "runs/toy/prepare.ipynb").exists() and not list(tmp_path.glob("runs/toy/.*"))
 
 
-def test_a_stage_ends_with_0_its_notebook_and_its_result(lab, tmp_path):
-    code, output = finish(lab("prepare", "--run", "toy"))
-    assert code == 0, output
-    assert read_json(tmp_path / "runs/toy/prepare/result.json")["figures"] == {"steps": 3}
-    saved = (tmp_path / "runs/toy/prepare.ipynb").read_text()
-    assert "interactive False" in saved and "target toy" in saved
+def test_a_stage_that_fails_ends_well_dies_and_is_done_again(lab, tmp_path):
+    run = tmp_path / "runs" / "toy"
+
+    code, output = lab("prepare", "--run", "toy", "-p", "mode", "fail")
+    assert code == 1 and "no room for [hidden]" in output and "failure.json" in output
+    record = read_json(run / "prepare" / "failure.json")
+    assert record["error"] == "RuntimeError" and record["message"] == "no room for [hidden]"
+    saved = (run / "prepare.ipynb").read_text()
+    assert "no room for [hidden]" in saved and "hidden-token-value" not in saved
+
+    code, output = lab("prepare", "--run", "toy")
+    assert code == 0 and not (run / "prepare" / "failure.json").exists(), output
+    assert read_json(run / "prepare" / "result.json")["figures"] == {"steps": 3}
+    saved = (run / "prepare.ipynb").read_text()
+    assert "interactive False" in saved and "target toy" in saved and "widget" not in saved
     assert "hidden-token-value" not in saved and "[hidden]" in saved
     assert "hidden-token-value" not in output and "steps: 1/600" in output
-    assert "widget" not in saved
     # The kernel's words go past every filter; an interrupt that meets its shutdown is an ERROR of Jupyter's
     assert "[IPKernelApp] WARNING" not in output and "without encryption" not in output
-
-
-def test_a_headless_kernel_keeps_no_history(lab, tmp_path):
-    assert finish(lab("prepare", "-p", "run", "demo"))[0] == 0
     assert (tmp_path / "ipython").is_dir() and not list((tmp_path / "ipython").rglob("history.sqlite*"))
+
+    before = {name: (run / name).read_bytes() for name in ("prepare.ipynb", "prepare/result.json")}
+    code, output = lab("prepare", "--run", "toy", "-p", "mode", "die")
+    assert code == 1
+    check_wording(output)
+    assert not (run / "prepare.attempt.ipynb").exists()  # no kernel was started
+
+    code, output = lab("prepare", "--run", "toy", "-p", "mode", "die", "-p", "force", "True")
+    assert code == 138 and "not finished" in output
+    assert "the earlier result stands as it was: runs/toy/prepare/result.json" in output
+    assert {name: (run / name).read_bytes() for name in before} == before
+    assert (run / "prepare.attempt.ipynb").exists()
+
+    code, output = lab("prepare", "--run", "toy", "-p", "seed", "3", "-p", "force", "True")
+    assert code == 0 and not (run / "prepare.attempt.ipynb").exists(), output
+    assert read_json(run / "prepare" / "result.json")["parameters"]["seed"] == 3
+    assert (run / "prepare.ipynb").read_bytes() != before["prepare.ipynb"]
 
 
 def test_a_kernel_whose_port_was_taken_is_started_once_more(monkeypatch, caplog):
@@ -192,8 +211,7 @@ def test_a_kernel_whose_port_was_taken_is_started_once_more(monkeypatch, caplog)
     monkeypatch.setattr(LocalPortCache, "find_available_port", first_taken)
     own = {"papermill": {}}  # where papermill writes what came of a notebook and of a cell
     cells = [nbformat.v4.new_code_cell("import sys; print(sys.executable)", metadata=own)]
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}, **own}
-    notebook = nbformat.v4.new_notebook(cells=cells, metadata=kernel)
+    notebook = nbformat.v4.new_notebook(cells=cells, metadata={**KERNEL, **own})
     QuietEngine.execute_notebook(notebook, "python3")
     taken.close()
     assert len(asked) == 10 and [line for line in caplog.messages if "port was taken: once more" in line]
@@ -208,7 +226,7 @@ def test_a_kernel_that_never_answers_is_named_after_two_tries(monkeypatch):
         raise RuntimeError("Kernel died before replying to kernel_info")
 
     monkeypatch.setattr(papermill_engine, "_execute", execute)
-    with pytest.raises(KernelNotStarted, match=r"'python3' ended twice .*ipykernel_launcher --version"):
+    with refused(KernelNotStarted):
         QuietEngine.execute_notebook(None, "python3")
     assert tries == ["python3"] * 2
 
@@ -222,70 +240,39 @@ def test_a_kernel_that_never_answers_is_named_after_two_tries(monkeypatch):
     assert tries[2:] == ["other"]  # what ran once is not run again
 
 
-def test_plain_papermill_is_headless_too(lab, tmp_path):
+def test_plain_papermill_is_headless_too_and_its_threads_sleep(lab, tmp_path):
+    """OpenMP, asked to show what it read when torch loaded it, is the witness of the latter."""
+    path = tmp_path / "notebooks" / "prepare.ipynb"
+    path.write_text(path.read_text().replace('"print(', '"import torch; print('))
     (tmp_path / "runs").mkdir()
-    words = ["notebooks/prepare.ipynb", "runs/out.ipynb", "-p", "run", "toy"]
-    code, output = finish(lab(*words, module="papermill"))
-    assert code == 0, output
-    saved = (tmp_path / "runs/out.ipynb").read_text()
+    words = ["papermill", "notebooks/prepare.ipynb", "runs/out.ipynb", "-p", "run", "toy"]
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    environment["OMP_DISPLAY_ENV"] = "VERBOSE"
+    done = subprocess.run([sys.executable, "-m", *words], env=environment, capture_output=True, text=True)
+    output, saved = done.stdout + done.stderr, (tmp_path / "runs/out.ipynb").read_text()
+    assert done.returncode == 0, output
     assert "interactive False" in saved and "target toy" in saved  # as params/toy has it
     assert (tmp_path / "runs/toy/prepare/result.json").exists() and not (tmp_path / "runs/demo").exists()
     settings = Path(sys.prefix) / "etc" / "ipython" / "ipython_kernel_config.json"  # `make install` makes it
     assert ("without encryption" in output) != settings.exists()
-
-
-def test_plain_papermill_with_a_mistyped_name_stops_with_the_near_match(lab, tmp_path):
-    (tmp_path / "runs").mkdir()
-    code, output = finish(
-        lab("notebooks/prepare.ipynb", "runs/out.ipynb", "-p", "mod", "x", module="papermill")
-    )
-    assert code == 1 and "did you mean 'mode'" in output
-    assert not (tmp_path / "runs/demo/prepare/result.json").exists()
-
-
-def test_a_failed_stage_leaves_a_readable_notebook_and_failure(lab, tmp_path):
-    code, output = finish(lab("prepare", "--run", "toy", "-p", "mode", "fail"))
-    assert code == 1 and "no room for [hidden]" in output and "failure.json" in output
-    record = read_json(tmp_path / "runs/toy/prepare/failure.json")
-    assert record["error"] == "RuntimeError" and record["message"] == "no room for [hidden]"
-    saved = (tmp_path / "runs/toy/prepare.ipynb").read_text()
-    assert "no room for [hidden]" in saved and "hidden-token-value" not in saved
-    code, output = finish(lab("prepare", "--run", "toy"))
-    assert code == 0 and not (tmp_path / "runs/toy/prepare/failure.json").exists()
-
-
-def test_a_failed_attempt_leaves_the_notebook_of_the_result_that_stands(lab, tmp_path):
-    assert finish(lab("prepare", "--run", "toy"))[0] == 0
-    run = tmp_path / "runs" / "toy"
-    before = {name: (run / name).read_bytes() for name in ("prepare.ipynb", "prepare/result.json")}
-    code, output = finish(lab("prepare", "--run", "toy", "-p", "mode", "fail"))
-    assert code == 1 and "mode was 'work', now 'fail'" in output and "-p force True" in output
-    assert not (run / "prepare.attempt.ipynb").exists()  # no kernel was started
-    code, output = finish(lab("prepare", "--run", "toy", "-p", "mode", "fail", "-p", "force", "True"))
-    assert code == 1 and "the earlier result stands as it was: runs/toy/prepare/result.json" in output
-    assert {name: (run / name).read_bytes() for name in before} == before
-    assert "no room for [hidden]" in (run / "prepare.attempt.ipynb").read_text()
-    code, output = finish(lab("prepare", "--run", "toy", "-p", "seed", "3", "-p", "force", "True"))
-    assert code == 0 and not (run / "prepare.attempt.ipynb").exists(), output
-    assert read_json(run / "prepare/result.json")["parameters"]["seed"] == 3
-    assert (run / "prepare.ipynb").read_bytes() != before["prepare.ipynb"]
-
-
-def test_a_dead_kernel_ends_with_138(lab):
-    code, output = finish(lab("prepare", "--run", "toy", "-p", "mode", "die"))
-    assert code == 138 and "not finished" in output
+    found = re.findall(r"GOMP_SPINCOUNT = '(\w+)'", output + saved)  # the kernel's are in one of them
+    assert set(found) == {"1000"}
 
 
 def test_sigterm_stops_the_stage_at_a_resumable_point(lab, tmp_path):
-    process = lab("prepare", "--run", "toy", "-p", "mode", "wait")
     steps = tmp_path / "runs/toy/prepare/steps"
-    deadline = time.monotonic() + 60
-    while not steps.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    sent = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    code, output = finish(process)
-    assert code == 143 and time.monotonic() - sent < 30, output
+
+    def send() -> None:
+        deadline = time.monotonic() + 60
+        while not steps.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sent: list[float] = []
+    threading.Thread(target=send).start()
+    code, output = lab("prepare", "--run", "toy", "-p", "mode", "wait")
+    assert code == 143 and time.monotonic() - sent[0] < 30, output
     assert "stopped by SIGTERM" in output
     assert read_json(tmp_path / "runs/toy/prepare/failure.json")["state"] == "stopped"
 
@@ -360,7 +347,7 @@ params = Toy(run_dir=tempfile.mkdtemp(), interactive=False)
 
 
 def test_papermills_usage_error_is_2(lab):
-    code, output = finish(lab("prepare", "--no-such-option"))
+    code, output = lab("prepare", "--no-such-option")
     assert code == 2 and "--no-such-option" in output
 
 

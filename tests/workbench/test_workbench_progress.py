@@ -15,25 +15,20 @@ def test_headless_logs_the_first_and_the_last_only_within_a_minute(caplog):
     progress = Progress(interactive=False)
     for done in range(101):
         progress("extract", done, 100, tokens_per_s=1234.567)
-    lines = [record.getMessage() for record in caplog.records]
+    lines = caplog.messages
     assert lines[0].startswith("extract: 0/100 (0 %)") and lines[1].startswith("extract: 100/100 (100 %)")
     assert len(lines) == 2 and "tokens_per_s=1235" in lines[1]
 
 
-def test_a_line_between_has_an_eta(caplog):
+def test_a_line_between_announces_no_later_end_than_the_stage_allows_itself(caplog):
     caplog.set_level(logging.INFO, logger="dflash_lab.progress")
     progress = Progress(interactive=False, every_s=0.0)
     progress("extract", 0, 100)
     progress("extract", 50, 100)
-    assert "eta=" in caplog.records[-1].getMessage()
-
-
-def test_no_later_end_is_announced_than_the_stage_allows_itself(caplog):
-    caplog.set_level(logging.INFO, logger="dflash_lab.progress")
-    progress = Progress(interactive=False, every_s=0.0)
+    assert "eta=" in caplog.messages[-1]
     progress("sweep", 0, 10**9, left_s=7)
     progress("sweep", 1, 10**9, left_s=5)
-    assert "eta=5.0 s" in caplog.records[-1].getMessage()
+    assert "eta=5.0 s" in caplog.messages[-1]
 
 
 def test_stop_is_raised_at_the_next_report():

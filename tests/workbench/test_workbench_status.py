@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
+import types
 from collections.abc import Callable
 from pathlib import Path
 
 import polars as pl
 import pytest
-from support.wording import refused
+from support.wording import check_wording, refused
 
-from dflash_lab import cli
+from dflash_lab import cli, launch
 from dflash_lab import stage_run as running
 from dflash_lab.errors import InputError
 from dflash_lab.extraction.store import open_store
@@ -24,6 +26,11 @@ from dflash_lab.stage_run import execute, stage_lock
 from dflash_lab.stages import params_class
 
 
+def chat(user: str, assistant: str) -> str:
+    turns = [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+    return json.dumps({"messages": turns}) + "\n"
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, tiny_target: Callable[[str], Path]) -> Path:
     """A workspace whose run `mine` has finished prepare, dataset_stats and both shards of extract."""
@@ -31,10 +38,8 @@ def base(tmp_path_factory, tiny_target: Callable[[str], Path]) -> Path:
     (root / "notebooks").mkdir()
     folder = root / "params" / "mine"
     folder.mkdir(parents=True)
-    with (root / "chats.jsonl").open("w") as file:
-        for number in range(16):
-            turns = [("user", f"Say {number}"), ("assistant", f"The number is {number}. " * (1 + number % 3))]
-            file.write(json.dumps({"messages": [{"role": r, "content": c} for r, c in turns]}) + "\n")
+    chats = (chat(f"Say {one}", f"The number is {one}. " * (1 + one % 3)) for one in range(16))
+    (root / "chats.jsonl").write_text("".join(chats))
     texts = {
         "common": f"target: {tiny_target('llama')}\ndevice: cpu\ndtype: float32\n",
         "prepare": "input: chats.jsonl\nheldout_fraction: 0.25\n",
@@ -46,6 +51,7 @@ def base(tmp_path_factory, tiny_target: Callable[[str], Path]) -> Path:
         (folder / f"{name}.yaml").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
+        patch.setenv("DFLASH_LAB_COMMIT", "this one")
         for stage in ("prepare", "dataset_stats"):
             execute(given(stage))
         for shard in range(2):
@@ -59,22 +65,24 @@ def workspace(base, tmp_path, monkeypatch):
     root = tmp_path / "copy"
     shutil.copytree(base, root)
     monkeypatch.chdir(root)
+    monkeypatch.setenv("DFLASH_LAB_COMMIT", "this one")
     return root
 
 
 def given(stage: str, run: str = "mine", **typed):
-    made = read_given(params_class(stage), Given(run=run, yaml=[json.dumps(typed)]))
-    return made
+    return read_given(params_class(stage), Given(run=run, yaml=[json.dumps(typed)]))
 
 
 def states(run: str = "mine") -> dict[str, str]:
     return {row.folder: row.state for row in run_status(run)}
 
 
+def reasons() -> dict[str, str]:
+    return {row.folder: row.why for row in run_status("mine")}
+
+
 def snapshot(root: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()
-    }
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 FINISHED = dict.fromkeys(("prepare", "dataset_stats", "extract-0", "extract-1"), "finished")
@@ -93,26 +101,17 @@ def test_states_of_a_run(workspace):
 
 def test_other_parameters_are_refused_with_all_that_a_person_needs(workspace):
     before = snapshot(workspace / "runs")
-    with pytest.raises(WouldReplace) as caught:
+    with refused(WouldReplace):  # what would go stale among it
         execute(given("prepare", limit=5, max_length=64))
-    told = str(caught.value)
-    assert "limit was 0, now 5" in told and "max_length was 4096, now 64" in told and "\n" not in told
-    assert "dataset_stats, extract-0, extract-1" in told  # what would go stale
-    assert "-p force True" in told and "dflash-lab new NAME --from mine" in told
     assert snapshot(workspace / "runs") == before
 
 
 def test_changed_inputs_are_refused_too_and_shown_beforehand(workspace):
     with open("chats.jsonl", "a") as file:
-        file.write(
-            json.dumps(
-                {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
-            )
-        )
-    rows = {row.folder: row for row in run_status("mine")}
-    assert rows["prepare"].state == "stale" and "chats.jsonl has changed" in rows["prepare"].why
-    assert rows["extract-1"].state == "finished"
-    assert rows["extract-1"].why == "goes out of date when prepare is done again"
+        file.write(chat("x", "y"))
+    assert states()["prepare"] == "stale" and "chats.jsonl has changed" in reasons()["prepare"]
+    assert states()["extract-1"] == "finished"
+    assert reasons()["extract-1"] == "goes out of date when prepare is done again"
     with refused(WouldReplace):
         execute(given("prepare"))
     execute(given("prepare", force=True))
@@ -122,8 +121,7 @@ def test_changed_inputs_are_refused_too_and_shown_beforehand(workspace):
         "train_drafter": "never run",
     }
     Path("chats.jsonl").unlink()
-    why = {row.folder: row.why for row in run_status("mine")}["prepare"]
-    assert "chats.jsonl is not read any more" in why
+    assert "chats.jsonl is not read any more" in reasons()["prepare"]
 
 
 def test_a_failed_attempt_leaves_the_result_valid_and_visible(workspace):
@@ -136,8 +134,7 @@ def test_a_failed_attempt_leaves_the_result_valid_and_visible(workspace):
     assert any("bad.jsonl:1" in one for one in failure["details"]["problems"])
     assert {name: data for name, data in after.items() if ".fresh" not in name} == before
     assert is_finished(given("prepare")) and execute(given("prepare")).figures["samples_stored"] == 16
-    row = next(row for row in run_status("mine") if row.stage == "prepare")
-    assert row.state == "finished" and "a later attempt failed" in row.why
+    assert states()["prepare"] == "finished" and "a later attempt failed" in reasons()["prepare"]
     table = stage_table(Path("runs")).filter(pl.col("stage") == "prepare").row(0, named=True)
     assert table["state"] == "finished" and "later attempt" in table["message"]
     assert overview(Path("runs")).row(0, named=True)["state"] == "finished"
@@ -146,8 +143,7 @@ def test_a_failed_attempt_leaves_the_result_valid_and_visible(workspace):
 def test_two_runs_from_one_folder_leave_each_other_alone(workspace):
     shutil.copytree("params/mine", "params/other")
     before = snapshot(workspace / "runs" / "mine")
-    for stage in ("prepare", "dataset_stats", "extract"):
-        execute(given(stage, "other"))
+    execute(given("prepare", "other"))
     assert snapshot(workspace / "runs" / "mine") == before
     other = snapshot(workspace / "runs" / "other")
     execute(given("prepare", limit=5, force=True))
@@ -162,7 +158,7 @@ def test_a_new_store_takes_its_place_with_its_last_shard(workspace):
     execute(first)
     assert open_store("runs/mine/store").tap_ids == old
     assert read_json("runs/mine/extract-0/result.json")["parameters"]["num_taps"] == 3
-    told = {row.folder: row.why for row in run_status("mine")}
+    told = reasons()
     assert told["extract-0"] == "a new result waits for those of the other shards" and not told["extract-1"]
     execute(first.changed(shard=1))
     assert len(open_store("runs/mine/store").tap_ids) == 2 and open_store("runs/mine/store").num_samples == 16
@@ -183,8 +179,13 @@ def test_another_count_of_shards_leaves_nothing_of_the_earlier_one(workspace, nu
     assert stage_table(Path("runs"))["folder"].to_list()[2:] == ["extract-0", "extract-1"]
 
 
-def test_a_store_where_a_disk_is_mounted_is_not_replaced_as_a_whole(workspace, monkeypatch):
-    monkeypatch.setattr("os.path.ismount", lambda path: Path(path).name == "store")
+def test_a_store_that_cannot_be_replaced_as_a_whole_is_told_first(workspace, monkeypatch):
+    with monkeypatch.context() as patch:  # a disk is mounted there
+        patch.setattr("os.path.ismount", lambda path: Path(path).name == "store")
+        with refused(InputError):
+            execute(given("extract", num_taps=2, force=True))
+    little = types.SimpleNamespace(free=1000)
+    monkeypatch.setattr("dflash_lab.extraction.checks.shutil.disk_usage", lambda path: little)
     with refused(InputError):
         execute(given("extract", num_taps=2, force=True))
     assert len(open_store("runs/mine/store").tap_ids) == 3 and states()["extract-0"] == "finished"
@@ -245,16 +246,6 @@ def test_a_new_store_that_was_begun_with_yet_another_setup_is_given_up(workspace
     assert not Path("runs/mine/.store.new").exists() and not Path("runs/mine/extract-1/.fresh").exists()
 
 
-def test_where_both_stores_do_not_fit_that_is_said_first(workspace, monkeypatch):
-    import collections
-
-    Usage = collections.namedtuple("Usage", "free")
-    monkeypatch.setattr("dflash_lab.extraction.checks.shutil.disk_usage", lambda path: Usage(1000))
-    with refused(InputError):
-        execute(given("extract", num_taps=2, force=True))
-    assert len(open_store("runs/mine/store").tap_ids) == 3 and states()["extract-0"] == "finished"
-
-
 def test_the_same_store_is_gone_on_with_and_nothing_is_done_again(workspace):
     result = execute(given("extract", token_budget=256, force=True))
     assert result.figures["samples_stored_before"] > 0 and result.figures["samples_stored"] == 0
@@ -286,8 +277,8 @@ def test_a_trial_holds_as_typed_until_more_is_asked_which_replaces_nothing(works
 
 def test_a_lost_store_is_made_again_unasked(workspace):
     shutil.rmtree("runs/mine/store")
-    row = next(row for row in run_status("mine") if row.folder == "extract-0")
-    assert (row.state, row.why) == ("stale", "what it left is not whole any more")
+    assert states()["extract-0"] == "stale"
+    assert reasons()["extract-0"] == "what it left is not whole any more"
     execute(given("extract"))
     execute(given("extract", shard=1))
     assert states() == {**FINISHED, "train_drafter": "never run"}
@@ -304,61 +295,40 @@ def test_one_result_that_cannot_be_read_hides_no_other_stage(workspace):
 
 def test_the_command_shows_each_stage(workspace, capsys):
     assert cli.main(["status", "mine"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["prepare", "finished"] and lines[-1].split() == [
-        "train_drafter",
-        "never",
-        "run",
-    ]
+    check_wording(capsys.readouterr().out)
     assert cli.main(["status", "mien"]) == 1
-    assert "did you mean 'mine'" in capsys.readouterr().err
-
-
-def test_a_run_of_common_parameters_alone_has_all_stages(workspace, capsys):
-    shutil.copytree("params/mine", "params/few")
-    for path in Path("params/few").glob("[!c]*.yaml"):
+    check_wording(capsys.readouterr().err)
+    for path in Path("params/mine").glob("[!c]*.yaml"):
         path.unlink()
+    os.rename("params/mine", "params/few")  # of common parameters alone: all stages
     assert cli.main(["status", "few"]) == 0
     assert capsys.readouterr().out.count("never run") == 6
 
 
 def test_a_run_of_all_stages_stops_where_something_would_be_replaced(workspace, capsys, monkeypatch):
-    from dflash_lab import launch
-
     monkeypatch.setattr(launch, "_papermill", lambda words: pytest.fail("a kernel was started"))
-    for name in ("prepare", "dataset_stats", "extract-0", "extract-1"):
+    for name in FINISHED:
         Path(f"runs/mine/{name}.ipynb").write_text("{}")
     assert cli.main(["run", "mine", "-p", "max_length", "64"]) == 1
-    told = capsys.readouterr().err
-    assert "max_length was 4096, now 64" in told and "the same command with --stale" in told
+    check_wording(capsys.readouterr().err)
 
 
 def test_stale_stages_are_done_again_when_asked(workspace, monkeypatch):
-    from dflash_lab import launch
-
-    started = []
+    started, page = [], '{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}'
 
     def run_notebook(stage, step, extra):
         params = read_given(params_class(stage), step)
         started.append((params.folder.name, params.force))
         execute(params)
-        params.folder.with_suffix(".ipynb").write_text(
-            '{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}'
-        )
+        params.folder.with_suffix(".ipynb").write_text(page)
         return 0
 
     monkeypatch.setattr(launch, "run_notebook", run_notebook)
     Path("params/mine/train_drafter.yaml").unlink()
-    for name in ("prepare", "dataset_stats", "extract-0", "extract-1"):
-        Path(f"runs/mine/{name}.ipynb").write_text(
-            '{"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}'
-        )
+    for name in FINISHED:
+        Path(f"runs/mine/{name}.ipynb").write_text(page)
     with open("chats.jsonl", "a") as file:
-        file.write(
-            json.dumps(
-                {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
-            )
-        )
+        file.write(chat("x", "y"))
     assert cli.main(["run", "mine", "--stale"]) == 0
     assert started == [("prepare", True), ("dataset_stats", True), ("extract-0", True), ("extract-1", True)]
     assert open_store("runs/mine/store").num_samples == 17 and set(states().values()) == {"finished"}
@@ -392,7 +362,7 @@ def test_a_run_made_with_typed_values_is_opened_as_it_was_made(workspace, monkey
         assert given("prepare").limit == 5
     path.write_text(json.dumps(made))
     assert execute(opened).figures["samples_stored"] == 5
-    assert next(row for row in run_status("mine") if row.stage == "prepare").state == "finished"
+    assert states()["prepare"] == "finished"
     with refused(WouldReplace):
         execute(given("prepare", limit=7))
     assert given("prepare", force=True).limit == 0  # done again, it is the run's
@@ -400,4 +370,4 @@ def test_a_run_made_with_typed_values_is_opened_as_it_was_made(workspace, monkey
         file.write("limit: 6\n")
     with refused(WouldReplace):  # what is written since is preferred
         execute(given("prepare"))
-    assert "limit was 5, now 6" in {row.folder: row.why for row in run_status("mine")}["prepare"]
+    assert "limit was 5, now 6" in reasons()["prepare"]
