@@ -56,12 +56,3 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
         return folders[kind]
 
     return folder_of
-
-
-@pytest.fixture(scope="module")
-def quick_collection() -> Iterator[None]:
-    """Leave what is imported out of garbage collections, each of which would take a tenth of a second."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()

@@ -60,11 +60,6 @@ class Job:
         assert verify(self.store) == []
 
 
-@pytest.fixture(scope="module", autouse=True)
-def collects_quickly(quick_collection: None) -> None:
-    """Each run has some collections."""
-
-
 @pytest.fixture(scope="session")
 def tiny(tiny_target: Callable[[str], Path]) -> Callable[[str], Target]:
     """A function: kind -> loaded tiny target on the CPU in float32, loaded once a session."""

@@ -60,7 +60,7 @@ def test_the_outcome_on_a_cpu_is_the_prediction_alone():
 @pytest.mark.gpu
 def test_the_outcome_on_a_device_has_both():
     cleared = clear_training(CONFIG, DRAFTER, step(64, 1024), CARD_GIB)
-    torch.ones(1, device="cuda")
+    torch.ones(2**20, device="cuda")  # figures have four digits of a GiB
     found = outcome(cleared, "cuda")
     assert set(found) == {
         "predicted_peak_gib", "measured_peak_gib", "reserved_peak_gib", "memory_error_pct"

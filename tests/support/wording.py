@@ -21,7 +21,7 @@ import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 GOLDEN = TESTS / "wording.json"
-_TEMPORARY = re.compile(r"\S*/pytest-of-[^/]+/pytest-\d+/(?:popen-gw\d+/)?[^/\s'\",:;)]+")
+_TEMPORARY = re.compile(r"[^\s'\"(,:;]*/pytest-of-[^/]+/pytest-\d+/(?:popen-gw\d+/)?[^/\s'\",:;)]+")
 
 
 @contextlib.contextmanager

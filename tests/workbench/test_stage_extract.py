@@ -31,7 +31,6 @@ from dflash_lab.stages.extract import ExtractParams, ExtractResult
 from dflash_lab.views import extract as figures
 from dflash_lab.views.style import headline
 
-pytestmark = pytest.mark.usefixtures("quick_collection")
 LENGTHS = [3, 20, 31, 40, 64, 65, 70, 90]
 
 

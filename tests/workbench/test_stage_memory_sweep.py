@@ -40,7 +40,6 @@ from dflash_lab.stages.memory_sweep import (
 from dflash_lab.views import memory_sweep as figures
 from dflash_lab.views.memory_sweep import SweepRun, budget_map, peak_map, planner, sweep_control
 
-pytestmark = pytest.mark.usefixtures("quick_collection")
 FIGURES = {
     "budget_gib", "predicted_peak_gib", "measured_peak_gib", "median_error_pct", "worst_error_pct",
     "largest_batch",

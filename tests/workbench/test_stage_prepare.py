@@ -41,7 +41,6 @@ def jsonl(path, rows):
     return str(path)
 
 
-pytestmark = pytest.mark.usefixtures("quick_collection")
 LINES = [
     line("Hi", "Hello."),
     line("Hi", "Hello."),
