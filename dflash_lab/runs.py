@@ -46,6 +46,9 @@ ROWS: dict[str, tuple[str, str, str, Callable[[list[float]], float]]] = {
     "loss_last": ("nats", "train_drafter", "loss_last", max),
     "tau_trained": ("tokens/round", "acceptance", "tau_trained", max),
     "tau_untrained": ("tokens/round", "acceptance", "tau_untrained", max),
+    "speedup_chain": ("times plain", "acceptance", "speedup_chain", max),
+    "tau_other": ("tokens/round", "acceptance", "tau_other", max),
+    "speedup_other": ("times plain", "acceptance", "speedup_other", max),
 }
 
 

@@ -195,6 +195,7 @@ class Evaluator:
                 "other", other, settings.max_new_tokens, block_size=other.config.block_size
             )
             self.figures |= second.tau(settings.seed).figures("tau_other")
+            self.figures["other_block_size"] = other.config.block_size
             paired = compare(self.studies["trained"].answer_taus, second.answer_taus, seed=settings.seed)
             self.figures |= {
                 "other_minus_trained": round(paired.difference, 4),
@@ -702,9 +703,14 @@ def speeds(studies: Mapping[str, Study], size: int, best_size: int) -> tuple[dic
         "speedup_chain": round(chains[best], 4),
         "speedup_trained_block": round(faster["trained"], 4),
     }
-    if "tree" in faster:
-        figures["speedup_tree"] = round(faster["tree"], 4)
+    for name in ("tree", "other"):
+        if name in faster:
+            figures[f"speedup_{name}"] = round(faster[name], 4)
     study, speed = studies[best], chains[best]
+    beside = ""
+    if "other" in faster:
+        other = studies["other"].tau().pooled
+        beside = f" The other drafter reached {other:.2f} tokens a round and {faster['other']:.2f} times."
     tau, rounds = study.tau().pooled, sum(len(a.rounds) for a in study.answers)
     round_s = sum(a.seconds for a in study.answers) / max(1, rounds)
     shares = ", ".join(
@@ -713,12 +719,12 @@ def speeds(studies: Mapping[str, Study], size: int, best_size: int) -> tuple[dic
     told = f"At block size {size if best == 'trained' else best_size} a round took {1e3 * round_s:.1f} ms "
     told += f"({shares}) and gave {tau:.2f} tokens; a plain step took {1e3 * plain:.1f} ms. "
     if speed >= 1:
-        return figures, f"{told}Speculative decoding was {speed:.2f} times as fast."
+        return figures, f"{told}Speculative decoding was {speed:.2f} times as fast.{beside}"
     paid = round_s / plain
     reason = f"a round costs {paid:.2f} plain steps, so it pays only above tau {paid:.2f}"
     return (
         figures,
-        f"{told}It was slower ({speed:.2f} times): {reason}; this drafter reaches {tau:.2f} there.",
+        f"{told}It was slower ({speed:.2f} times): {reason}; this drafter reaches {tau:.2f} there.{beside}",
     )
 
 

@@ -338,6 +338,7 @@ def speedups(points: pl.DataFrame, figures: dict[str, Any]) -> go.Figure:
     for name, label, x, colour in (
         ("speedup_chain", "chain, decoded", figures.get("best_block_size"), BLUE),
         ("speedup_tree", "tree, decoded", figures.get("tree_budget"), GREEN),
+        ("speedup_other", "other drafter, decoded", figures.get("other_block_size"), PURPLE),
     ):
         if name in figures and x:
             marker = {"symbol": "star", "size": 14, "color": colour}
