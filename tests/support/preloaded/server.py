@@ -60,7 +60,8 @@ def serve(address: str) -> dict[str, Any] | None:
                 return json.loads(message)
             for stream in streams:
                 os.close(stream)
-            stand_in.send(str(pid).encode())
+            with contextlib.suppress(OSError):
+                stand_in.send(str(pid).encode())
             begun[os.pidfd_open(pid)] = (pid, stand_in)
 
 
@@ -69,8 +70,8 @@ def become(asked: dict[str, Any]) -> None:
     os.setsid()
     os.chdir(asked["folder"])
     os.environ.clear()
-    os.environ.update(asked["environment"], PRELOADED_AS=f"{os.getpid()} {asked['pid']}")
-    os.getppid = lambda: asked["parent"]  # a kernel that looks whether who started it lives
+    os.environ.update(asked["environment"], PRELOADED_AS=f"{os.getpid()} {asked['pids'][0]}")
+    os.getppid = lambda: asked["pids"][1]  # a kernel that looks whether who started it lives
     sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # type: ignore[union-attr]
     words = asked["words"]
     sys.orig_argv = [sys.executable, *words]

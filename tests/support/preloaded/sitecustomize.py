@@ -9,45 +9,31 @@ MODULES = ("ipykernel_launcher", "dflash_lab.cli", "dflash_lab.launch")
 SCRIPTS = ("dflash-lab", "block.py")  # the second is Python of the documentation's pages
 
 
-def is_meant(words: list[str]) -> bool:
-    """Say whether Python, with these words after it, is a command that the server is to begin."""
-    words = words[1:] if words[:1] == ["-P"] else words
-    module = words[1] if words[:1] == ["-m"] else ""
-    return module in MODULES or os.path.basename((words or [""])[0]) in SCRIPTS
-
-
-def stand_in(address: str) -> int:
-    """Have the server begin this process; return its exit code, or die of the signal that it died of."""
+def stand_in(words: list[str]) -> int:
+    """Have the server begin `python words`; return its exit code, or die of the signal that it died of."""
     import json
     import signal
     import socket
 
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    server.connect(address)
+    server.connect(os.environ["PRELOADED"])
     parent = os.getppid()
     pid, its_stand_in = map(int, os.environ.get("PRELOADED_AS", "0 0").split())
     seen = its_stand_in if parent == pid else parent  # whose command line says what started this
-    asked = {
-        "words": sys.orig_argv[1:],
-        "path": sys.path,
-        "folder": os.getcwd(),
-        "pid": os.getpid(),
-        "parent": seen,
-    }
+    asked = {"words": words, "path": sys.path, "folder": os.getcwd(), "pids": (os.getpid(), seen)}
     message = json.dumps({**asked, "environment": dict(os.environ)}).encode()
     socket.send_fds(server, [message], [0, 1, 2])
     pid = int(server.recv(64))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: os.kill(pid, number))
     server.settimeout(1)
-    said = None
-    while said is None:
+    while True:
         try:
-            said = server.recv(64)
+            status = int(server.recv(64) or b"1")
+            break
         except TimeoutError:
             if "JPY_PARENT_PID" in os.environ and os.getppid() != parent:
-                return 1  # a kernel ends with who started it, and its server sees this one end
-    status = int(said or b"1")
+                return 1  # a kernel ends with who started it, and the server sees this one end
     if os.WIFSIGNALED(status):
         if os.WTERMSIG(status) != signal.SIGKILL:
             signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
@@ -55,5 +41,8 @@ def stand_in(address: str) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-if "PRELOADED" in os.environ and is_meant(sys.orig_argv[1:]):
-    os._exit(stand_in(os.environ["PRELOADED"]))
+if "PRELOADED" in os.environ:
+    words = sys.orig_argv[1:]
+    first, *rest = (words[1:] if words[:1] == ["-P"] else words) or [""]
+    if os.path.basename(first) in SCRIPTS or (first == "-m" and rest[0] in MODULES):
+        os._exit(stand_in(words))
