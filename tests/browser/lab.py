@@ -120,14 +120,16 @@ CONTRAST = """() => {
         });
         return 0.2126 * r + 0.7152 * g + 0.0722 * b;
     };
+    const known = new Map();
     const behind = node => {
-        const layers = [];
-        for (let at = node; at; at = at.parentElement) {
-            const colour = parse(getComputedStyle(at).backgroundColor);
-            if (colour && colour[3] > 0) layers.push(colour);
-            if (colour && colour[3] === 1) break;
+        if (!node) return [255, 255, 255, 1];
+        if (!known.has(node)) {
+            const colour = parse(getComputedStyle(node).backgroundColor);
+            const opaque = colour && colour[3] === 1;
+            const below = opaque ? null : behind(node.parentElement);
+            known.set(node, opaque ? colour : colour && colour[3] > 0 ? over(colour, below) : below);
         }
-        return layers.reverse().reduce((below, top) => over(top, below), [255, 255, 255, 1]);
+        return known.get(node);
     };
     const found = [];
     const figure = '.xtick text, .ytick text, .gtitle, .xtitle, .ytitle, .legendtext, .cbtitle text, ' +
