@@ -80,12 +80,6 @@ def test_without_samples_one_sentence_names_prepare(fresh, command):
     check_wording(said)
 
 
-def test_a_mistyped_word_is_one_sentence_and_leaves_nothing(fresh):
-    code, said = fresh.run("papermill extract.ipynb -p shrad 0")
-    assert code == 1 and not (fresh.root / "runs").exists()
-    check_wording(said)
-
-
 @pytest.mark.parametrize(
     ("way", "folder", "script"),
     [(on_a_terminal, "", pips_script), (in_a_pipe, "notebooks", None), (fed_by_a_pipe, "", module_script)],

@@ -18,8 +18,9 @@ import socket
 import sys
 from typing import Any
 
+# Not ipykernel.kernelapp, which looks at its environment while it is imported.
 SLOW = """torch transformers transformers.models.llama.modeling_llama safetensors.torch accelerate polars
-    plotly.graph_objects ipywidgets anywidget ipykernel.kernelapp ipykernel.ipkernel nbclient jupyter_client
+    plotly.graph_objects ipywidgets anywidget ipykernel.zmqshell ipykernel.ipkernel nbclient jupyter_client
     nbformat pydantic psutil yaml xxhash requests click jinja2"""
 
 
