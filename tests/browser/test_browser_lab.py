@@ -10,12 +10,13 @@ import shutil
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
-from lab import Window, write_parameters
+from lab import Notebook, Window, write_parameters
 from support.checkout import REPO
 
 from dflash_lab.files import checksum
@@ -137,16 +138,16 @@ def test_a_stage_by_hand(opened, checkout, demo, stage):
         notebook.theme(theme)
         readable(notebook, f"{stage}-{theme.split()[1].lower()}")
     WIDGETS.get(stage, lambda notebook: None)(notebook)
-    again(notebook, demo, stage)
+    again(notebook, notebook.restart_and_run_all, demo, stage)
     if stage == "extract":  # the demo has two shards
         code, said = checkout.run("dflash-lab extract -p shard 1")
         assert code == 0, said[-3000:]
 
 
-def again(notebook, demo: Path, stage: str) -> None:
-    """After `Restart`, `Run all` shows what is finished, and leaves it byte for byte alone."""
+def again(notebook, run_all: Callable, demo: Path, stage: str) -> None:
+    """In a fresh kernel `Run all` shows what is finished, and leaves it byte for byte alone."""
     before, began = finished_files(demo), time.monotonic()
-    cells = notebook.restart_and_run_all(WITHIN_S)
+    cells = run_all(WITHIN_S)
     assert time.monotonic() - began < WITHIN_S
     said, kinds = shown(cells)
     assert "finished before" in said and kinds & FIGURES
@@ -197,11 +198,20 @@ def test_headless_finds_what_was_done_by_hand(headless, demo, checkout, monkeypa
 
 @pytest.mark.parametrize("stage", ["extract", "acceptance"])
 def test_by_hand_a_notebook_shows_what_headless_left(headless, opened, demo, stage):
-    again(opened(stage, link=stage), demo, stage)
+    notebook = opened(stage, link=stage)
+    again(notebook, notebook.run_all, demo, stage)
 
 
-def test_lab_opens_on_the_page_that_says_what_is_here(headless, browser, lab):
-    page = Window(browser, lab).page
+@pytest.fixture(scope="module")
+def later(headless, browser, lab) -> Iterator[Window]:
+    """Lab opened anew when there is a run."""
+    window = Window(browser, lab)
+    yield window
+    window.context.close()
+
+
+def test_lab_opens_on_the_page_that_says_what_is_here(later):
+    page = later.page
     viewer = page.locator(".jp-MarkdownViewer")
     viewer.get_by_role("heading", name="DFlash Lab").wait_for(timeout=20_000)
     row = viewer.locator("tr", has_text="demo").first.inner_text().split("\t")
@@ -213,16 +223,15 @@ def test_lab_opens_on_the_page_that_says_what_is_here(headless, browser, lab):
     assert page.locator(".jp-Dialog, .jp-toast-message").count() == 0  # nothing lies over it
     assert page.evaluate("() => window.jupyterapp.serviceManager.sessions.refreshRunning()") is None
     assert page.evaluate("() => Array.from(window.jupyterapp.serviceManager.kernels.running()).length") == 0
-    page.context.close()
 
 
-def test_the_run_browser_shows_the_demo_and_compares_it_with_another(headless, opened, demo):
+def test_the_run_browser_shows_the_demo_and_compares_it_with_another(later, demo):
     other = demo.with_name("other")
     shutil.copytree(demo, other)
     path = other / "train_drafter" / "result.json"
     path.write_text(path.read_text().replace('"num_layers": 2', '"num_layers": 3'))
     before = finished_files(demo)
-    notebook = opened("runs", link="The run browser")
+    notebook = Notebook(later, "notebooks/runs.ipynb", link="The run browser")
     notebook.run_all(WITHIN_S)
     notebook.restart_and_run_all(WITHIN_S)
     notebook.scroll_to("browser(")
