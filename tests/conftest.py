@@ -6,7 +6,11 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +18,8 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach the network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process compiles the package anew
+sys.dont_write_bytecode = False
 sys.path.insert(0, str(Path(__file__).parent))
 
 
@@ -56,3 +62,24 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
         return folders[kind]
 
     return folder_of
+
+
+@pytest.fixture(scope="session")
+def preloaded() -> Iterator[dict[str, str]]:
+    """Environment of processes whose kernels and `dflash-lab` find torch and the like already imported."""
+    if not hasattr(os, "pidfd_open"):  # of Linux
+        yield {}
+        return
+    code, folder = Path(__file__).parent / "support" / "preloaded", tempfile.mkdtemp()
+    address = f"{folder}/socket"
+    server = subprocess.Popen(
+        [sys.executable, str(code / "server.py"), address],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )
+    while server.poll() is None and not Path(address).exists():
+        time.sleep(0.01)
+    yield {"PRELOADED": address, "PYTHONPATH": str(code)}
+    server.communicate()
+    shutil.rmtree(folder)

@@ -1,19 +1,16 @@
-"""A workspace with the notebooks set to tiny parameters, one JupyterLab over it, one Chromium."""
+"""A checkout in miniature, one JupyterLab over it, one page of it in one Chromium."""
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from support.checkout import REPO, Checkout
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks"))
-REPO = Path(__file__).resolve().parents[2]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,33 +21,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def workspace(tmp_path_factory: pytest.TempPathFactory, tiny_target: Callable[[str], Path]) -> Path:
-    """notebooks/ with the run's name written into the parameters cell as a person would, params/ with that
-    run's, and a small file of chats.
-    """
-    from lab import write_parameters
-    from test_notebooks_headless import TINY, conversations
-
-    root = tmp_path_factory.mktemp("workspace")
-    shutil.copytree(REPO / "params", root / "params")
-    (root / "params" / "lab").mkdir()
-    own: dict[str, dict[str, Any]] = {**TINY, "extract": {**TINY["extract"], "num_shards": 1}}
-    own["prepare"] = {**TINY["prepare"], "input": str(conversations(root / "chats.jsonl"))}
-    own["common"] = {"target": str(tiny_target("llama")), "device": "cpu", "dtype": "float32"}
-    for name, values in own.items():
-        (root / "params" / "lab" / f"{name}.yaml").write_text(yaml.safe_dump(values))
-    (root / "notebooks").mkdir()
-    for source in (REPO / "notebooks").glob("*.ipynb"):
-        write_parameters(source, root / "notebooks" / source.name, run="lab")
-    return root
+def checkout(
+    tmp_path_factory: pytest.TempPathFactory, tiny_target: Any, preloaded: dict[str, str]
+) -> Checkout:
+    """A checkout with its notebooks as they are, in which nothing ran."""
+    made = Checkout(tmp_path_factory.mktemp("checkout"), tiny_target("llama"), preloaded)
+    (made.root / "README.md").symlink_to(REPO / "README.md")
+    return made
 
 
 @pytest.fixture(scope="session")
-def lab(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A running JupyterLab over the workspace."""
+def lab(checkout: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A running JupyterLab over the checkout."""
     from lab import Lab
 
-    server = Lab(workspace, tmp_path_factory.mktemp("lab-home"))
+    server = Lab(checkout, tmp_path_factory.mktemp("lab-home"))
     yield server
     server.close()
 
@@ -70,15 +55,25 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
+@pytest.fixture(scope="session")
+def window(browser: Any, lab: Any) -> Iterator[Any]:
+    """Lab as its address opens it, for all tests: loading it takes longer than what most of them do there."""
+    from lab import Window
+
+    opened = Window(browser, lab)
+    yield opened
+    opened.context.close()
+
+
 @pytest.fixture
-def opened(browser: Any, lab: Any) -> Iterator[Callable[[str], Any]]:
-    """Return a function that opens a notebook of the workspace in a fresh page and kernel."""
+def opened(window: Any) -> Iterator[Callable[..., Any]]:
+    """Return a function that opens a notebook in a fresh kernel, by its link where that is given."""
     from lab import Notebook
 
     notebooks: list[Any] = []
 
-    def open_notebook(stage: str) -> Any:
-        notebooks.append(Notebook(browser, lab, f"notebooks/{stage}.ipynb"))
+    def open_notebook(name: str, link: str = "") -> Any:
+        notebooks.append(Notebook(window, f"notebooks/{name}.ipynb", link))
         return notebooks[-1]
 
     yield open_notebook

@@ -1,4 +1,4 @@
-"""A real JupyterLab and a real Chromium for tests: open a notebook, run all its cells, read what came out.
+"""A real JupyterLab and a page of a real Chromium for tests: open a notebook, run all its cells, read it.
 
 The notebook model is asked rather than the page, because Lab keeps only cells near the screen in the page.
 Steps wait for the app's own promises: waiting for an idle kernel alone is a race that often runs nothing.
@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-from playwright.sync_api import Browser, ConsoleMessage, Page
+from playwright.sync_api import Browser, ConsoleMessage, Locator, Page
+from support.checkout import Checkout
 
 HARMLESS = re.compile(
     r"favicon|ResizeObserver loop|Failed to load resource: .*(404|403)|WebSocket connection.*closed"
@@ -34,21 +35,35 @@ ARGUMENTS = [
     "--disable-sync",
 ]
 
-OPEN = """async () => {
-    const app = window.jupyterapp;
-    await app.restored;
-    const deadline = Date.now() + 60000;
-    while (!app.shell.currentWidget?.sessionContext && Date.now() < deadline)
-        await new Promise(resolve => setTimeout(resolve, 100));
-    const panel = app.shell.currentWidget;
-    await panel.context.ready;
-    await panel.sessionContext.ready;
-    await panel.sessionContext.session.kernel.info;
+STARTED = """async () => {
+    await window.jupyterapp.restored;
 }"""
-RUN_ALL = """() => { window.jupyterapp.commands.execute('notebook:run-all-cells'); }"""
-RESTART_AND_RUN_ALL = """() => {
+OPEN = """path => {
+    window.jupyterapp.commands.execute('docmanager:open', {path});
+}"""
+OPENED = """async path => {
+    const app = window.jupyterapp;
+    const deadline = Date.now() + 60000;
+    const current = () => app.shell.currentWidget;
+    while (!(current()?.context?.path === path && current().sessionContext) && Date.now() < deadline)
+        await new Promise(resolve => setTimeout(resolve, 50));
+    await current().context.ready;
+    await current().sessionContext.ready;
+    await current().sessionContext.session.kernel.info;
+}"""
+# Without the question whether to save: a page that is left asks none either.
+CLOSE = """async () => {
+    const panel = window.jupyterapp.shell.currentWidget;
+    await panel.sessionContext.shutdown();
+    panel.dispose();
+}"""
+FRONT = """path => {
+    const shell = window.jupyterapp.shell;
+    shell.activateById(Array.from(shell.widgets('main')).find(one => one.context?.path === path).id);
+}"""
+RUN = """command => {
     window.ran = false;
-    window.jupyterapp.commands.execute('notebook:restart-run-all').finally(() => { window.ran = true; });
+    window.jupyterapp.commands.execute(command).finally(() => { window.ran = true; });
 }"""
 CELLS = """() => {
     const cells = window.jupyterapp.shell.currentWidget.content.model.cells;
@@ -71,13 +86,19 @@ ASK = """async code => {
 SOURCES = """() => Array.from(
     window.jupyterapp.shell.currentWidget.content.model.cells, cell => cell.sharedModel.getSource()
 )"""
-SCROLL_TO = """index => {
+# Ends when the figures of the cell are drawn.
+SCROLL_TO = """async index => {
     const content = window.jupyterapp.shell.currentWidget.content;
+    const {node, model} = content.widgets[index];
+    const outputs = model.type === 'code' ? model.toJSON().outputs : [];
+    const figures = outputs.filter(output => output.data?.['application/vnd.plotly.v1+json']).length;
     content.activeCellIndex = index;
-    return content.scrollToItem(index, 'start');
+    await content.scrollToItem(index, 'start');
+    const deadline = Date.now() + 20000;
+    do
+        await new Promise(resolve => setTimeout(resolve, 50));
+    while (node.querySelectorAll('.js-plotly-plot:has(.main-svg)').length < figures && Date.now() < deadline);
 }"""
-
-
 THEME = """async name => {
     await window.jupyterapp.commands.execute('apputils:change-theme', {theme: name});
     const light = String(!name.includes('Dark'));
@@ -99,14 +120,16 @@ CONTRAST = """() => {
         });
         return 0.2126 * r + 0.7152 * g + 0.0722 * b;
     };
+    const known = new Map();
     const behind = node => {
-        const layers = [];
-        for (let at = node; at; at = at.parentElement) {
-            const colour = parse(getComputedStyle(at).backgroundColor);
-            if (colour && colour[3] > 0) layers.push(colour);
-            if (colour && colour[3] === 1) break;
+        if (!node) return [255, 255, 255, 1];
+        if (!known.has(node)) {
+            const colour = parse(getComputedStyle(node).backgroundColor);
+            const opaque = colour && colour[3] === 1;
+            const below = opaque ? null : behind(node.parentElement);
+            known.set(node, opaque ? colour : colour && colour[3] > 0 ? over(colour, below) : below);
         }
-        return layers.reverse().reduce((below, top) => over(top, below), [255, 255, 255, 1]);
+        return known.get(node);
     };
     const found = [];
     const figure = '.xtick text, .ytick text, .gtitle, .xtitle, .ytitle, .legendtext, .cbtitle text, ' +
@@ -141,13 +164,12 @@ class Lab:
     folder.
     """
 
-    def __init__(self, root: Path, home: Path, theme: str = "JupyterLab Light") -> None:
+    def __init__(self, checkout: Checkout, home: Path, theme: str = "JupyterLab Light") -> None:
         self.port = free_port()
-        self.root = root
         settings = home / "settings" / "@jupyterlab" / "apputils-extension"
         settings.mkdir(parents=True, exist_ok=True)
         (settings / "themes.jupyterlab-settings").write_text(json.dumps({"theme": theme}))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = checkout.environment()
         environment.pop("GOMP_SPINCOUNT", None)  # which importing our package has set here
         for name, folder in (
             ("JUPYTER_CONFIG_DIR", "config"),
@@ -166,7 +188,7 @@ class Lab:
                 *(f"--IdentityProvider.token={TOKEN}", "--LabApp.expose_app_in_browser=True"),
                 "--LabApp.extension_manager=readonly",
             ],
-            cwd=root,
+            cwd=checkout.root,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=self.log,
@@ -187,7 +209,7 @@ class Lab:
                 with urllib.request.urlopen(f"{self.url}/api?token={TOKEN}", timeout=2):
                     return
             except OSError:
-                time.sleep(0.3)
+                time.sleep(0.1)
         raise TimeoutError(f"JupyterLab did not answer; see {self.log.name}")
 
     def close(self) -> None:
@@ -199,50 +221,64 @@ class Lab:
         self.log.close()
 
 
-class Notebook:
-    """One notebook open in one page, with what the console complained about."""
+class Window:
+    """One page of Lab as its address opens it, with what the console complained about."""
 
-    def __init__(
-        self, browser: Browser, lab: Lab, path: str, *, width: int = 1280, height: int = 800
-    ) -> None:
+    def __init__(self, browser: Browser, lab: Lab, *, width: int = 1280, height: int = 800) -> None:
         self.context = browser.new_context(viewport={"width": width, "height": height})
         self.page: Page = self.context.new_page()
         self.complaints: list[str] = []
         self.page.on("console", self._console)
         self.page.on("pageerror", lambda error: self.complaints.append(f"page error: {error}"))
-        self.page.goto(f"{lab.url}/lab/tree/{path}?token={TOKEN}&reset", wait_until="domcontentloaded")
+        self.page.goto(f"{lab.url}/?token={TOKEN}", wait_until="domcontentloaded")
         self.page.wait_for_function("() => window.jupyterapp !== undefined", timeout=60_000)
-        self.page.evaluate(OPEN)
+        self.page.evaluate(STARTED)
+        self.page.wait_for_selector(".jp-MarkdownViewer h2", timeout=60_000)
 
     def _console(self, message: ConsoleMessage) -> None:
-        if message.type == "error":
+        if message.type == "error" and not HARMLESS.search(message.text):
             self.complaints.append(message.text)
 
+    def first_page(self) -> Locator:
+        """Bring Lab's first page to the front."""
+        self.page.evaluate(FRONT, "runs/start.md")
+        return self.page.locator(".jp-MarkdownViewer")
+
+
+class Notebook:
+    """A notebook in front in a window, opened by its link on the first page or by its path."""
+
+    def __init__(self, window: Window, path: str, link: str = "") -> None:
+        self.page, self.complaints = window.page, window.complaints
+        self.complaints.clear()
+        if link:
+            window.first_page().get_by_role("link", name=link, exact=True).click()
+        else:
+            self.page.evaluate(OPEN, path)
+        self.page.evaluate(OPENED, path)
+
     def run_all(self, timeout_s: float = 180) -> list[dict[str, Any]]:
-        """Run all cells by Lab's own command and wait until each has its number; an error output fails."""
-        self.page.evaluate(RUN_ALL)
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            cells = self.cells()
-            failed = [out for cell in cells for out in cell["outputs"] if out["output_type"] == "error"]
-            if failed:
-                raise AssertionError(f"{failed[0]['ename']}: {failed[0]['evalue']}")
-            if all(cell["count"] is not None for cell in cells):
-                return cells
-            self.page.wait_for_timeout(250)
-        waiting = [cell["source"][:80] for cell in self.cells() if cell["count"] is None]
-        raise TimeoutError(f"cells without a number after {timeout_s} s: {waiting}")
+        """Run all cells by Lab's own command; return them when each has its number. An error output fails."""
+        self.page.evaluate(RUN, "notebook:run-all-cells")
+        return self._ran(timeout_s)
 
     def restart_and_run_all(self, timeout_s: float = 180) -> list[dict[str, Any]]:
         """The same after `Restart Kernel and Run All Cells`, its question answered with yes."""
-        self.page.evaluate(RESTART_AND_RUN_ALL)
+        self.page.evaluate(RUN, "notebook:restart-run-all")
         self.page.locator(".jp-Dialog .jp-mod-accept").click()
-        self.page.wait_for_function("() => window.ran", timeout=timeout_s * 1000)
+        return self._ran(timeout_s)
+
+    def _ran(self, timeout_s: float) -> list[dict[str, Any]]:
+        self.page.wait_for_function("() => window.ran", timeout=timeout_s * 1000, polling=100)
         cells = self.cells()
         failed = [out for cell in cells for out in cell["outputs"] if out["output_type"] == "error"]
         assert not failed, f"{failed[0]['ename']}: {failed[0]['evalue']}"
         assert [cell["count"] for cell in cells] == list(range(1, len(cells) + 1))  # of a fresh kernel
         return cells
+
+    def start(self) -> None:
+        """Run all cells without waiting for them."""
+        self.page.evaluate(RUN, "notebook:run-all-cells")
 
     def cells(self) -> list[dict[str, Any]]:
         return self.page.evaluate(CELLS)
@@ -251,11 +287,24 @@ class Notebook:
         """Return the value of an expression in the notebook's kernel, as text."""
         return self.page.evaluate(ASK, code)
 
-    def scroll_to(self, text: str, wait_ms: float = 800) -> None:
+    def scroll_to(self, text: str) -> None:
         """Bring the cell whose source contains `text` to the top of the screen."""
         sources = self.page.evaluate(SOURCES)
         self.page.evaluate(SCROLL_TO, next(i for i, source in enumerate(sources) if text in source))
-        self.page.wait_for_timeout(wait_ms)
+        if os.environ.get("SCREENSHOTS"):
+            self.page.wait_for_timeout(800)
+
+    def press(self, key: str, times: int, watched: Locator) -> None:
+        """Press a key on the first slider in sight and wait until what `watched` says is another."""
+        before = watched.inner_text()
+        handle = self.page.locator(".widget-slider .noUi-handle:visible").first
+        handle.focus()
+        for _ in range(times):
+            handle.press(key)
+        deadline = time.monotonic() + 20
+        while watched.inner_text() == before and time.monotonic() < deadline:
+            self.page.wait_for_timeout(50)
+        assert watched.inner_text() != before
 
     def theme(self, name: str) -> None:
         """Change the Lab's theme, for all pages of this server."""
@@ -273,9 +322,8 @@ class Notebook:
             self.page.screenshot(path=str(Path(folder) / f"{name}.png"))
 
     def close(self) -> None:
-        """Shut the kernel down and close the page."""
-        self.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
-        self.context.close()
+        """Shut the kernel down and close the notebook."""
+        self.page.evaluate(CLOSE)
 
 
 def write_parameters(source: Path, goal: Path, **values: Any) -> None:
@@ -290,11 +338,6 @@ def write_parameters(source: Path, goal: Path, **values: Any) -> None:
                     cell.source,
                 )
     nbformat.write(notebook, goal)
-
-
-def complaints(notebook: Notebook) -> list[str]:
-    """What the console complained about, without what JupyterLab itself does on every start."""
-    return [text for text in notebook.complaints if not HARMLESS.search(text)]
 
 
 def chromium() -> str:

@@ -22,10 +22,11 @@ class Checkout:
     `mine.jsonl`.
     """
 
-    def __init__(self, root: Path, target: Path) -> None:
+    def __init__(self, root: Path, target: Path, preloaded: dict[str, str] | None = None) -> None:
+        """`preloaded`, of the fixture of that name, speeds up what `run` begins."""
         from test_notebooks_headless import TINY, conversations
 
-        self.root = root
+        self.root, self.preloaded = root, preloaded or {}
         for name in ("dflash_lab", "benchmarks", "docs", "data", "Makefile", "tests"):
             (root / name).symlink_to(REPO / name)
         shutil.copytree(REPO / "notebooks", root / "notebooks")  # a link leads into the other checkout
@@ -65,19 +66,20 @@ class Checkout:
             old.pop("mask_token_id", None)
         path.write_text(yaml.safe_dump({**old, **values}))
 
-    def run(self, command: str, timeout_s: float = 400) -> tuple[int, str]:
-        """Run shell text as a person does in the checkout's root; return exit code and output."""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(self.root)}
+    def environment(self) -> dict[str, str]:
+        """What a person's shell would have here."""
+        environment = {**os.environ, **self.preloaded, "OMP_NUM_THREADS": "1"}
+        first = [self.preloaded["PYTHONPATH"]] if self.preloaded else []
+        environment["PYTHONPATH"] = os.pathsep.join([*first, str(self.root)])
         environment["BROWSER_PATH"] = "/nowhere/chromium"  # pictures cost a browser start a notebook
         environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-        done = subprocess.run(
-            ["bash", "-e", "-c", command],
-            cwd=self.root,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout_s,
-        )
+        return environment
+
+    def run(self, command: str, folder: str = "", timeout_s: float = 400, **streams: Any) -> tuple[int, str]:
+        """Run shell text as a person does in a folder of the checkout; return exit code and output."""
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, **streams}
+        streams = {"stderr": subprocess.STDOUT, **streams}
+        words, cwd = ["bash", "-e", "-c", command], self.root / folder
+        environment = self.environment()
+        done = subprocess.run(words, cwd=cwd, env=environment, text=True, timeout=timeout_s, **streams)
         return done.returncode, done.stdout

@@ -10,52 +10,41 @@ import pty
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import nbformat
 import pytest
-from docs.conftest import Checkout
+from support.checkout import REPO, Checkout
+from support.wording import check_wording
 
-REPO = Path(__file__).resolve().parents[2]
 TYPED = "papermill extract.ipynb -p shard 0"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def fresh(tmp_path_factory, tiny_target) -> Checkout:
+def fresh(tmp_path_factory, tiny_target, preloaded) -> Checkout:
     """A checkout after `make install` alone."""
-    return Checkout(tmp_path_factory.mktemp("papermill"), tiny_target("llama"))
+    return Checkout(tmp_path_factory.mktemp("papermill"), tiny_target("llama"), preloaded)
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory, tiny_target) -> Checkout:
-    """A checkout in which `prepare` ran."""
+def prepared(tmp_path_factory, tiny_target, preloaded) -> Checkout:
+    """A checkout in which `prepare` ran, every process of it as anywhere."""
     checkout = Checkout(tmp_path_factory.mktemp("papermill"), tiny_target("llama"))
-    code, said = typed(checkout, "papermill prepare.ipynb")
+    code, said = checkout.run("papermill prepare.ipynb")
     assert code == 0, said
+    checkout.preloaded = preloaded
     return checkout
 
 
-def typed(checkout: Checkout, command: str, folder: str = "", path: Path | None = None, **streams):
-    """Run shell text in a folder of the checkout; return exit code and what was said."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout.root)}
-    environment["BROWSER_PATH"] = "/nowhere/chromium"
-    environment["PATH"] = f"{path or Path(sys.executable).parent}:{environment['PATH']}"
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, **streams}
-    streams = {"stderr": subprocess.STDOUT, **streams}
-    done = subprocess.run(
-        command, shell=True, cwd=checkout.root / folder, env=environment, text=True, timeout=300, **streams
-    )
-    return done.returncode, done.stdout
-
-
 def on_a_terminal(checkout: Checkout, command: str, folder: str) -> tuple[int, str]:
-    """The same with all three streams on a terminal."""
+    """Run it with all three streams on a terminal."""
     ours, theirs = pty.openpty()
     try:
         log = checkout.root / "terminal.txt"
         reader = subprocess.Popen(["cat"], stdin=ours, stdout=log.open("w"), stderr=subprocess.DEVNULL)
-        code, _ = typed(checkout, command, folder, stdin=theirs, stdout=theirs, stderr=theirs)
+        code, _ = checkout.run(command, folder, stdin=theirs, stdout=theirs, stderr=theirs)
     finally:
         os.close(theirs)
         reader.wait(30)  # a terminal that nobody has open any more is an error to its reader
@@ -64,37 +53,48 @@ def on_a_terminal(checkout: Checkout, command: str, folder: str) -> tuple[int, s
 
 
 def in_a_pipe(checkout: Checkout, command: str, folder: str) -> tuple[int, str]:
-    return typed(checkout, f"{command} 2>&1 | cat; exit ${{PIPESTATUS[0]}}", folder, executable="/bin/bash")
+    return checkout.run(f"{command} 2>&1 | cat; exit ${{PIPESTATUS[0]}}", folder)
 
 
 def fed_by_a_pipe(checkout: Checkout, command: str, folder: str) -> tuple[int, str]:
-    return typed(checkout, f"sleep 1 | {command}; exit ${{PIPESTATUS[1]}}", folder, executable="/bin/bash")
+    return checkout.run(f"sleep 1 | {command}; exit ${{PIPESTATUS[1]}}", folder)
 
 
-WAYS = {"terminal": on_a_terminal, "stdout a pipe": in_a_pipe, "stdin a pipe": fed_by_a_pipe}
+def pips_script(path: Path) -> None:
+    """Write the command as an installer does that knows nothing of us."""
+    from pip._vendor.distlib.scripts import ScriptMaker
+
+    maker = ScriptMaker(None, str(path.parent))
+    maker.executable, maker.variants = sys.executable, {""}
+    maker.make("papermill = papermill.__main__:papermill")
 
 
-@pytest.mark.parametrize("command", [TYPED, "dflash-lab extract -p shard 0", f"{TYPED} -r run demo"])
+def module_script(path: Path) -> None:
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} -m papermill "$@"\n')
+
+
+@pytest.mark.parametrize("command", [TYPED, "dflash-lab extract -p shard 0"])
 def test_without_samples_one_sentence_names_prepare(fresh, command):
-    code, said = typed(fresh, command)
-    assert code == 1 and "prepare" in said and len(said.strip().splitlines()) == 1, said
-    assert not (fresh.root / "runs").exists()
+    code, said = fresh.run(command)
+    assert code == 1 and not (fresh.root / "runs").exists()
+    check_wording(said)
 
 
-@pytest.mark.parametrize("words", ["-p shrad 0", "-p run dmeo", "-p shard -1"])
-def test_a_mistyped_word_is_one_sentence_and_leaves_nothing(fresh, words):
-    code, said = typed(fresh, f"papermill extract.ipynb {words}")
-    assert code == 1 and len(said.strip().splitlines()) == 1 and said.startswith("papermill: "), said
-    assert words.split()[1] in said and not (fresh.root / "runs").exists()
-
-
-@pytest.mark.parametrize("folder", ["", "notebooks"])
-@pytest.mark.parametrize("way", WAYS)
-def test_the_typed_command_ends_well_and_says_where_its_notebook_is(prepared, way, folder):
+@pytest.mark.parametrize(
+    ("way", "folder", "script"),
+    [(on_a_terminal, "", pips_script), (in_a_pipe, "notebooks", None), (fed_by_a_pipe, "", module_script)],
+)
+def test_the_typed_command_ends_well_and_says_where_its_notebook_is(
+    prepared, tmp_path, way: Callable, folder: str, script: Callable | None
+):
+    """However it is typed, and whichever script is named papermill."""
+    if script:
+        script(tmp_path / "papermill")
+        (tmp_path / "papermill").chmod(0o755)
     output = prepared.root / "runs/demo/extract-0.ipynb"
     output.unlink(missing_ok=True)
     sources = {path: path.read_bytes() for path in (prepared.root / "notebooks").glob("*.ipynb")}
-    code, said = WAYS[way](prepared, TYPED, folder)
+    code, said = way(prepared, f"PATH={tmp_path}:$PATH {TYPED}", folder)
     assert code == 0, said
     assert f"the executed notebook goes to {output}" in said.replace("\r\n", "\n")
     executed = nbformat.read(output, as_version=4)
@@ -106,64 +106,28 @@ def test_the_typed_command_ends_well_and_says_where_its_notebook_is(prepared, wa
 
 
 def test_a_failure_beside_a_finished_result_leaves_its_notebook(prepared):
-    notebook = prepared.root / "notebooks/dataset_stats.ipynb"
-    output = prepared.root / "runs/demo/dataset_stats.ipynb"
-    code, said = typed(prepared, "papermill dataset_stats.ipynb")
-    assert code == 0, said
+    notebook = prepared.root / "notebooks/extract.ipynb"
+    output = prepared.root / "runs/demo/extract-0.ipynb"
+    if not output.exists():  # this test alone
+        assert prepared.run(TYPED)[0] == 0
     before, source = output.read_bytes(), nbformat.read(notebook, as_version=4)
     source.cells.append(nbformat.v4.new_code_cell("raise RuntimeError('no luck')"))
     nbformat.write(source, notebook)
-    code, said = typed(prepared, "papermill dataset_stats.ipynb")
-    assert code == 1 and "no luck" in said and "dataset_stats.attempt.ipynb" in said
+    code, said = prepared.run(TYPED)
+    assert code == 1 and "no luck" in said and "extract-0.attempt.ipynb" in said
     assert output.read_bytes() == before
-    assert "no luck" in output.with_name("dataset_stats.attempt.ipynb").read_text()
+    assert "no luck" in output.with_name("extract-0.attempt.ipynb").read_text()
 
 
-def test_the_launcher_without_a_run_does_the_same(prepared):
-    output = prepared.root / "runs/demo/extract-0.ipynb"
-    output.unlink(missing_ok=True)
-    code, said = typed(prepared, "dflash-lab extract -p shard 0")
-    assert code == 0 and output.exists(), said
-
-
-def scripts(kind: str, folder: Path) -> Path:
-    """Write the command as an installer does that knows nothing of us; return its folder."""
-    folder.mkdir()
-    if kind == "pip":
-        from pip._vendor.distlib.scripts import ScriptMaker
-
-        maker = ScriptMaker(None, str(folder))
-        maker.executable, maker.variants = sys.executable, {""}
-        maker.make("papermill = papermill.__main__:papermill")
-    else:
-        (folder / "papermill").write_text(f'#!/bin/sh\nexec {sys.executable} -m papermill "$@"\n')
-    (folder / "papermill").chmod(0o755)
-    return folder
-
-
-@pytest.mark.parametrize("kind", ["pip", "module"])
-def test_it_does_not_rest_on_which_script_is_named_papermill(prepared, tmp_path, kind):
-    output = prepared.root / "runs/demo/extract-0.ipynb"
-    output.unlink(missing_ok=True)
-    code, said = typed(prepared, TYPED, path=scripts(kind, tmp_path / "bin"))
-    assert code == 0 and output.exists() and str(output) in said, said
-
-
-def test_other_notebooks_and_pipes_are_papermills_own_business(prepared, tmp_path):
+@pytest.mark.parametrize("command", ["papermill {path} -p x 7", "cat {path} | papermill -p x 7"])
+def test_other_notebooks_and_pipes_are_papermills_own_business(prepared, tmp_path, command):
     cell = nbformat.v4.new_code_cell("x = 1", metadata={"tags": ["parameters"]})
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     cells = [cell, nbformat.v4.new_code_cell('print("x is", x)')]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), tmp_path / "extract.ipynb")
-    for command in (
-        f"papermill {tmp_path}/extract.ipynb -p x 7",
-        f"papermill {tmp_path}/extract.ipynb - -p x 7",
-        f"cat {tmp_path}/extract.ipynb | papermill -p x 7",
-        f"cat {tmp_path}/extract.ipynb | papermill {tmp_path}/out.ipynb -p x 7 && cat {tmp_path}/out.ipynb",
-    ):
-        code, said = typed(prepared, command, stderr=subprocess.DEVNULL)
-        assert code == 0 and "x is 7" in "".join(json.loads(said)["cells"][-1]["outputs"][0]["text"]), command
-    code, said = typed(prepared, "papermill --version")
-    assert code == 0 and "papermill" in said and "goes to" not in said
+    path = tmp_path / "extract.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), path)
+    code, said = prepared.run(command.format(path=path), stderr=subprocess.DEVNULL)
+    assert code == 0 and "x is 7" in "".join(json.loads(said)["cells"][-1]["outputs"][0]["text"])
 
 
 def test_the_entry_point_is_declared_and_loads():
