@@ -89,7 +89,8 @@ def started_lab(checkout) -> str:
 def test_the_readme_runs_and_closes_with_a_measured_tau(walked, checkout):
     mine = checkout.root / "runs" / "mine"
     figures = read_json(mine / "result.json")["figures"]
-    assert set(figures) >= set(ROWS) and figures["samples_stored"] == figures["samples_in"] == 24
+    assert set(figures) >= set(ROWS) - {"tau_other", "speedup_other"}
+    assert figures["samples_stored"] == figures["samples_in"] == 24
     assert figures["samples_quarantined"] == 0 and figures["tau_trained"] >= 1.0
     closing = walked["dflash-lab run mine"]
     for name in ("tau_trained", "extract_tokens_per_s", "padding_waste_pct", "report"):

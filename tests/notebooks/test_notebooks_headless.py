@@ -78,6 +78,7 @@ TINY: dict[str, dict[str, Any]] = {
         "num_prompts": 2,
         "max_new_tokens": 8,
         "untrained_tokens": 8,
+        "other_drafter": "",  # the demo's is of another target
         "budgets": [4, 8],
         "offline_samples": 4,
         "cost_repeats": 1,
@@ -284,7 +285,7 @@ def test_values_given_one_by_one_are_preferred_to_the_runs_folder(run, tmp_path)
 
 
 def test_the_closing_table_and_the_report_are_complete(run):
-    assert set(closing_figures(run.folder)) >= set(ROWS)
+    assert set(closing_figures(run.folder)) >= set(ROWS) - {"tau_other", "speedup_other"}
     page = write_report(run.folder).read_text()
     assert page.count('<div class="figure"') > 15 and "tau_trained" in page
 
