@@ -271,9 +271,7 @@ def test_links_between_documents_hold():
 
 def test_nothing_in_the_repository_names_this_machine_or_is_large():
     for path in tracked():
-        # The one exception: the drafter that comes along with the demo.
-        limit = 20_000_000 if path == REPO / "data/drafters/smollm2/model.safetensors" else 2_000_000
-        assert path.stat().st_size < limit, path
+        assert path.stat().st_size < 2_000_000, path
         if path.suffix in {".py", ".md", ".yaml", ".yml", ".toml", ".json", ".ipynb"}:
             text = path.read_text(encoding="utf-8", errors="replace")
             assert "/root" + "/" not in text and "/work" + "/" not in text, path

@@ -78,7 +78,6 @@ TINY: dict[str, dict[str, Any]] = {
         "num_prompts": 2,
         "max_new_tokens": 8,
         "untrained_tokens": 8,
-        "other_drafter": "",  # the demo's is of another target
         "budgets": [4, 8],
         "offline_samples": 4,
         "cost_repeats": 1,
