@@ -22,7 +22,7 @@ import numpy as np
 from make_demo_data import BRIEFLY, FOLDER
 from quality_augment import augment
 
-from dflash_lab.acceptance.prompts import file_prompts, humaneval_file
+from dflash_lab.acceptance.prompts import file_prompts, set_file
 from dflash_lab.data.samples import Sample, read_lengths, read_provenance, write_samples
 from dflash_lab.errors import InputError, StoreError
 from dflash_lab.models.generate import generate, prompts_of, self_prompts
@@ -87,7 +87,7 @@ def write_data(
     started = time.perf_counter()
     kept_out = self_prompts(target, heldout, seed=seed + 1_000_003, temperature=temperature)
     _write(target, out / "heldout.parquet", kept_out, MEASURED_TOKENS, "self")
-    asked = [list(prompt.input_ids) for prompt in file_prompts(humaneval_file(), target.tokenizer)]
+    asked = [list(prompt.input_ids) for prompt in file_prompts(set_file("humaneval"), target.tokenizer)]
     asked = asked[: problems or None]
     _write_answers(target, out / "humaneval.parquet", asked, MEASURED_TOKENS, "humaneval")
     before = time.perf_counter()

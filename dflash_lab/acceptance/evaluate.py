@@ -35,7 +35,7 @@ from dflash_lab.acceptance.prompts import (
     Prompt,
     check_vocabulary,
     dialogue_of,
-    draw_prompts,
+    find_sets,
     load_prompts,
     split_dev,
 )
@@ -61,20 +61,24 @@ class Evaluator:
 
     def __init__(self, settings: EvaluationSettings, progress: Callable[..., None] | None = None) -> None:
         self.settings, self.progress = settings, progress
+        sets = find_sets(
+            settings.prompts
+        )  # before the target is loaded: a set that is not here is said at once
         device = choose_device(settings.device)
         self.target = load_target(settings.target, device=device, dtype=settings.dtype, seed=settings.seed)
         self.drafter = self._load(settings.drafter)
         self.size = settings.block_size or self.drafter.config.block_size
         self.answers = Answers(settings, self.target, self.drafter.config.tap_ids)
         self.rendered = rendered_alike(self.target, *self.answers.made_by())
-        available = load_prompts(
-            settings.prompts,
+        self.prompts, available = load_prompts(
+            sets,
             settings.samples,
             lambda: self.target.tokenizer,
+            count=settings.num_prompts,
+            seed=settings.seed,
             thinking=settings.thinking,
             date=self.answers.date(),
         )
-        self.prompts = draw_prompts(available, settings.num_prompts, settings.seed)
         source = settings.samples if settings.prompts == "heldout" else settings.prompts
         check_vocabulary(self.prompts, self.target.vocab_size, str(source))
         self.methods = Methods(
@@ -85,10 +89,15 @@ class Evaluator:
             seed=settings.seed,
         )
         self.studies: dict[str, Study] = {}
-        self.figures: dict[str, Any] = {"prompts": len(self.prompts), "prompts_available": len(available)}
+        self.figures: dict[str, Any] = {"prompts": len(self.prompts)}
+        self.figures["prompts_available"] = sum(available.values())
         self.facts: dict[str, Any] = {
             "hybrid": self.target.is_hybrid,
             "decoding": self.methods.sentence,
+            "sets": {
+                one.label: {"file": str(one.path or settings.samples), "available": available[one.label]}
+                for one in sets
+            },
         }
 
     def evaluate(self) -> Evaluation:
@@ -116,9 +125,10 @@ class Evaluator:
         )
         for name, value in self.figures.items():
             logger.info("%s: %s", name, value)
+        offline_taus = dict(zip(self.agreement.answers.tolist(), self.agreement.offline.tolist()))
         return Evaluation(
             figures=self.figures,
-            answers=answers_frame(studies, self.prompts, self._text),
+            answers=answers_frame(studies, self.prompts, self._text, offline_taus),
             rounds=rounds_frame(studies),
             tokens=tokens,
             budgets=operating.budgets,
@@ -451,20 +461,27 @@ SHOWN_TOKENS = 60  # of what was asked, its end
 
 
 def answers_frame(
-    studies: Sequence[Study], prompts: Sequence[Prompt], text_of: Callable[[Sequence[int]], str]
+    studies: Sequence[Study],
+    prompts: Sequence[Prompt],
+    text_of: Callable[[Sequence[int]], str],
+    offline_taus: Mapping[int, float],
 ) -> pl.DataFrame:
-    """Return one row an answer and method: `method`, `answer`, `prompt` (id), `source`, `asked` (the end of
-    what it continues, as text), `tokens`, `rounds`, `tau`, `seconds`, `ms_per_token`, `prefill_ms`."""
+    """Return one row an answer and method: `method`, `answer`, `prompt` (id), `set`, `turn` (of its prompt,
+    from 0), `source`, `asked` (the end of what it continues, as text), `tokens`, `rounds`, `tau`,
+    `tau_offline` (of the trained drafter, where it has one), `seconds`, `ms_per_token`, `prefill_ms`."""
     rows = [
         {
             "method": study.method,
             "answer": index,
             "prompt": prompts[study.prompt[index]].id,
+            "set": prompts[study.prompt[index]].set_name,
+            "turn": index - study.prompt.index(study.prompt[index]),
             "source": prompts[study.prompt[index]].source,
             "asked": text_of(study.asked[index][-SHOWN_TOKENS:]),
             "tokens": len(a.tokens),
             "rounds": len(a.rounds),
             "tau": sum(a.produced) / len(a.rounds) if a.rounds else None,
+            "tau_offline": offline_taus.get(index) if study.method == "trained" else None,
             "seconds": a.seconds,
             "ms_per_token": 1e3 * a.seconds_per_token,
             "prefill_ms": 1e3 * a.prefill_seconds,
@@ -560,11 +577,14 @@ def token_class(text: str) -> str:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Decoded and offline tau of the same prompts [n], and for which the texts are the same [n] bool."""
+    """Decoded and offline tau of the same prompts [n], for which the texts are the same [n] bool, and the
+    numbers of these answers [n].
+    """
 
     decoded: np.ndarray
     offline: np.ndarray
     same: np.ndarray
+    answers: np.ndarray
 
     @property
     def gap(self) -> float:
@@ -607,15 +627,14 @@ def compare_taus(
     number_of = dict(firsts.iter_rows())
     rounds = report.rounds(limit=limit)
     rows = [
-        (tau, sum(rounds[number_of[sample]]) / len(rounds[number_of[sample]]), same)
-        for answer, sample, text in zip(trained.answers, samples, texts, strict=True)
+        (tau, sum(rounds[number_of[sample]]) / len(rounds[number_of[sample]]), same, number)
+        for number, (answer, sample, text) in enumerate(zip(trained.answers, samples, texts, strict=True))
         if sample in number_of and answer.rounds and rounds[number_of[sample]]
         for tau, same in [(sum(answer.produced) / len(answer.rounds), answer.tokens == list(text[:limit]))]
     ]
     if not rows:
         raise InputError("no answer has a round of speculative decoding: raise max_new_tokens above 1.")
-    decoded, offline, same = (np.asarray(column) for column in zip(*rows))
-    return Agreement(decoded, offline, same)
+    return Agreement(*(np.asarray(column) for column in zip(*rows)))
 
 
 # Which block size and tree budget pay: chosen on a dev part of the answers, reported on the rest

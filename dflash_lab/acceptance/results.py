@@ -45,6 +45,14 @@ class Evaluation:
     facts: dict[str, Any]
 
     @property
+    def sets(self) -> pl.DataFrame:
+        """What `by_set` says of the answers; no rows for a result of an earlier version."""
+        known = "set" in self.answers.columns
+        return (
+            by_set(self.answers, seed=self.facts["protocol"]["seed"]) if known else pl.DataFrame(schema=SETS)
+        )
+
+    @property
     def cost_model(self) -> Costs:
         """The measured costs, for `operating_points`."""
         return Costs.from_frame(self.costs, replay=bool(self.facts["hybrid"]))
@@ -151,6 +159,53 @@ def bootstrap(values: np.ndarray, *, seed: int = 0) -> Interval:
     means = values[chosen].mean(1)
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(float(low), float(high))
+
+
+SETS = {
+    "set": pl.String,
+    "method": pl.String,
+    "prompts": pl.Int64,
+    "answers": pl.Int64,
+    "tokens": pl.Int64,
+    "tau": pl.Float64,
+    "low": pl.Float64,
+    "high": pl.Float64,
+    "tau_offline": pl.Float64,
+    "speedup": pl.Float64,
+}
+
+
+def by_set(answers: pl.DataFrame, *, seed: int = 0) -> pl.DataFrame:
+    """Return one row a set of prompts and method (see `SETS`), in the order of `answers`, which is
+    `evaluate.answers_frame`'s.
+
+    `tau`, its interval and `tau_offline` are null where no answer has a round; `speedup` is null where one
+    method's answers are timed together, and plain decoding's is 1.
+    """
+    rows: list[dict[str, Any]] = []
+    for (name, method), part in answers.group_by("set", "method", maintain_order=True):
+        plain = answers.filter(
+            (pl.col("set") == name) & (pl.col("method") == "plain") & (pl.col("tokens") > 1)
+        )
+        timed = part.filter((pl.col("tokens") > 1) & (pl.col("method") != "together"))["ms_per_token"].mean()
+        taus = part["tau"].drop_nulls().to_numpy()
+        interval = bootstrap(taus, seed=seed) if len(taus) else None
+        rows.append(
+            {
+                "set": name,
+                "method": method,
+                "prompts": part.filter(pl.col("turn") == 0).height,
+                "answers": part.height,
+                "tokens": part["tokens"].sum(),
+                "tau": float(taus.mean()) if len(taus) else None,
+                "low": interval.low if interval else None,
+                "high": interval.high if interval else None,
+                "tau_offline": part["tau_offline"].mean(),
+                "speedup": plain["ms_per_token"].mean() / timed if timed and plain.height else None,  # type: ignore[operator]
+            }
+        )
+    order = {name: place for place, name in enumerate(answers["set"].unique(maintain_order=True))}
+    return pl.DataFrame(sorted(rows, key=lambda row: order[row["set"]]), schema=SETS)
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ class EvaluationSettings:
         Path  # whose held-out part gives prompts, and whose provenance tells how training text was rendered
     )
     store: Path | None  # feature store with the states of these samples; None: the live target makes them
-    prompts: str  # heldout | humaneval | path of a .jsonl file
-    num_prompts: int  # 0: all
+    prompts: str  # see `prompts.find_sets`
+    num_prompts: int  # of each set; 0: all
     max_new_tokens: int
     batch: int  # prompts decoded together, besides; 1: no
     thinking: bool  # of prompts from files

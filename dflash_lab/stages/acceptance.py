@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dflash_lab import files
+from dflash_lab.acceptance.prompts import HELDOUT, chosen
 from dflash_lab.acceptance.results import Evaluation
 from dflash_lab.acceptance.settings import EvaluationSettings
 from dflash_lab.params import StageParams, param
@@ -27,8 +28,11 @@ class AcceptanceParams(StageParams):
     other_drafter: str = param("", "a second drafter to compare with, same prompts; empty: none")
     samples: str = param("", "samples file; empty: the run's")
     store: str = param("", "feature store; empty: the run's, or live states where there is none")
-    prompts: str = param("heldout", "heldout (of the samples), humaneval, or the path of a .jsonl file")
-    num_prompts: int = param(8, "prompts decoded, drawn with the seed; 0: all", low=0)
+    prompts: str = param(
+        "heldout",
+        "heldout, public sets (gsm8k,humaneval) or files, with commas between",
+    )
+    num_prompts: int = param(8, "prompts of each set decoded, drawn with the seed; 0: all", low=0)
     max_new_tokens: int = param(
         128, "longest answer; a stored answer's length also ends one", unit="tokens", low=2
     )
@@ -98,15 +102,17 @@ class AcceptanceParams(StageParams):
     def inputs(self) -> list[Path]:
         """Drafters, prompts and store."""
         paths = [self.drafter_path, *([Path(self.other_drafter)] if self.other_drafter else [])]
-        if self.prompts == "heldout":
+        sets = chosen(self.prompts)
+        paths += [one.path for one in sets if one.path]
+        if any(one.name == HELDOUT for one in sets):
             stored = self.store or self.store_path.exists()
-            return [*paths, self.samples_path, *([self.store_path] if stored else [])]
-        return paths if self.prompts == "humaneval" else [*paths, Path(self.prompts)]
+            paths += [self.samples_path, *([self.store_path] if stored else [])]
+        return paths
 
     def needs(self) -> list[tuple[Path, str]]:
         """The drafter, and the samples where prompts come from them."""
         needed = [(self.drafter_path / "config.json", "" if self.drafter else "train_drafter")]
-        if self.prompts == "heldout":
+        if any(one.name == HELDOUT for one in chosen(self.prompts)):
             needed.append((self.samples_path, "" if self.samples else "prepare"))
         return needed
 

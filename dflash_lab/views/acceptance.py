@@ -24,6 +24,7 @@ from dflash_lab.views.style import (
     SKY,
     escape,
     live,
+    shown_number,
 )
 
 if TYPE_CHECKING:
@@ -65,6 +66,62 @@ def taus(figures: dict[str, Any]) -> go.Figure:
     fig.update_layout(title="Acceptance length", yaxis_title="tokens a round (tau)")
     fig.update_yaxes(rangemode="tozero")
     return fig
+
+
+def sets(table: pl.DataFrame) -> go.Figure:
+    """Acceptance lengths of each set of prompts side by side, with bootstrap intervals; diamonds are the
+    trained drafter's offline ones. `table`: see `results.by_set`.
+    """
+    fig = go.Figure()
+    shown = table.filter(pl.col("tau").is_not_null())
+    for method in shown["method"].unique(maintain_order=True):
+        rows = shown.filter(pl.col("method") == method)
+        fig.add_bar(
+            x=[escape(name) for name in rows["set"]],
+            y=rows["tau"],
+            error_y={"array": rows["high"] - rows["tau"], "arrayminus": rows["tau"] - rows["low"]},
+            name=method,
+            marker_color=_COLOURS.get(method, ORANGE),
+            customdata=rows.select("prompts", "tokens", "speedup").to_numpy(),
+            hovertemplate="%{x}: tau %{y:.3f}<br>%{customdata[0]} prompts, %{customdata[1]} tokens<br>"
+            "%{customdata[2]:.2f} times plain decoding<extra>" + method + "</extra>",
+        )
+    offline = shown.filter(pl.col("tau_offline").is_not_null())
+    fig.add_scatter(
+        x=[escape(name) for name in offline["set"]],
+        y=offline["tau_offline"],
+        name="trained, offline",
+        mode="markers",
+        marker={"symbol": "diamond", "size": 10, "color": RED},
+    )
+    fig.add_hline(y=1, line={"color": GREY, "dash": "dot"}, annotation_text="no draft accepted")
+    fig.update_layout(
+        title="Acceptance length by set of prompts",
+        barmode="group",
+        legend=BELOW_LEFT,
+        xaxis={"type": "category"},
+        yaxis_title="tokens a round (tau)",
+    )
+    fig.update_yaxes(rangemode="tozero")
+    return fig
+
+
+def sets_html(table: pl.DataFrame) -> str:
+    """Return one table of HTML a set of prompts: tau with its interval, the offline tau, the speed-up, how
+    many prompts, answers and tokens, of each method but plain decoding.
+    """
+    columns = ["tau", "low", "high", "tau_offline", "speedup", "prompts", "answers", "tokens"]
+    heads = ["", *columns]
+    parts = []
+    for name in table["set"].unique(maintain_order=True):
+        rows = table.filter((pl.col("set") == name) & (pl.col("method") != "plain"))
+        cells = [
+            [method, *map(shown_number, values)] for method, *values in rows.select("method", *columns).rows()
+        ]
+        lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in cells)
+        head = "".join(f"<th>{escape(text).replace('_', ' ')}</th>" for text in heads)
+        parts.append(f"<p><b>{escape(name)}</b></p><table><tr>{head}</tr>{lines}</table>")
+    return "".join(parts)
 
 
 def selector(figures: dict[str, Any]) -> go.Figure:

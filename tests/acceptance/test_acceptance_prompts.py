@@ -8,24 +8,29 @@ import sys
 from types import SimpleNamespace
 
 import numpy as np
+import polars as pl
 import pytest
+from huggingface_hub import constants
 from support.chat_templates import HERMES, WEATHER, call
 from support.tiny_targets import THINKING, tiny_tokenizer
 from support.wording import check_wording, refused
 
 from dflash_lab.acceptance.evaluate import next_turn
 from dflash_lab.acceptance.prompts import (
+    SETS,
     Prompt,
     check_vocabulary,
+    chosen,
     draw_prompts,
     file_prompts,
+    find_sets,
     heldout_prompts,
-    humaneval_file,
     load_prompts,
+    set_file,
     split_dev,
 )
 from dflash_lab.data.samples import Sample, write_samples
-from dflash_lab.errors import InputError
+from dflash_lab.errors import InputError, StoreError
 
 OPENING = "<|im_start|>assistant\n"
 
@@ -171,7 +176,7 @@ def test_files_without_a_prompt_are_refused(tmp_path, read, tokenizer):
     with refused(InputError):
         read()
     with refused(InputError):
-        load_prompts(str(tmp_path / "none.jsonl"), "", lambda: tokenizer)
+        find_sets(str(tmp_path / "none.jsonl"))
 
 
 def test_humaneval_is_read_from_the_package_without_importing_it(tmp_path, tokenizer, monkeypatch):
@@ -181,12 +186,269 @@ def test_humaneval_is_read_from_the_package_without_importing_it(tmp_path, token
     with gzip.open(package / "data" / "HumanEval.jsonl.gz", "wt") as file:
         file.write(json.dumps(HUMANEVAL) + "\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    (prompt,) = load_prompts("humaneval", "", lambda: tokenizer)
-    assert prompt.id == "HumanEval/0"
+    (prompt,), available = load_prompts(find_sets("humaneval"), "", lambda: tokenizer)
+    assert prompt.id == "HumanEval/0" and available == {"humaneval": 1}
+    monkeypatch.setattr(sys, "path", [])
+    sys.path_importer_cache.clear()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with refused(InputError):
+        set_file("humaneval")
+
+
+# ---- Public sets: a record of each as published, in each kind of file that it is published in ----
+
+TASK = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+MBPP = {
+    "task_id": 2,
+    "prompt": "Write a function.",
+    "code": "def f(): ...",
+    "test_imports": [],
+    "test_list": ["assert f()"],
+}
+RECORDS = {  # set: (files, record, what is asked)
+    "mt-bench": (
+        ("question.jsonl", "train-00000-of-00001-67c6c9fef07685a3.parquet"),
+        {"prompt": ["First?", "Second?"], "prompt_id": 76437839, "category": "writing", "reference": []},
+        "First?",
+    ),
+    "gsm8k": (
+        ("test.jsonl", "test-00000-of-00001.parquet"),
+        {"question": "How many?", "answer": "She has 3.\n#### 3"},
+        "How many?" + TASK,
+    ),
+    "math-500": (
+        ("test.jsonl",),
+        {
+            "problem": "x+1",
+            "solution": "",
+            "answer": "2",
+            "subject": "Algebra",
+            "level": 2,
+            "unique_id": "test/1",
+        },
+        "x+1" + TASK,
+    ),
+    "humaneval": (
+        ("HumanEval.jsonl.gz", "test-00000-of-00001.parquet"),
+        HUMANEVAL | {"canonical_solution": "", "test": ""},
+        "Write a solution to the following problem and make sure that it passes the tests:\n"
+        "```python\ndef f():\n```",
+    ),
+    "mbpp": (("sanitized-mbpp.json", "test-00000-of-00001.parquet"), MBPP, "Write a function."),
+    "alpaca": (
+        ("alpaca_data.json", "train-00000-of-00001-a09b74b3ef9c3b56.parquet"),
+        {"instruction": "Add.", "input": "1 and 2", "output": "3", "text": "Below is"},
+        "Add.\n\nInput:\n1 and 2",
+    ),
+    "spec-bench": (
+        ("question.jsonl",),
+        {"question_id": 81, "category": "writing", "turns": ["First?", "Second?"]},
+        "First?",
+    ),
+}
+
+
+def written(path, records):
+    """Write `records` as the file's name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    if path.suffix == ".parquet":
+        pl.DataFrame(records).write_parquet(path)
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress(lines.encode()))
+    else:
+        path.write_text(json.dumps(records, indent=4) if path.suffix == ".json" else lines)
+    return path
+
+
+@pytest.fixture
+def load(tokenizer):
+    """Return the prompts of a value of the parameter, and how many each set has."""
+    return lambda which, **options: load_prompts(find_sets(which), "", lambda: tokenizer, **options)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_set_is_read_as_it_is_published_and_asked_as_the_protocol_says(tmp_path, load, tokenizer, name):
+    files, record, asked = RECORDS[name]
+    for file in files:
+        path = written(tmp_path / file, [record, record])
+        prompts, available = load(f"{name}={path}", count=1)
+        assert available == {name: 2} and len(prompts) == 1 and prompts[0].set_name == name
+        text = tokenizer.decode(prompts[0].input_ids)
+        assert text.endswith(f"<|im_start|>user\n{asked}<|im_end|>\n{OPENING}")
+        assert prompts[0].several is ("Second?" in str(record)) and prompts[0].source.startswith(name)
+        again = file_prompts(path, tokenizer)  # its kind is told from the fields where the set is not named
+        assert [prompt.input_ids for prompt in again] == [prompts[0].input_ids] * 2
+
+
+def test_other_published_records(tmp_path, load, tokenizer):
+    full = {
+        "text": "Write it.",
+        "code": "",
+        "task_id": 1,
+        "test_setup_code": "",
+        "test_list": [],
+        "challenge_test_list": [],
+    }
+    cases = {
+        "mbpp": (full, "Write it."),
+        "alpaca": ({"instruction": "Add.", "input": "", "output": ""}, "Add."),
+        "mt-bench": ({"question_id": 81, "category": "math", "turns": ["First?", "Second?"]}, "First?"),
+    }
+    for name, (record, asked) in cases.items():
+        (prompt,), _ = load(f"{name}={written(tmp_path / 'one.jsonl', [record])}")
+        assert f"user\n{asked}<|im_end|>" in tokenizer.decode(prompt.input_ids)
+
+
+def test_parts_of_spec_bench(tmp_path, load):
+    kinds = ["writing", "math", "translation", "qa", "math_reasoning", "qa"]
+    records = [{"question_id": n, "category": kind, "turns": ["A"]} for n, kind in enumerate(kinds)]
+    path = written(tmp_path / "question.jsonl", records)
+    for part, ids in {
+        "/qa": "35",
+        "/mt_bench": "01",
+        "/math-reasoning": "4",
+        "/math": "1",
+        "": "012345",
+    }.items():
+        prompts, _ = load(f"Spec-Bench{part}={path}")
+        assert "".join(sorted(prompt.id for prompt in prompts)) == ids, part
+    assert {prompt.source for prompt in load(f"spec-bench/qa={path}")[0]} == {"spec-bench/qa"}
+    with refused(InputError):
+        load(f"spec-bench/rag={path}")
+
+
+def test_several_sets_take_turns_and_each_is_drawn_alone(tmp_path, load):
+    write = lambda name, count: written(  # noqa: E731
+        tmp_path / name, [{"question": f"{name} {n}?", "answer": ""} for n in range(count)]
+    )
+    first, second = f"gsm8k={write('g.jsonl', 9)}", str(write("mine, too.jsonl", 2))
+    prompts, available = load(f"{first},{second}", count=3, seed=5)
+    assert available == {"gsm8k": 9, "mine, too": 2}
+    assert [prompt.set_name for prompt in prompts] == ["gsm8k", "mine, too", "gsm8k", "mine, too", "gsm8k"]
+    assert [one.id for one in prompts if one.set_name == "gsm8k"] == [
+        one.id for one in load(first, count=3, seed=5)[0]
+    ]
+
+
+def test_values_of_the_parameter(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a,b.jsonl", "heldout,gsm8k", "x=y.jsonl"):
+        (tmp_path / name).write_text("{}")
+    cases = {
+        "heldout": ["heldout"],
+        "gsm8k, Math500 ,mt_bench,": ["gsm8k", "math-500", "mt-bench"],
+        "a,b.jsonl": ["a,b"],
+        "humaneval,a,b.jsonl": ["humaneval", "a,b"],
+        "gsm8k=a,b.jsonl,mbpp": ["gsm8k", "mbpp"],
+        "x=y.jsonl": ["x=y"],
+        "somewhere/else.jsonl": ["else"],
+        "./heldout,gsm8k": ["heldout,gsm8k"],
+        "a.json,b.parquet,c.jsonl.gz": ["a", "b", "c"],
+        "": [],
+    }
+    for which, labels in cases.items():
+        assert [one.label for one in chosen(which)] == labels, which
+
+
+@pytest.mark.parametrize(
+    "which",
+    [
+        "",
+        "gsm8",
+        "gsm8k,human_evil",
+        "spec-bench/code",
+        "gsm9k=test.jsonl",
+        "gsm8k=none.jsonl",
+        "gsm8k,GSM8K",
+        "x",
+    ],
+)
+def test_what_is_no_set_is_said(tmp_path, monkeypatch, which):
+    monkeypatch.chdir(tmp_path)
+    written(cached(tmp_path, monkeypatch, "gsm8k", "abc"), [RECORDS["gsm8k"][1]])
+    with refused(InputError):
+        find_sets(which)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "content"),
+    [
+        ("gsm8k", "a.jsonl", '{"question": "Q", "answer": "1"}\n{"problem": "x"}'),
+        ("mbpp", "b.json", '[\n  {"prompt": "P", "test_list": []},\n  {"prompt": "P"}\n]'),
+        ("mbpp", "c.json", '[\n{"prompt": "P", "test_list": []},\n{"prompt": 5, "test_list": []}]'),
+        ("alpaca", "d.json", '[{"instruction": "I"},\n\n 7]'),
+        ("alpaca", "e.json", '[{"instruction": "I"},\n{"instruction": '),
+        ("gsm8k", "g.jsonl.gz", "not packed"),
+    ],
+)
+def test_a_wrong_record_of_a_set_is_named_with_its_line(tmp_path, load, name, file, content):
+    (tmp_path / file).write_text(content)
+    with refused(InputError):
+        load(f"{name}={tmp_path / file}")
+
+
+def test_a_wrong_row_of_parquet_is_named(tmp_path, load):
+    rows = [{"question": "Q", "answer": "1"}, {"question": None, "answer": "2"}]
+    with refused(InputError):
+        load(f"gsm8k={written(tmp_path / 'a.parquet', rows)}")
+    (tmp_path / "a.parquet").write_text(
+        "version https://git-lfs.github.com/spec/v1"
+    )  # cloned without git lfs
+    with refused(StoreError):
+        load(f"gsm8k={tmp_path / 'a.parquet'}")
+
+
+def cached(tmp_path, monkeypatch, name, commit, main=False):
+    """Return where the cache of hub files has the first file of a set under a commit."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "cache" / f"datasets--{SETS[name].repository.replace('/', '--')}"
+    if main:
+        written(folder / "refs" / "main", [])
+        (folder / "refs" / "main").write_text(commit)
+    return folder / "snapshots" / commit / SETS[name].files[0]
+
+
+@pytest.mark.parametrize("name", [name for name, known in SETS.items() if known.repository])
+def test_files_of_the_hub_are_found_in_its_cache(tmp_path, monkeypatch, load, name):
+    monkeypatch.setattr(sys, "path", [])
+    sys.path_importer_cache.clear()
+    path = written(cached(tmp_path, monkeypatch, name, "0" * 40), [RECORDS[name][1]])
+    assert set_file(name) == path  # under a commit alone, as `datasets` leaves it
+    assert load(name)[1] == {name: 1}
+    newer = written(cached(tmp_path, monkeypatch, name, "1" * 40, main=True), [RECORDS[name][1]] * 2)
+    assert set_file(name) == newer
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "humaneval", "spec-bench/qa"])
+def test_where_a_set_was_looked_for_and_what_to_type(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", [])
     sys.path_importer_cache.clear()
     with refused(InputError):
-        humaneval_file()
+        find_sets(name)
+
+
+def test_a_set_is_downloaded_where_the_hub_answers(tmp_path, monkeypatch, load):
+    import huggingface_hub
+
+    from dflash_lab.acceptance import prompts as module
+
+    asked = []
+
+    def download(repository, file, **options):
+        asked.append((repository, file, options["repo_type"]))
+        if len(asked) > 1:
+            raise OSError("the line is cut")
+        return str(written(tmp_path / "got" / file, [RECORDS["gsm8k"][1]]))
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "out_of_reach", lambda: "")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert load("gsm8k")[1] == {"gsm8k": 1}
+    assert asked == [("openai/gsm8k", "main/test-00000-of-00001.parquet", "dataset")]
+    with refused(InputError):
+        find_sets("mbpp")
 
 
 def test_heldout_prompts_take_the_first_answer(tmp_path):

@@ -248,6 +248,43 @@ def test_prompts_from_a_file_with_two_turns_and_a_second_drafter(run_of, params_
     assert result.figures["tau_offline"] == pytest.approx(result.figures["tau_trained"], rel=0.03)
 
 
+def test_several_sets_are_measured_together_and_told_apart(params_of, tmp_path):
+    """Each set has the numbers that it has alone; the overall ones are those of all answers."""
+    from dflash_lab.views import acceptance as views
+
+    (tmp_path / "q.jsonl").write_text(
+        '{"question": "Hi?", "answer": "1"}\n{"question": "Who?", "answer": "2"}\n'
+    )
+    (tmp_path / "mt.json").write_text('[{"prompt_id": 1, "category": "stem", "prompt": ["Hi", "And?"]}]')
+    both = f"gsm8k={tmp_path / 'q.jsonl'},mt-bench={tmp_path / 'mt.json'}"
+    short = {**CHAINS, "max_new_tokens": 12, "untrained_tokens": 4}
+    result, alone = (
+        execute(params_of("llama", prompts=which, **short)) for which in (both, both.split(",")[0])
+    )
+    assert result.figures["prompts"] == 3 and result.answers.filter(method="plain").height == 4
+    assert result.figures["tau_trained"] == pytest.approx(
+        result.answers.filter(method="trained")["tau"].mean(), abs=1e-4
+    )
+    assert {name: facts["available"] for name, facts in result.facts["sets"].items()} == {
+        "gsm8k": 2,
+        "mt-bench": 1,
+    }
+    table = AcceptanceResult.load(params_of("llama").folder).sets
+    (own,) = table.filter(method="trained").rows(named=True)
+    assert (own["set"], own["prompts"], own["answers"]) == ("gsm8k", 2, 2) and own["speedup"] > 0
+    assert [round(own[name], 4) for name in ("tau", "low", "high", "tau_offline")] == [
+        alone.figures[name] for name in ("tau_trained", "tau_trained_low", "tau_trained_high", "tau_offline")
+    ]
+    first, second = result.sets.filter(method="trained").rows(named=True)
+    same = ("set", "prompts", "tokens", "tau", "low", "high", "tau_offline")
+    assert [first[name] for name in same] == [own[name] for name in same]
+    assert (second["set"], second["prompts"], second["answers"]) == ("mt-bench", 1, 2)
+    bars = views.sets(result.sets)
+    assert [bar.name for bar in bars.data] == ["trained", "untrained", "trained, offline"]
+    assert list(bars.data[0].x) == ["gsm8k", "mt-bench"]
+    assert views.sets_html(result.sets).count("<table>") == 2
+
+
 def texts(result: AcceptanceResult, method: str) -> dict[str, list[str]]:
     """The pieces of each prompt's answer."""
     prompts = dict(result.answers.filter(method=method).select("answer", "prompt").iter_rows())
@@ -347,5 +384,5 @@ def test_answers_of_other_text_are_not_held_against_the_drafter(factor, same):
     from dflash_lab.acceptance.evaluate import Agreement
 
     taus = np.asarray([2.0, 3.0, 4.0])
-    found = Agreement(taus, np.asarray(factor) * taus, np.asarray(same))
+    found = Agreement(taus, np.asarray(factor) * taus, np.asarray(same), np.arange(3))
     check_wording(f"{found.gap:.4f}, judged {found.judged_gap:.4f}: {found.sentence(0.03)}")

@@ -81,7 +81,7 @@ def test_data_is_the_targets_own_and_what_is_measured_is_apart(target, tmp_path,
         {"task_id": f"HumanEval/{i}", "prompt": f"def f{i}():", "entry_point": f"f{i}"} for i in range(3)
     )
     problems.write_text("".join(json.dumps(one) + "\n" for one in given))
-    monkeypatch.setattr(quality_data, "humaneval_file", lambda: problems)
+    monkeypatch.setattr(quality_data, "set_file", lambda name: problems)
     monkeypatch.setattr(quality_data, "MEASURED_TOKENS", 9)
     sizes = dict(tokens=700, answer_tokens=8, temperature=2.0, heldout=3, problems=2, small_tokens=200)
     small = tmp_path / "small"
