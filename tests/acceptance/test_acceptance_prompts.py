@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import sys
 from types import SimpleNamespace
 
@@ -468,6 +469,9 @@ def test_subsets_and_parts_are_fixed_by_the_seed():
     first = draw_prompts(prompts, 5, seed=1)
     assert first == draw_prompts(prompts, 5, seed=1) != draw_prompts(prompts, 5, seed=2)
     assert draw_prompts(prompts, 0, seed=1)[:5] == first
+    order = list(range(20))  # as dflash 0.1.0 draws
+    random.Random(42).shuffle(order)
+    assert [prompt.input_ids[0] for prompt in draw_prompts(prompts, 20, seed=42)] == order
     assert split_dev(5, 0.5) == ([0, 1], [2, 3, 4])
     assert split_dev(1, 0.5) == ([0], [0]) and split_dev(2, 0.95) == ([0], [1])
 
