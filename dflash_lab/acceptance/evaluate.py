@@ -79,7 +79,7 @@ class Evaluator:
             thinking=settings.thinking,
             date=self.answers.date(),
         )
-        source = settings.samples if settings.prompts == "heldout" else settings.prompts
+        source = settings.samples if self.answers.stored else settings.prompts
         check_vocabulary(self.prompts, self.target.vocab_size, str(source))
         self.methods = Methods(
             self.target,

@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from dflash_lab.acceptance.decode import Draft, Study
-from dflash_lab.acceptance.prompts import Prompt
+from dflash_lab.acceptance.prompts import HELDOUT, Prompt, chosen
 from dflash_lab.acceptance.results import OfflineReport
 from dflash_lab.acceptance.settings import EvaluationSettings
 from dflash_lab.acceptance.tree import accepted_by_budget
@@ -300,7 +300,7 @@ class Answers:
 
     def __init__(self, settings: EvaluationSettings, target: Target, tap_ids: tuple[int, ...]) -> None:
         self._settings, self._target, self._tap_ids = settings, target, tap_ids
-        self.stored = settings.prompts == "heldout"
+        self.stored = [one.name for one in chosen(settings.prompts)] == [HELDOUT]
         self._store = self._open(settings.store) if self.stored and settings.store is not None else None
         self.has_final = self._store is None or self._store.has_final
 

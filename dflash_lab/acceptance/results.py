@@ -49,7 +49,9 @@ class Evaluation:
         """What `by_set` says of the answers; no rows for a result of an earlier version."""
         known = "set" in self.answers.columns
         return (
-            by_set(self.answers, seed=self.facts["protocol"]["seed"]) if known else pl.DataFrame(schema=SETS)
+            by_set(self.answers, seed=self.facts["protocol"]["seed"])
+            if known
+            else pl.DataFrame(schema=SET_COLUMNS)
         )
 
     @property
@@ -161,7 +163,7 @@ def bootstrap(values: np.ndarray, *, seed: int = 0) -> Interval:
     return Interval(float(low), float(high))
 
 
-SETS = {
+SET_COLUMNS = {
     "set": pl.String,
     "method": pl.String,
     "prompts": pl.Int64,
@@ -176,7 +178,7 @@ SETS = {
 
 
 def by_set(answers: pl.DataFrame, *, seed: int = 0) -> pl.DataFrame:
-    """Return one row a set of prompts and method (see `SETS`), in the order of `answers`, which is
+    """Return one row a set of prompts and method (see `SET_COLUMNS`), in the order of `answers`, which is
     `evaluate.answers_frame`'s.
 
     `tau`, its interval and `tau_offline` are null where no answer has a round; `speedup` is null where one
@@ -205,7 +207,7 @@ def by_set(answers: pl.DataFrame, *, seed: int = 0) -> pl.DataFrame:
             }
         )
     order = {name: place for place, name in enumerate(answers["set"].unique(maintain_order=True))}
-    return pl.DataFrame(sorted(rows, key=lambda row: order[row["set"]]), schema=SETS)
+    return pl.DataFrame(sorted(rows, key=lambda row: order[row["set"]]), schema=SET_COLUMNS)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dflash_lab import files
-from dflash_lab.acceptance.prompts import HELDOUT, chosen
+from dflash_lab.acceptance.prompts import HELDOUT, chosen, find_sets
 from dflash_lab.acceptance.results import Evaluation
 from dflash_lab.acceptance.settings import EvaluationSettings
 from dflash_lab.params import StageParams, param
@@ -110,9 +110,11 @@ class AcceptanceParams(StageParams):
         return paths
 
     def needs(self) -> list[tuple[Path, str]]:
-        """The drafter, and the samples where prompts come from them."""
+        """The drafter, and the samples where prompts come from them; a set of prompts that is not here is
+        refused as it is looked for.
+        """
         needed = [(self.drafter_path / "config.json", "" if self.drafter else "train_drafter")]
-        if any(one.name == HELDOUT for one in chosen(self.prompts)):
+        if any(one.name == HELDOUT for one in find_sets(self.prompts)):
             needed.append((self.samples_path, "" if self.samples else "prepare"))
         return needed
 

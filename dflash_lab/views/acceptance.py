@@ -69,8 +69,8 @@ def taus(figures: dict[str, Any]) -> go.Figure:
 
 
 def sets(table: pl.DataFrame) -> go.Figure:
-    """Acceptance lengths of each set of prompts side by side, with bootstrap intervals; diamonds are the
-    trained drafter's offline ones. `table`: see `results.by_set`.
+    """Acceptance lengths of each set of prompts side by side, with bootstrap intervals, and the trained
+    drafter's offline ones, hatched. `table`: see `results.by_set`.
     """
     fig = go.Figure()
     shown = table.filter(pl.col("tau").is_not_null())
@@ -86,14 +86,14 @@ def sets(table: pl.DataFrame) -> go.Figure:
             hovertemplate="%{x}: tau %{y:.3f}<br>%{customdata[0]} prompts, %{customdata[1]} tokens<br>"
             "%{customdata[2]:.2f} times plain decoding<extra>" + method + "</extra>",
         )
-    offline = shown.filter(pl.col("tau_offline").is_not_null())
-    fig.add_scatter(
-        x=[escape(name) for name in offline["set"]],
-        y=offline["tau_offline"],
-        name="trained, offline",
-        mode="markers",
-        marker={"symbol": "diamond", "size": 10, "color": RED},
-    )
+        if method == "trained":
+            fig.add_bar(
+                x=[escape(name) for name in rows["set"]],
+                y=rows["tau_offline"],
+                name="trained, offline",
+                marker={"color": BLUE, "pattern": {"shape": "/"}},
+                hovertemplate="%{x}: tau %{y:.3f}<extra>trained, offline</extra>",
+            )
     fig.add_hline(y=1, line={"color": GREY, "dash": "dot"}, annotation_text="no draft accepted")
     fig.update_layout(
         title="Acceptance length by set of prompts",

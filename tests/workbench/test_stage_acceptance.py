@@ -280,7 +280,7 @@ def test_several_sets_are_measured_together_and_told_apart(params_of, tmp_path):
     assert [first[name] for name in same] == [own[name] for name in same]
     assert (second["set"], second["prompts"], second["answers"]) == ("mt-bench", 1, 2)
     bars = views.sets(result.sets)
-    assert [bar.name for bar in bars.data] == ["trained", "untrained", "trained, offline"]
+    assert [bar.name for bar in bars.data] == ["trained", "trained, offline", "untrained"]
     assert list(bars.data[0].x) == ["gsm8k", "mt-bench"]
     assert views.sets_html(result.sets).count("<table>") == 2
 
