@@ -286,8 +286,8 @@ def _entry(text: str) -> Chosen:
         return Chosen(text, name)
     name, _, path = text.partition("=")
     if path and (known := _NAMES.get(_key(name.strip()))) in SETS:
-        return Chosen(text, known, Path(path.strip()).expanduser())
-    return Chosen(text, "", Path(text).expanduser())
+        return Chosen(text, known, Path(os.path.expanduser(path.strip())))
+    return Chosen(text, "", Path(os.path.expanduser(text)))
 
 
 def find_sets(which: str) -> list[Chosen]:

@@ -345,6 +345,7 @@ def test_values_of_the_parameter(tmp_path, monkeypatch):
         "x=y.jsonl": ["x=y"],
         "somewhere/else.jsonl": ["else"],
         "./heldout,gsm8k": ["heldout,gsm8k"],
+        "~nobody/x.jsonl": ["x"],
         "a.json,b.parquet,c.jsonl.gz": ["a", "b", "c"],
         "": [],
     }
