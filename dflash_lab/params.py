@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -132,6 +133,16 @@ class Params(BaseModel):
     def changed(self, **values: Any) -> Self:
         """Return these parameters with some values changed, and checked again."""
         return type(self)(**{**self.as_dict(), **values})
+
+
+def no_address(text: str) -> str:
+    """Say why `text` is no server's address, empty if it is one."""
+    found = urlsplit(text)
+    if found.scheme not in ("http", "https") or not found.hostname:
+        return "give an address such as http://localhost:8000/v1"
+    if found.username or found.password or found.query:
+        return "give the address alone; a key goes into the environment as DFLASH_LAB_SERVER_KEY"
+    return ""
 
 
 def _refused(item: Any, told: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 HIDDEN = "[hidden]"
-_NAMES = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL)", re.IGNORECASE)
+_NAMES = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|(API|ACCESS|SERVER)_?KEY|CREDENTIAL)", re.IGNORECASE)
 _SHAPES = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[0-9A-Z]{16})\b"
 )

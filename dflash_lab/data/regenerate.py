@@ -50,7 +50,8 @@ class Speaker:
     """The target as functions, and the settings that its answers depend on."""
 
     ask: Callable[[Conversation], Answerable]
-    generate: Callable[[list[list[int]]], list[list[int]]]  # prompts -> new ids, closing token included
+    # prompts -> (number of the prompt, new ids with the closing token, or why there are none), as they come
+    generate: Callable[[list[list[int]]], Iterable[tuple[int, list[int] | BadRecord]]]
     settings: str  # target, decoding and limits in words: answers made otherwise are not reused
 
 
@@ -142,8 +143,8 @@ def regenerate(
     The last answer keeps the very ids that were generated (text decoded and encoded again may come out as
     other tokens); earlier ones enter the next prompt as text, as they would in a chat. Prompts of a window of
     conversations are sorted by length and generated `batch` at a time. Conversations that the template
-    refuses, or with a prompt over `max_prompt` tokens (0: any), go to `problems`. `on_answers` is told the
-    number of new answers after every batch; it may raise to stop.
+    refuses, whose answer fails, or with a prompt over `max_prompt` tokens (0: any), go to `problems`.
+    `on_answers` is told the number of new answers after every batch; it may raise to stop.
     """
     source = iter(conversations)
     while chunk := list(itertools.islice(source, window)):
@@ -172,6 +173,8 @@ def regenerate(
             open_ = []
             for (conversation, asked, _), tokens in zip(waiting, told, strict=True):
                 with _problems(conversation, problems):
+                    if isinstance(tokens, BadRecord):
+                        raise tokens
                     asked.answer(tokens)
                     open_.append((conversation, asked))
         yield from (done[id(one)] for one in chunk if id(one) in done)
@@ -192,7 +195,7 @@ def _answers(
     answers: AnswerFile,
     batch: int,
     on_answers: Callable[[int], None] | None,
-) -> list[list[int]]:
+) -> list[list[int] | BadRecord]:
     """Return the answer to each prompt, generating and storing those that are not on disk."""
     keys = [answers.key(prompt) for prompt in prompts]
     missing: dict[bytes, list[int]] = {}
@@ -202,11 +205,14 @@ def _answers(
         else:
             missing.setdefault(key, prompt)
     by_length = sorted(missing.items(), key=lambda item: len(item[1]))
+    failed: dict[bytes, BadRecord] = {}
     for start in range(0, len(by_length), batch):
         group = by_length[start : start + batch]
-        new = speaker.generate([prompt for _, prompt in group])
-        for (key, _), answer in zip(group, new, strict=True):
-            answers.put(key, answer)
+        for number, answer in speaker.generate([prompt for _, prompt in group]):
+            if isinstance(answer, BadRecord):
+                failed[group[number][0]] = answer
+            else:
+                answers.put(group[number][0], answer)
         if on_answers is not None:
             on_answers(len(group))
-    return [answers.get(key) for key in keys]
+    return [failed[key] if key in failed else answers.get(key) for key in keys]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -35,18 +36,20 @@ from dflash_lab.data.regenerate import AnswerFile, Speaker, regenerate, sealed_l
 from dflash_lab.data.samples import MASK_RULES, Sample, WriteReport, fitted, scan_samples, write_samples
 from dflash_lab.errors import InputError
 from dflash_lab.files import Move
-from dflash_lab.params import StageParams, param
+from dflash_lab.params import StageParams, no_address, param
 from dflash_lab.progress import ProgressCallback
 from dflash_lab.provenance import provenance
 
 if TYPE_CHECKING:
     from dflash_lab.models.load import Target
+    from dflash_lab.models.server import Server
     from dflash_lab.models.template import Dialogue
 
 log = logging.getLogger(__name__)
 _PREVIEWS = 3  # samples shown with their mask
 _PREVIEW_CHOICE = 256  # of so many
 _PREVIEW_TOKENS = 400
+_WINDOW = 1024  # conversations whose answers are open at a time
 _EXTRA_ROUNDS = 8  # of drawing prompts again where the target repeated itself
 
 
@@ -76,6 +79,10 @@ class PrepareParams(StageParams):
     self_prompts: int = param(0, "prompts the target writes itself, beside the input", low=0)
     self_prompt_tokens: int = param(64, "longest prompt it writes", unit="tokens", low=1)
     batch_size: int = param(0, "answers generated and saved together; 0: what suits the device", low=0)
+    server: str = param("", "ask this server for answers, http://host:port/v1; empty: load the target")
+    server_model: str = param("", "the model it serves; empty: the only one")
+    server_requests: int = param(32, "requests sent to it at a time", low=1, high=4096)
+    server_timeout_s: int = param(600, "longest wait for a word of it", unit="s", low=1)
 
     @property
     def samples_path(self) -> Path:
@@ -103,6 +110,11 @@ class PrepareParams(StageParams):
             self.require(not why, "mixture" if self.mixture else "input", why)
         if self.self_prompts:
             self.require(self.regenerate != "off", "self_prompts", "prompts need answers: set regenerate")
+        if self.server:
+            self.require(self.regenerate != "off", "server", "it is asked for answers: set regenerate")
+            told = "a server is not asked for prompts, only for answers: leave server empty, or give 0"
+            self.require(not self.self_prompts, "self_prompts", told)
+            self.require(not (why := no_address(self.server)), "server", why)
         if self.regenerate != "off" and self.max_length:
             enough = self.max_new_tokens < self.max_length
             self.require(
@@ -162,9 +174,18 @@ def run_prepare(params: PrepareParams, progress: ProgressCallback | None = None)
         "parameters": params.as_dict(),
         **provenance(),
     }
-    samples = work.answered() if params.regenerate != "off" else work.rendered(tokenizer)
     staged = params.fresh / "samples.parquet"  # takes its place in the run when the numbers add up
-    report = write_samples(staged, samples, heldout_fraction=params.heldout_fraction, provenance=made)
+    with contextlib.ExitStack() as open_:
+        if params.server:
+            from dflash_lab.models.server import Server
+
+            limits = {"timeout_s": params.server_timeout_s}
+            server = open_.enter_context(Server(params.server, params.target, params.server_model, **limits))
+            made["answers_by"] = {"server": server.url, "model": server.model, "form": server.form}
+            samples = work.served(server)
+        else:
+            samples = work.answered() if params.regenerate != "off" else work.rendered(tokenizer)
+        report = write_samples(staged, samples, heldout_fraction=params.heldout_fraction, provenance=made)
     figures = work.figures(report, staged)
     unaccounted = figures["samples_in"] - report.stored - report.duplicates - figures["lost"]
     if unaccounted:
@@ -181,7 +202,7 @@ def run_prepare(params: PrepareParams, progress: ProgressCallback | None = None)
 
 class Preparation:
     """The counts and problems of one run, and the two ways a conversation becomes a sample: `rendered` as it
-    is, or `answered` by the target.
+    is, `answered` by the target, or by what is `served`.
     """
 
     def __init__(self, params: PrepareParams, report: ProgressCallback) -> None:
@@ -234,21 +255,57 @@ class Preparation:
             self._counts["answers_generated"] += count
             self.report("answers", self._counts["answers_generated"], 0, reused=answers.reused)
 
-        for found in regenerate(
-            self._prompts(target),
-            speaker,
-            answers,
-            self._unfit,
-            batch=params.batch_size or usual_batch(target),
-            max_prompt=params.max_length - params.max_new_tokens if params.max_length else 0,
-            on_answers=generated,
-        ):
-            one = found.conversation
-            self._counts["answers_cut"] += found.cut
+        batch = params.batch_size or usual_batch(target)
+        yield from self._anew(self._prompts(target), speaker, answers, batch=batch, on_answers=generated)
+
+    def served(self, server: Server) -> Iterator[Sample]:
+        """Let a server write all answers."""
+        counts, failures = self._counts, Counter[str]()
+
+        def asked(prompts: list[list[int]]) -> Iterator[tuple[int, list[int] | BadRecord]]:
+            found = server.answer_all(
+                prompts,
+                self.params.max_new_tokens,
+                requests=self.params.server_requests,
+                on_wait=tell,
+                temperature=_temperature(self.params),
+                seed=self.params.seed,
+            )
+            with contextlib.closing(found):
+                for number, answer in found:
+                    if isinstance(answer, BadRecord):
+                        failures[answer.kind] += 1
+                        yield number, answer
+                    else:
+                        counts["answers_generated"] += 1
+                        yield number, answer.tokens
+                    tell()  # which may raise to stop: the answer is on disk
+
+        def tell() -> None:
+            told = {kind.replace(" ", "_"): count for kind, count in failures.items()}
+            self.report("answers", counts["answers_generated"], 0, reused=answers.reused, **told)
+
+        speaker = speaker_at(server, asked, self.params)
+        answers = AnswerFile(self.params.folder / "answers.jsonl", speaker.settings)
+        yield from self._anew(self._read(), speaker, answers, batch=_WINDOW)
+        form = "answers_as_text" if server.form == "text" else "answers_as_ids"
+        counts[form] = counts["answers_generated"] + counts["answers_reused"]
+
+    def _anew(
+        self, conversations: Iterator[Conversation], speaker: Speaker, answers: AnswerFile, **how: Any
+    ) -> Iterator[Sample]:
+        """Yield the conversations with their answers written by `speaker`, counting what became of them."""
+        room = self.params.max_length - self.params.max_new_tokens if self.params.max_length else 0
+        found = regenerate(
+            conversations, speaker, answers, self._unfit, window=_WINDOW, max_prompt=room, **how
+        )
+        for answered in found:
+            one = answered.conversation
+            self._counts["answers_cut"] += answered.cut
             self._counts["answers_reused"] = answers.reused
             try:
-                yield self._sample(one, found.input_ids, found.loss_mask)
-                self._note(one, found.notes)
+                yield self._sample(one, answered.input_ids, answered.loss_mask)
+                self._note(one, answered.notes)
             except BadRecord as error:
                 self._unfit.append(one.problem(error))
 
@@ -386,6 +443,7 @@ class Preparation:
             "forged_tokens": lost["control tokens"],
             **{f"noted_{kind.replace(' ', '_')}": number for kind, number in sorted(noted.items())},
             **{name: counts[name] for name in ("answers_generated", "answers_reused", "answers_cut")},
+            **{name: counts[name] for name in ("answers_as_ids", "answers_as_text") if self.params.server},
             **{f"lost_{kind.replace(' ', '_')}": count for kind, count in sorted(lost.items()) if count},
         }
         if self.params.mixture:
@@ -395,41 +453,68 @@ class Preparation:
         return found
 
 
-# ---- The target as the data room sees it: functions that ask and answer, and prompts it writes itself ----
+# ---- Who answers, as the data room sees it: functions that ask and answer, and the target's own prompts ----
 
 
 def speaker_of(target: Target, params: PrepareParams) -> Speaker:
     """Return the functions of `target`; each batch of answers is seeded by the prompts in it."""
     from dflash_lab.models.generate import generate
-    from dflash_lab.models.template import Dialogue
 
-    temperature = params.temperature if params.regenerate == "sampled" else 0.0
-    stop_ids = frozenset(target.stop_ids)
-
-    def ask(one: Conversation) -> Dialogue:
-        options: dict[str, Any] = {"thinking": params.thinking, "date": params.date, "stop_ids": stop_ids}
-        return Dialogue(target.tokenizer, one.messages, tools=one.tools, **options)
-
-    def answers_to(prompts: list[list[int]]) -> list[list[int]]:
+    def answers_to(prompts: list[list[int]]) -> Iterator[tuple[int, list[int]]]:
         tokens = np.concatenate([np.asarray(ids, "<i4") for ids in prompts])
-        return generate(
+        found = generate(
             target,
             prompts,
             max_new_tokens=params.max_new_tokens,
-            temperature=temperature,
+            temperature=_temperature(params),
             seed=xxhash.xxh3_64(tokens.tobytes(), seed=params.seed).intdigest() >> 1,
             batch=params.batch_size,
         )
+        return enumerate(found)
+
+    by = {"target": target.identity, "dtype": str(target.dtype)}
+    return _speaker(target.tokenizer, target.stop_ids, answers_to, by, params)
+
+
+def speaker_at(server: Server, generate: Any, params: PrepareParams) -> Speaker:
+    """Return the functions of what a server serves; `generate` asks it."""
+    from dflash_lab.models.source import template_hash, tokenizer_hash
+
+    tokenizer = server.tokenizer
+    by = {
+        "target": params.target,
+        "tokenizer": tokenizer_hash(tokenizer),
+        "template": template_hash(tokenizer),
+        "served": server.model,
+        "text": server.form == "text",
+    }
+    return _speaker(tokenizer, server.stop_ids, generate, by, params)
+
+
+def _speaker(
+    tokenizer: Any, stop_ids: Iterable[int], generate: Any, by: dict[str, Any], params: PrepareParams
+) -> Speaker:
+    """Return a speaker whose answers are told apart from others' by who gave them and by the settings."""
+    from dflash_lab.models.template import Dialogue
+
+    stops, temperature = frozenset(stop_ids), _temperature(params)
+
+    def ask(one: Conversation) -> Dialogue:
+        options: dict[str, Any] = {"thinking": params.thinking, "date": params.date, "stop_ids": stops}
+        return Dialogue(tokenizer, one.messages, tools=one.tools, **options)
 
     settings = {
-        "target": target.identity,
-        "dtype": str(target.dtype),
+        **by,
         "thinking": params.thinking,
         "temperature": temperature,
         "max_new_tokens": params.max_new_tokens,
         "seed": params.seed if temperature else 0,
     }
-    return Speaker(ask=ask, generate=answers_to, settings=json.dumps(settings, sort_keys=True))
+    return Speaker(ask=ask, generate=generate, settings=json.dumps(settings, sort_keys=True))
+
+
+def _temperature(params: PrepareParams) -> float:
+    return params.temperature if params.regenerate == "sampled" else 0.0
 
 
 def own_prompts(target: Target, params: PrepareParams, report: ProgressCallback) -> list[str]:

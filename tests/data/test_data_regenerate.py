@@ -45,7 +45,7 @@ class Machine:
         if len(self.batches) == self.fail_at:
             raise KeyboardInterrupt
         self.batches.append(prompts)
-        return [[*ids_of(self.answer_to(prompt)), STOP][: self.limit] for prompt in prompts]
+        return enumerate([*ids_of(self.answer_to(prompt)), STOP][: self.limit] for prompt in prompts)
 
     def answer_to(self, prompt):
         asked = text_of(prompt).removesuffix("<|im_end|>\n<|im_start|>assistant\n")
