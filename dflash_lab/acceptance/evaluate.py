@@ -24,6 +24,7 @@ from dflash_lab.acceptance.decode import Decoded, Proposer, Study, TargetRun, ch
 from dflash_lab.acceptance.diagnose import (
     CHECKS_SCHEMA,
     SUSPECT,
+    Check,
     checks_frame,
     diagnose,
     likely_cause,
@@ -46,11 +47,13 @@ from dflash_lab.acceptance.results import (
     compare,
     operating_points,
 )
+from dflash_lab.acceptance.served import Served, different, measure, sentence, served_checks
 from dflash_lab.acceptance.settings import EvaluationSettings
 from dflash_lab.drafter.checkpoint import load_checkpoint
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError, UnsupportedTarget
 from dflash_lab.models.load import Target, choose_device, load_target
+from dflash_lab.models.server import ServedAnswer, Server
 from dflash_lab.models.template import TemplateFailure, template_of
 
 logger = logging.getLogger(__name__)
@@ -61,9 +64,13 @@ class Evaluator:
 
     def __init__(self, settings: EvaluationSettings, progress: Callable[..., None] | None = None) -> None:
         self.settings, self.progress = settings, progress
-        sets = find_sets(
-            settings.prompts
-        )  # before the target is loaded: a set that is not here is said at once
+        # Before anything is loaded: a set that is not here, or what is wrong with the server, is told at once.
+        sets = find_sets(settings.prompts)
+        self.server: Server | None = None
+        if settings.server:
+            limits = {"timeout_s": settings.server_timeout_s}
+            self.server = Server(settings.server, settings.target, settings.server_model, **limits)
+        self.served: list[Served] = []
         device = choose_device(settings.device)
         self.target = load_target(settings.target, device=device, dtype=settings.dtype, seed=settings.seed)
         self.drafter = self._load(settings.drafter)
@@ -104,6 +111,7 @@ class Evaluator:
         """Do everything in order."""
         settings = self.settings
         self._decode_basics()
+        self._serve()
         report = self._offline()
         operating = self._operating(report)
         self._decode_best()
@@ -212,6 +220,66 @@ class Evaluator:
                 "other_minus_trained_low": round(paired.interval.low, 4),
                 "other_minus_trained_high": round(paired.interval.high, 4),
             }
+
+    def _serve(self) -> None:
+        """Send the same prompts to the running server at each concurrency, the lowest first."""
+        settings, plain, trained = self.settings, self.studies["plain"], self.studies["trained"]
+        if self.server is None:
+            return
+        limits = [self.prompts[number].longest(settings.max_new_tokens) for number in plain.prompt]
+        sampling = dict(temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k)
+        lengths = [length for answer in trained.answers for length in answer.lengths]
+        counted = float(np.mean(lengths)) if lengths else 1.0
+        self.figures["tau_trained_counted"] = round(counted, 4)
+        rows = []
+        with self.server as server:
+            for size in sorted(set(settings.server_concurrency)):
+                found = measure(
+                    server,
+                    plain.asked,
+                    limits,
+                    size,
+                    lambda done, size=size: self._tick(f"serve at {size}", done, len(limits)),
+                    seed=settings.seed,
+                    **sampling,
+                )
+                self.served.append(found)
+                row = found.row()
+                if settings.temperature == 0:
+                    row["different"] = different(found, [answer.tokens for answer in plain.answers])
+                rows.append(row)
+                self.figures[f"served_tokens_per_s_at_{size}"] = row["tokens_per_s"]
+                if found.tau is not None:
+                    self.figures[f"tau_served_at_{size}"] = row["tau"]
+        first = self.served[0]
+        if first.tau is not None:
+            self.figures["tau_served"] = round(first.tau, 4)
+            self.figures["tau_served_gap_pct"] = round(100 * (first.tau / counted - 1), 2)
+        judged = settings.temperature == 0
+        self.facts["served"] = {
+            "server": server.url,
+            "model": server.model,
+            "form": server.form,
+            "said": sentence(first, counted, judged, settings.gap_tolerance),
+            "rows": rows,
+        }
+
+    def _served_apart(self) -> bool:
+        """Whether the server's tau is not the decoded one, or not known."""
+        if not self.served:
+            return False
+        gap = self.figures.get("tau_served_gap_pct")
+        beyond = gap is not None and abs(gap) > 100 * self.settings.gap_tolerance
+        return gap is None or (beyond and self.settings.temperature == 0)
+
+    def _served_checks(self) -> list[Check]:
+        if not self.served or self.server is None:
+            return []
+        first, plain, greedy = self.served[0], self.studies["plain"], self.settings.temperature == 0
+        tokens = [answer.tokens if isinstance(answer, ServedAnswer) else [] for answer in first.answers]
+        study = Study("served", [Decoded(ids) for ids in tokens], plain.asked, plain.prompt)
+        apart = differences(self.target, plain, study) if greedy else []
+        return served_checks(first, self.server, apart, self.size, greedy)
 
     def _offline(self) -> OfflineReport:
         """Offline metrics of the decoded prompts, then of more held-out samples; the former's answer
@@ -342,7 +410,8 @@ class Evaluator:
         if lossy:
             told += " Some greedy answers are not the target's own: decoding is at fault."
         self.facts["agreement"] = told
-        doubt = disagree or lossy or self.rendered.verdict == SUSPECT
+        apart = self._served_apart()
+        doubt = disagree or lossy or apart or self.rendered.verdict == SUSPECT
         if settings.diagnose == "never" or (settings.diagnose == "auto" and not doubt):
             return pl.DataFrame(schema=CHECKS_SCHEMA)
         samples, thinking = self.answers.made_by()
@@ -354,7 +423,8 @@ class Evaluator:
             thinking=thinking,
             progress=self.progress,
         )
-        self.facts["cause"] = likely_cause(checks, disagree or lossy)
+        checks += self._served_checks()
+        self.facts["cause"] = likely_cause(checks, disagree or lossy or apart)
         return checks_frame(checks)
 
 

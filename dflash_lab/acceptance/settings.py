@@ -40,4 +40,8 @@ class EvaluationSettings:
     offline_samples: int
     cost_repeats: int
     gap_tolerance: float
+    server: str  # address of a running one to measure besides; empty: none
+    server_model: str
+    server_concurrency: Sequence[int]
+    server_timeout_s: int
     diagnose: str  # auto | always | never

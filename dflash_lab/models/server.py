@@ -530,10 +530,9 @@ class Server:
         told = (body.get("metrics") or {}).get("speculative_decoding")
         if not isinstance(told, dict):
             return None
-        counts = (
-            int(told[f"num_{name}"]) for name in ("spec_steps", "draft_tokens", "accepted_draft_tokens")
-        )
-        return Drafting(*counts, tokens=tokens)
+        names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+        rounds, drafted, accepted = (int(told[name]) for name in names)
+        return Drafting(rounds, drafted, accepted, tokens)
 
     def counters(self, at_least: int = 0) -> Drafting | None:
         """Return vLLM's counters since its start, of all its users; None where it shows none.

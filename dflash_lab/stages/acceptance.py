@@ -13,7 +13,7 @@ from dflash_lab import files
 from dflash_lab.acceptance.prompts import HELDOUT, chosen, find_sets
 from dflash_lab.acceptance.results import Evaluation
 from dflash_lab.acceptance.settings import EvaluationSettings
-from dflash_lab.params import StageParams, param
+from dflash_lab.params import StageParams, no_address, param
 from dflash_lab.stages.judgement import of_acceptance
 
 logger = logging.getLogger(__name__)
@@ -69,10 +69,19 @@ class AcceptanceParams(StageParams):
     gap_tolerance: float = param(0.03, "offline and decoded tau may differ by this share", low=0.0, high=1.0)
     diagnose: str = param("auto", "checks for likely faults: auto (when taus disagree), always, never",
                           choices=("auto", "always", "never"))  # fmt: skip
+    server: str = param(
+        "", "also measure this running server, http://host:port/v1; empty: none", group="a running server"
+    )
+    server_model: str = param("", "the model it serves; empty: the only one")
+    server_concurrency: list[int] = param([1, 8], "requests at a time, each measured", low=1, high=4096)
+    server_timeout_s: int = param(600, "longest wait for a word of it", unit="s", low=1)
 
     def check(self) -> None:
         """A temperature is 0, or one that logits can be divided by."""
         self.require(self.temperature == 0 or self.temperature >= 0.01, "temperature", "0, or at least 0.01")
+        if self.server:
+            self.require(not (why := no_address(self.server)), "server", why)
+            self.require(bool(self.server_concurrency), "server_concurrency", "give at least one")
 
     @property
     def drafter_path(self) -> Path:

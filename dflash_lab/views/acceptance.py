@@ -42,6 +42,8 @@ def taus(figures: dict[str, Any]) -> go.Figure:
         "tau_trained": ("trained", BLUE),
         "tau_no_selector": ("trained, no selector", ORANGE),
         "tau_offline": ("trained, offline", SKY),
+        "tau_trained_counted": ("trained, as servers count", BLUE),
+        "tau_served": ("served", RED),
         "tau_tree_decoded": ("tree", GREEN),
         "tau_tree": ("tree, offline test part", GREEN),
         "tau_other": ("other drafter", PURPLE),
@@ -122,6 +124,50 @@ def sets_html(table: pl.DataFrame) -> str:
         head = "".join(f"<th>{escape(text).replace('_', ' ')}</th>" for text in heads)
         parts.append(f"<p><b>{escape(name)}</b></p><table><tr>{head}</tr>{lines}</table>")
     return "".join(parts)
+
+
+def served(rows: list[dict[str, Any]], figures: dict[str, Any]) -> go.Figure:
+    """Tau and tokens a second of a running server at each concurrency, beside decoded and offline tau."""
+    names = [f"{row['concurrency']} at a time" for row in rows]
+    told = [[row["first_token_ms"], row["latency_p50_ms"], row["latency_p95_ms"]] for row in rows]
+    fig = go.Figure()
+    fig.add_bar(
+        x=names,
+        y=[row["tau"] for row in rows],
+        name="served tau",
+        marker_color=RED,
+        text=["-" if row["tau"] is None else f"{row['tau']:.2f}" for row in rows],
+        textposition="inside",
+        customdata=told,
+        hovertemplate="%{x}: tau %{y:.3f}<br>first token %{customdata[0]:.0f} ms<br>answer "
+        "%{customdata[1]:.0f} ms (95 %: %{customdata[2]:.0f} ms)<extra></extra>",
+    )
+    fig.add_scatter(
+        x=names,
+        y=[row["tokens_per_s"] for row in rows],
+        name="tokens/s",
+        yaxis="y2",
+        mode="lines+markers",
+        marker_color=GREY,
+    )
+    for name, label, colour in (
+        ("tau_trained_counted", "decoded here", BLUE),
+        ("tau_offline", "offline", SKY),
+    ):
+        if name in figures:
+            fig.add_hline(y=figures[name], line={"color": colour, "dash": "dot"}, annotation_text=label)
+    fig.update_layout(
+        title="The running server",
+        yaxis={"title": "tokens a round (tau)", "rangemode": "tozero"},
+        yaxis2={"title": "tokens/s", "overlaying": "y", "side": "right", "rangemode": "tozero"},
+        legend=BELOW_LEFT,
+    )
+    return fig
+
+
+def served_table(rows: list[dict[str, Any]]) -> pl.DataFrame:
+    """What a running server answered, took and counted, one row a number of requests at a time."""
+    return pl.DataFrame(rows, infer_schema_length=None)
 
 
 def selector(figures: dict[str, Any]) -> go.Figure:
