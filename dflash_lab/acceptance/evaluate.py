@@ -234,12 +234,16 @@ class Evaluator:
         rows = []
         with self.server as server:
             for size in sorted(set(settings.server_concurrency)):
+
+                def tick(done: int, size: int = size) -> None:
+                    self._tick(f"serve at {size}", done, len(limits))
+
                 found = measure(
                     server,
                     plain.asked,
                     limits,
                     size,
-                    lambda done, size=size: self._tick(f"serve at {size}", done, len(limits)),
+                    tick,
                     seed=settings.seed,
                     **sampling,
                 )
