@@ -19,6 +19,7 @@ _MODULES = {  # where each name is
     "models.hooks": ("Taps", "default_tap_ids"),
     "models.template": ("render", "render_prompt"),
     "models.generate": ("generate",),
+    "models.server": ("Server",),
     "data.samples": ("FeatureItem", "Sample", "write_samples"),
     "data.batching": ("plan_batches",),
     "extraction.loop": ("extract",),
@@ -65,6 +66,7 @@ if TYPE_CHECKING:  # the same for a type checker
     from dflash_lab.models.generate import generate
     from dflash_lab.models.hooks import Taps, default_tap_ids
     from dflash_lab.models.load import Target, TargetHead, load_target
+    from dflash_lab.models.server import Server
     from dflash_lab.models.template import render, render_prompt
 else:
 

@@ -34,6 +34,7 @@ CONNECT_S = 10.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before a request is sent again, doubled each time
 TRIES, SLOW_TRIES = 6, 2  # of one request; of one that ran into the time limit
 IN_A_ROW = 16  # failures without an answer between them that end a run
+_ITS_OWN = {"server slow", "server busy", "server error", "server connection"}  # whatever the prompt
 SETTLE_S = 2.0  # how long counters may lag behind the last answer
 _QUOTED = 300  # characters of what a server says that are passed on
 IDS, NATIVE, TEXT = "ids", "native", "text"  # forms of an answer: vLLM's, SGLang's, and text alone
@@ -218,12 +219,14 @@ class Server:
         *,
         requests: int,
         on_wait: Callable[[], None] | None = None,
+        answered: bool = False,
         **how: Any,
     ) -> Generator[tuple[int, ServedAnswer | BadRecord], None, None]:
         """Yield (number of the prompt, answer or why there is none) as they come, `requests` at a time.
 
         `how`: as `answer` takes it. on_wait is called now and then while nothing comes; it may raise to stop.
-        `ServerError` after `IN_A_ROW` failures without an answer between them.
+        `ServerError` after `IN_A_ROW` failures without an answer between them. Once there was one (`answered`
+        says so from the start), those that lie in a prompt, such as one too long, are not among them.
         """
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
         todo = iter(list(enumerate(zip(prompts, limits, strict=True))))
@@ -250,8 +253,12 @@ class Server:
                 if isinstance(answer, Exception) and not isinstance(answer, BadRecord):
                     raise answer
                 yield number, answer
-                failed = failed + 1 if isinstance(answer, BadRecord) else 0
+                if not isinstance(answer, BadRecord):
+                    answered, failed = True, 0
+                elif not answered or answer.kind in _ITS_OWN:
+                    failed += 1
                 if failed >= IN_A_ROW:
+                    assert isinstance(answer, BadRecord)
                     raise ServerError(
                         f"{self.url}: {failed} requests in a row failed, the last one: {answer.reason} What "
                         "was answered is kept; once the server is well, the same command goes on."
@@ -287,7 +294,8 @@ class Server:
                 pause = min(FIRST_PAUSE_S * 2 ** (tried - 1), LONGEST_PAUSE_S)
                 pause = pause if again.pause_s is None else again.pause_s
                 log.info("%s Asked again in %.3g s.", again.error, pause)
-                stop.wait(pause)
+                if stop.wait(pause):
+                    raise again.error from None
         raise AssertionError("the last try returns or raises")
 
     def _request(

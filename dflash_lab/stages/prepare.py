@@ -268,6 +268,7 @@ class Preparation:
                 self.params.max_new_tokens,
                 requests=self.params.server_requests,
                 on_wait=tell,
+                answered=counts["answers_generated"] + answers.reused > 0,
                 temperature=_temperature(self.params),
                 seed=self.params.seed,
             )

@@ -275,6 +275,18 @@ def test_failed_records_are_named_and_the_others_are_stored(serve, params):
     check_wording(lost["reason"][0])
 
 
+def test_prompts_that_the_server_refuses_end_no_run_that_has_answers(serve, params, monkeypatch):
+    """The longest come last, so all that are too long for it fail in a row, in a second run too."""
+    monkeypatch.setattr(module, "IN_A_ROW", 2)
+    with serve().running() as running:
+        running.longest = 25
+        for _ in range(2):
+            result = execute(params(running, force=True))
+            assert result.figures["lost_server_refused"] == 5 and result.figures["samples_stored"] == 3
+    assert result.figures["answers_reused"] == 3
+    check_wording(result.problems["reason"][0])
+
+
 def test_nothing_but_failures_end_a_run_with_a_message(serve, params, monkeypatch):
     monkeypatch.setattr(module, "IN_A_ROW", 4)
     with serve().running() as running:

@@ -32,6 +32,7 @@ class ModelServer:
         self.prompt_tokens = 0  # more than the prompt has
         self.finish: str | None = ""  # in place of stop or length
         self.slow_s = 0.0
+        self.longest = 10**9  # tokens of a prompt
         self.page = False  # HTML in place of JSON
         self.dies_after = 10**9  # answers
         self.draft_tokens = 4  # slots that the drafter fills; 0: no drafter
@@ -126,6 +127,9 @@ class _Handler(BaseHTTPRequestHandler):
         time.sleep(of.slow_s)
         native = self.path == "/generate"
         prompt = body["input_ids" if native else "prompt"]
+        if len(prompt) > of.longest:
+            self._give({"error": {"message": f"a prompt has at most {of.longest} tokens"}}, 400)
+            return
         limit = body["sampling_params"]["max_new_tokens"] if native else body["max_tokens"]
         ids, rounds, closed = of.generated(prompt, limit)
         reason = of.finish if of.finish != "" else ("stop" if closed else "length")
