@@ -64,7 +64,7 @@ class Evaluator:
 
     def __init__(self, settings: EvaluationSettings, progress: Callable[..., None] | None = None) -> None:
         self.settings, self.progress = settings, progress
-        # Before anything is loaded: a set that is not here, or what is wrong with the server, is told at once.
+        # Before anything is loaded: a set that is not here, or a server that is down, is told at once.
         sets = find_sets(settings.prompts)
         self.server: Server | None = None
         if settings.server:
