@@ -28,6 +28,7 @@ REASONS = {
     "needs a GPU",
     "needs vLLM",
     "needs SGLang",
+    "needs a server",
     "a fragment",  # Python whose names are the reader's own
 }
 _BLOCK = re.compile(
