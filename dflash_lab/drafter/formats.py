@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -12,6 +13,8 @@ from dflash_lab.drafter.checkpoint import WEIGHTS, check_tensors, read_config, r
 from dflash_lab.drafter.config import MOST_LAYERS, SLIDING, DrafterConfig, Fields, shown
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError, UnsupportedTarget
+
+logger = logging.getLogger(__name__)
 
 # The speculators layout: the same tensors under another `config.json` ---------------------------------------
 # Speculators and vLLM name a tapped state by Hugging Face's index, the output of layer k being k + 1, so ids
@@ -192,23 +195,37 @@ def _dtype(drafter: Drafter) -> str:
 # whole block.
 
 
-def serving_notes(config: DrafterConfig, drafter: str, target: str) -> str:
+def serving_notes(config: DrafterConfig, drafter: str, target: str, dtype: str) -> str:
     """The text of `serve.md` for a drafter in folder `drafter`; `target` is a name or folder that servers
-    load.
+    load, `dtype` the type of its weights while the drafter was trained.
     """
     drafted = config.block_size - 1
     speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": drafted}
     kinds = ", ".join(f"{i}: {kind.removesuffix('_attention')}" for i, kind in enumerate(config.layer_types))
-    mixed = len(set(config.layer_types)) > 1
     notes = [
         f"- Taps: outputs of the target's decoder layers {list(config.tap_ids)} (0-based); vLLM and "
         f"speculators call them {[tap + 1 for tap in config.tap_ids]}.",
         f"- Layers: {kinds}"
         + (f"; window {config.sliding_window} tokens." if SLIDING in config.layer_types else "."),
         f"- Masked slots hold token {config.mask_token_id}; the target's vocabulary is not resized.",
+        f"- Keep `--dtype {dtype}`, the target's type while this drafter was trained: without it vLLM takes "
+        "bfloat16 for a float32 target, and the answers are not those of before.",
+        f"- vLLM takes a `num_speculative_tokens` above {drafted} without a word, and drafts at positions "
+        "that this drafter was never trained for. Fewer is fine.",
+        "- The paths are those of the machine that trained: after a move give the new ones."
+        if Path(drafter).is_absolute()
+        else f"- `{drafter}` is relative to the folder in which the command is typed.",
     ]
-    if mixed:
-        notes.append("- Mixed sliding and full layers need a vLLM whose model runner is V2.")
+    if needs_v2_runner(config):
+        notes.append(
+            "- DFlash 2, and sliding beside full layers, run in vLLM's V2 model runner alone: "
+            "`VLLM_USE_V2_MODEL_RUNNER=1` asks for it."
+        )
+    if ignored := ignored_by_vllm(config):
+        notes.append(
+            f"- vLLM ignores {ignored} of a plain DFlash drafter: there it drafts other tokens than here, of "
+            "which fewer are accepted."
+        )
     return f"""# Serving this drafter
 
 Target: `{target}`. Block size {config.block_size}: each round drafts {drafted} tokens.
@@ -216,7 +233,8 @@ Target: `{target}`. Block size {config.block_size}: each round drafts {drafted} 
 vLLM:
 
 ```bash
-vllm serve {quote(target)} \\
+{"VLLM_USE_V2_MODEL_RUNNER=1 " if needs_v2_runner(config) else ""}vllm serve {quote(target)} \\
+  --dtype {dtype} \\
   --speculative-config {quote(json.dumps(speculative))}
 ```
 
@@ -224,6 +242,7 @@ SGLang:
 
 ```bash
 python -m sglang.launch_server --model-path {quote(target)} \\
+  --dtype {dtype} \\
   --speculative-algorithm DFLASH \\
   --speculative-draft-model-path {quote(drafter)} \\
   --speculative-num-draft-tokens {config.block_size}
@@ -233,6 +252,29 @@ python -m sglang.launch_server --model-path {quote(target)} \\
 """
 
 
-def write_serving_notes(folder: Path, target: str, *, place: Path) -> None:
-    """Write `serve.md` into a drafter's `folder`, for the `place` that the folder will be moved to."""
-    files.write_bytes(folder / "serve.md", serving_notes(read_config(folder), str(place), target).encode())
+def needs_v2_runner(config: DrafterConfig) -> bool:
+    """Whether vLLM's first model runner refuses this drafter."""
+    return config.is_dflash2 or len(set(config.layer_types)) > 1
+
+
+def ignored_by_vllm(config: DrafterConfig) -> str:
+    """What this drafter computes and vLLM leaves out of a plain DFlash, as "name value, ..."; its DFlash 2
+    reads all three.
+    """
+    plain = dict(input_embedding_scale=1.0, output_multiplier=1.0, final_logit_softcapping=0.0)
+    found = {name: getattr(config, name) for name in plain}
+    odd = [f"{name} {value:g}" for name, value in found.items() if value != plain[name]]
+    return "" if config.is_dflash2 else ", ".join(odd)
+
+
+def write_serving_notes(folder: Path, target: str, dtype: str, *, place: Path) -> None:
+    """Write `serve.md` into a drafter's `folder`, for the `place` that the folder will be moved to, with
+    absolute paths.
+    """
+    config = read_config(folder)
+    if ignored := ignored_by_vllm(config):
+        logger.warning("%s: vLLM ignores %s; it drafts other tokens there than here", place, ignored)
+    target = str(Path(target).expanduser().absolute()) if Path(target).expanduser().is_dir() else target
+    files.write_bytes(
+        folder / "serve.md", serving_notes(config, str(place.absolute()), target, dtype).encode()
+    )

@@ -298,7 +298,12 @@ def run_train_drafter(params: TrainDrafterParams, progress: Any = None) -> Train
         report = train_here(inputs, progress)
     chosen = report.best if params.export == "best" else report.last_checkpoint
     copy_checkpoint(chosen, params.fresh_drafter)
-    write_serving_notes(params.fresh_drafter, served_name(params.target), place=params.drafter_path)
+    write_serving_notes(
+        params.fresh_drafter,
+        served_name(params.target),
+        inputs.target_dtype,
+        place=params.drafter_path,
+    )
     return collect(inputs, report)
 
 

@@ -29,7 +29,7 @@ from dflash_lab.extraction.manifest import trial_of
 from dflash_lab.extraction.store import FeatureStore, open_store
 from dflash_lab.files import checksum
 from dflash_lab.models.hooks import default_tap_ids
-from dflash_lab.models.load import TargetHead, choose_device, load_head, load_target
+from dflash_lab.models.load import TargetHead, choose_device, choose_dtype, load_head, load_target
 from dflash_lab.models.source import identify, load_config, load_tokenizer, resolve
 
 if TYPE_CHECKING:
@@ -57,6 +57,13 @@ class TrainingInputs:
     def final_states(self) -> bool:
         """Whether rows come with the target's final states; a live target always makes them."""
         return self.store is None or self.store.has_final
+
+    @property
+    def target_dtype(self) -> str:
+        """Type of the target's weights when the states were made, by torch name."""
+        if self.store is not None:
+            return self.store.manifest["compute_dtype"]
+        return str(choose_dtype(self.params.dtype, self.target)).removeprefix("torch.")
 
     @cached_property
     def items(self) -> FeatureStore | SampleItems:

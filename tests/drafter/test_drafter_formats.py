@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from dflash_lab.drafter.formats import (
     import_speculators,
     read_speculators_json,
     serving_notes,
+    write_serving_notes,
 )
 from dflash_lab.drafter.model import Drafter
 from dflash_lab.errors import InputError, StoreError, UnsupportedTarget
@@ -336,16 +338,51 @@ def test_the_mask_token_means_nothing_else_and_the_embedding_is_not_resized():
         resolve_mask_token_id(100, explicit=100)
 
 
+def commands(notes: str) -> dict[str, list[str]]:
+    """The words of both commands, without what sets an environment variable before them."""
+    blocks = re.findall(r"```bash\n(.*?)```", notes, re.S)
+    vllm, sglang = (shlex.split(block.replace("\\\n", " ")) for block in blocks)
+    return {"vllm": vllm, "sglang": sglang}
+
+
 def test_serving_notes_hold_commands_with_paths_as_a_shell_needs_them():
-    notes = serving_notes(DrafterConfig.from_json(RELEASED), "my runs/it's", "a target")
+    notes = serving_notes(DrafterConfig.from_json(RELEASED), "my runs/it's", "a target", "bfloat16")
     check_wording(notes)
-    for block in re.findall(r"```bash\n(.*?)```", notes, re.S):
-        words = shlex.split(block.replace("\\\n", " "))
-        assert "a target" in words
-        if words[0] == "vllm":
-            assert json.loads(words[words.index("--speculative-config") + 1])["model"] == "my runs/it's"
-        else:
-            assert words[words.index("--speculative-draft-model-path") + 1] == "my runs/it's"
+    found = commands(notes)
+    vllm, sglang = found["vllm"], found["sglang"]
+    assert vllm[:4] == ["VLLM_USE_V2_MODEL_RUNNER=1", "vllm", "serve", "a target"]
+    assert sglang[:2] == ["python", "-m"]
+    assert json.loads(vllm[vllm.index("--speculative-config") + 1])["model"] == "my runs/it's"
+    assert sglang[sglang.index("--speculative-draft-model-path") + 1] == "my runs/it's"
+    assert all(words[words.index("--dtype") + 1] == "bfloat16" for words in found.values())
+
+
+@pytest.mark.parametrize("name", ["mixed", "second", "scaled", "scaled-second"])
+def test_serving_notes_name_what_vllm_needs_and_what_it_ignores(name):
+    scaled = dict(input_embedding_scale=2.0, final_logit_softcapping=30.0)
+    changes = {
+        "mixed": {},
+        "second": dict(**SECOND, is_causal=False, num_layers=2),
+        "scaled": dict(**scaled, num_layers=2),
+        "scaled-second": dict(**SECOND, **scaled, num_layers=2),  # which vLLM reads
+    }[name]
+    notes = serving_notes(tiny_config(**changes), "/a/drafter", "owner/name", "float32")
+    runner = commands(notes)["vllm"][0]
+    assert (runner == "VLLM_USE_V2_MODEL_RUNNER=1") == (name != "scaled")
+    assert ("ignores input_embedding_scale 2, final_logit_softcapping 30" in notes) == (name == "scaled")
+    assert "above 3 without a word" in notes and "after a move" in notes
+
+
+def test_serving_notes_beside_a_drafter_have_absolute_paths_and_tell_the_log(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a target").mkdir()
+    save_checkpoint("fresh", tiny_drafter(tiny_config(num_layers=1, output_multiplier=0.5)))
+    write_serving_notes(Path("fresh"), "a target", "float32", place=Path("runs/drafter"))
+    vllm = commands((tmp_path / "fresh" / "serve.md").read_text())["vllm"]
+    assert vllm[2] == str(tmp_path / "a target")
+    speculative = json.loads(vllm[vllm.index("--speculative-config") + 1])
+    assert speculative["model"] == str(tmp_path / "runs" / "drafter")
+    assert "runs/drafter: vLLM ignores output_multiplier 0.5; it drafts other tokens" in caplog.text
 
 
 JUNK = (0, -1, 1, 2, 3, 10**12, 10**400, 0.5, float("nan"), float("inf"), "", "a word", "16", True, False)

@@ -105,7 +105,7 @@ def test_stage_leaves_a_drafter_and_its_figures(result, run_dir):
     assert drafter.config.tap_ids == (1, 3, 5) and drafter.config.block_size == 4
     assert drafter.config.layer_types == ("sliding_attention", "full_attention")
     notes = (run_dir / "drafter" / "serve.md").read_text()
-    assert '"num_speculative_tokens": 3' in notes
+    assert '"num_speculative_tokens": 3' in notes and "--dtype float32 " in notes
     assert f'"model": "{run_dir / "drafter"}"' in notes  # not the folder it was put together in
     found = json.loads((run_dir / "train_drafter" / "result.json").read_text())["figures"]
     for name in ("streak_last", "chained_tau_last", "context_tokens_per_s", "agreement"):
