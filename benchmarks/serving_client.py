@@ -1,4 +1,4 @@
-"""Serves drafters with vLLM's CPU build in this one process: what `serving.py` asks of an environment of its own.
+"""Serves drafters with vLLM's CPU build in this process; `serving.py` runs it in an environment of its own.
 
 python benchmarks/serving_client.py JOBS.json OUT.json [v2]     offline, with its first or V2 model runner
 python benchmarks/serving_client.py http SERVER_ARGUMENTS...     its OpenAI server, with the same mend
@@ -7,6 +7,7 @@ python benchmarks/serving_client.py http SERVER_ARGUMENTS...     its OpenAI serv
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -27,11 +28,12 @@ os.environ.update(
 
 
 def interpret_triton() -> None:
-    """Let Triton's interpreter run the V2 runner's kernels, which that runner asks of a CPU's own compiler."""
+    """Let Triton's interpreter run the V2 runner's kernels: it asks for a Triton that compiles for CPUs."""
     os.environ["TRITON_INTERPRET"] = "1"
     import torch
     from triton import backends
     from triton.backends.compiler import GPUTarget
+    from triton.runtime.interpreter import InterpreterBuilder
 
     class Driver:
         utils = None
@@ -53,13 +55,25 @@ def interpret_triton() -> None:
             return torch.cpu
 
     backends.backends["cpu"] = types.SimpleNamespace(driver=Driver, compiler=None)
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def masked(mask: Any) -> Any:
+        # The interpreter of Triton 3.9 makes int32 of `mask & mask`, then refuses it as a mask.
+        return dataclasses.replace(mask, data=mask.data.astype(bool))
+
+    InterpreterBuilder.create_masked_load = lambda self, pointers, mask, *more: load(
+        self, pointers, masked(mask), *more
+    )
+    InterpreterBuilder.create_masked_store = lambda self, pointers, value, mask, *more: store(
+        self, pointers, value, masked(mask), *more
+    )
 
 
-def mend_key_norm() -> None:
-    """Norm each layer's context keys with its own weights: the fused CPU kernel takes the first layer's for all."""
+def norm_context_keys(mended: bool) -> None:
+    """Norm context keys by each layer's own weights, or as released, by the first layer's."""
     import torch
     from vllm import _custom_ops as ops
-    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model as Model
 
     def each_layer(self: Any, keys: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(keys)
@@ -67,7 +81,8 @@ def mend_key_norm() -> None:
             ops.rms_norm(out[layer], keys[layer], weight, self._rms_norm_eps)
         return out
 
-    DFlashQwen3Model._normalize_context_k = each_layer
+    Model.released_norm = getattr(Model, "released_norm", Model._normalize_context_k)
+    Model._normalize_context_k = each_layer if mended else Model.released_norm
 
 
 @contextlib.contextmanager
@@ -106,6 +121,7 @@ def serve(job: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+    norm_context_keys(job["mended"])
     llm = None
     try:
         llm = LLM(
@@ -151,7 +167,6 @@ def main(jobs: str, out: str, runner: str = "v1") -> None:
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="1" if v2 else "0")
     if v2:
         interpret_triton()
-    mend_key_norm()
     results = []
     seen: dict[str, Any] = {}
     with watched(v2, seen):
@@ -164,12 +179,11 @@ def main(jobs: str, out: str, runner: str = "v1") -> None:
             Path(out).write_text(json.dumps(results))
 
 
-if len(sys.argv) > 1 and sys.argv[1] == "http":
-    # Its engine is a process that imports this file anew, under another name than __main__.
-    mend_key_norm()
+if __name__ == "__mp_main__":  # the HTTP server's engine, a process that imports its parent's file anew
+    norm_context_keys(mended=True)
 if __name__ == "__main__":
     if sys.argv[1] == "http":
         del sys.argv[1]
-        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
     else:
         main(*sys.argv[1:])
