@@ -364,7 +364,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--target", default="smollm2", help="of the trained drafter")
     parts = ["tiny", "trained", "http"]
     p.add_argument("--parts", nargs="+", default=parts, choices=parts)
-    p.add_argument("--max-new-tokens", type=int, default=48, help="of a trained drafter's answers")
+    p.add_argument("--max-new-tokens", type=int, default=32, help="of a trained drafter's answers")
     p.add_argument("--why-not", action="store_true", help="only print why vLLM cannot run here, if so")
     p.add_argument("--json", default="", help="where the result goes")
     return p
@@ -384,14 +384,14 @@ def main() -> int:
     if not python.is_file():
         raise InputError(f"{python} is missing: make serve-test installs vLLM there; or give --server.")
     rows: list[dict[str, Any]] = []
-    versions = server_versions(python)
+    made_by = {"server": server_versions(python), **provenance.provenance()}  # as it was when this began
 
     def keep(part: str, new: list[dict[str, Any]]) -> None:
         rows.extend({"part": part, **row} for row in new)
         if args.json:
             details = {"max_new_tokens": args.max_new_tokens, "seconds": round(time.perf_counter() - began)}
-            result = {"figures": figures(rows), "details": details, "rows": rows, "server": versions}
-            files.write_json(Path(args.json), result | provenance.provenance())
+            result = {"figures": figures(rows), "details": details, "rows": rows}
+            files.write_json(Path(args.json), result | made_by)
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
