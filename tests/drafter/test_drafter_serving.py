@@ -66,7 +66,9 @@ def test_our_side_is_the_decoding_of_the_project(tiny_target):
 
 @pytest.mark.parametrize("machine", ["arm", "old"])
 def test_a_machine_that_the_wheel_does_not_fit_is_told_so(monkeypatch, machine):
-    monkeypatch.setattr(serving.platform, "system", lambda: "Linux")
-    monkeypatch.setattr(serving.platform, "machine", lambda: "aarch64" if machine == "arm" else "x86_64")
-    monkeypatch.setattr(serving.Path, "read_text", lambda path: "flags\t: fpu sse2 avx\n")
-    check_wording(serving.why_not())
+    with monkeypatch.context() as there:
+        there.setattr(serving.platform, "system", lambda: "Linux")
+        there.setattr(serving.platform, "machine", lambda: "aarch64" if machine == "arm" else "x86_64")
+        there.setattr(serving.Path, "read_text", lambda path: "flags\t: fpu sse2 avx\n")
+        reason = serving.why_not()
+    check_wording(reason)
