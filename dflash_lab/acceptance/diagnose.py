@@ -4,10 +4,11 @@ People have trained to 70 % accuracy and served a tau of 1.02 with each of these
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,10 @@ def compared(case: Case, name: str, fine: str, others: Iterable[tuple[str, dict[
     """
     own = case.own_accuracy
     for told, options in others:
-        if (other := case.accuracy(**options)) > own + MARGIN:
+        other = case.accuracy(**options)
+        # Two standard errors of the difference: of few answers, chance alone makes ten points.
+        chance = 2 * math.sqrt((own * (1 - own) + other * (1 - other)) / max(1, case.anchors))
+        if other > own + max(MARGIN, chance):
             detail = told.format(own=f"{100 * own:.0f} %", other=f"{100 * other:.0f} %")
             return Check(name, SUSPECT, other - own, detail)
     return Check(name, FINE, own, fine.format(own=f"{100 * own:.0f} %"))
@@ -317,6 +321,15 @@ class Case:
         ids = self.shifted[shift] if shift else self.drafter.config.tap_ids
         return torch.cat([self.layers[index][t] for t in ids], dim=-1)
 
+    @property
+    def anchors(self) -> int:
+        """How many anchors an accuracy is of."""
+        return sum(len(self._places(index, 0)) for index in range(len(self.ids)))
+
+    def _places(self, index: int, label_shift: int) -> list[int]:
+        spans = (range(max(start, 1), stop - 1 - label_shift) for start, stop in self.segments[index])
+        return list(chain.from_iterable(spans))[:MOST_ANCHORS]
+
     @cached_property
     def own_accuracy(self) -> float:
         """The accuracy of our way of drafting, on live states."""
@@ -337,11 +350,10 @@ class Case:
         """
         config = self.drafter.config
         hits = total = 0
-        for index, (ids, segments) in enumerate(zip(self.ids, self.segments)):
+        for index, ids in enumerate(self.ids):
             states = self.live_taps(index) if taps is None else taps(index)
             context = context_of(self.drafter, states)
-            places = [a for start, stop in segments for a in range(max(start, 1), stop - 1 - label_shift)]
-            places = places[:MOST_ANCHORS]
+            places = self._places(index, label_shift)
             if not places:
                 continue
             masked = config.mask_token_id if mask is None else mask

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -197,3 +198,11 @@ def test_template_and_thinking_mode_of_the_samples(thinker, loaded, tmp_path):
         assert found.verdict == verdict
         check_wording(found.detail)
     assert diagnose_module.rendered_alike(thinker, None).verdict == SKIPPED
+
+
+@pytest.mark.parametrize(("anchors", "verdict"), [(38, FINE), (1000, SUSPECT)])
+def test_what_chance_makes_of_few_anchors_is_no_suspect(anchors, verdict):
+    case = SimpleNamespace(own_accuracy=0.45, accuracy=lambda **options: 0.55, anchors=anchors)
+    found = diagnose_module.compared(case, "tap layers", "own: {own}", [("{other}, not {own}", {})])
+    assert found.verdict == verdict
+    assert found.detail == ("own: 45 %" if verdict == FINE else "55 %, not 45 %")
