@@ -8,13 +8,12 @@ import functools
 
 import pytest
 from acceptance_runs import build_run
-from support.model_server import ModelServer
+from support.model_server import ModelServer, hurry
 from support.wording import check_wording, refused
 
 from dflash_lab.acceptance.decode import decode
 from dflash_lab.drafter.checkpoint import load_checkpoint
 from dflash_lab.errors import InputError
-from dflash_lab.models import server as module
 from dflash_lab.models.load import load_target
 from dflash_lab.stage_run import execute
 from dflash_lab.stages.acceptance import AcceptanceParams
@@ -23,10 +22,7 @@ from dflash_lab.views import acceptance as figures
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.005)
-    monkeypatch.setattr(module, "SETTLE_S", 0.1)
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", *module.KEYS):
-        monkeypatch.delenv(name, raising=False)
+    hurry(monkeypatch)
 
 
 @pytest.fixture(scope="module")

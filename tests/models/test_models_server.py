@@ -9,7 +9,7 @@ import json
 import socket
 
 import pytest
-from support.model_server import ModelServer
+from support.model_server import ModelServer, hurry
 from support.wording import check_wording, refused
 
 from dflash_lab.data.records import BadRecord
@@ -27,11 +27,7 @@ FORMS = ("vllm", "sglang", "text", "strict")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Pauses of milliseconds, no proxy, no key."""
-    monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.005)
-    monkeypatch.setattr(module, "SETTLE_S", 0.1)
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", *module.KEYS):
-        monkeypatch.delenv(name, raising=False)
+    hurry(monkeypatch)
 
 
 @pytest.fixture(scope="module")

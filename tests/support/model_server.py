@@ -12,7 +12,17 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from dflash_lab.models import server
+
 Say = Callable[[list[int], int], tuple[list[int], list[int]]]  # prompt, limit -> ids, accepted by round
+
+
+def hurry(monkeypatch: Any) -> None:
+    """Pauses of milliseconds, no proxy, no key."""
+    monkeypatch.setattr(server, "FIRST_PAUSE_S", 0.005)
+    monkeypatch.setattr(server, "SETTLE_S", 0.1)
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", *server.KEYS):
+        monkeypatch.delenv(name, raising=False)
 
 
 class ModelServer:
