@@ -454,6 +454,12 @@ def test_a_damaged_field_is_told_with_file_field_value_and_remedy(tmp_path, name
         read_config(tmp_path)
 
 
+def test_a_config_that_is_no_json_is_not_told_to_be_removed(tmp_path):
+    (tmp_path / "config.json").write_text('{"block_size": ')
+    with refused(StoreError):
+        read_config(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -43,6 +43,12 @@ def test_default_ids_that_do_not_fit_are_refused(count):
         default_tap_ids(8, count)
 
 
+@pytest.mark.parametrize("model", [None, "llama", torch.nn.Linear(2, 2)], ids=["none", "name", "module"])
+def test_taps_of_what_is_no_model_are_refused(model):
+    with refused(InputError):
+        Taps(model)
+
+
 @pytest.mark.parametrize("wrong", [[], [8], [-1], [3, 2], [2, 2], [1.5], [True], "12", ["a"]], ids=str)
 def test_layers_that_are_not_there_or_no_whole_numbers_are_refused(wrong):
     with refused(InputError):

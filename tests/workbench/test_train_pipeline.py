@@ -237,9 +237,10 @@ def test_gpus_that_are_not_there_are_named(params, tiny_target, tmp_path, monkey
         dict(target_gpus=[0], drafter_gpus=[3]),
         dict(head_gpu=2),
         dict(gpus=3),
+        dict(gpus=2, device="cuda:1"),
     ):
         with refused(InputError):
-            check_placement(params(tmp_path, device="cuda", **changes))
+            check_placement(params(tmp_path, **{"device": "cuda", **changes}))
     check_placement(params(tmp_path, device="cuda", target_gpus=[0], drafter_gpus=[1], head_gpu=0))
 
 

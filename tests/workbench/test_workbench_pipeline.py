@@ -134,6 +134,8 @@ def test_a_folder_without_stages_is_refused(tmp_path):
 def test_a_parameter_of_an_earlier_version_is_told_by_its_new_name_wherever_it_is_typed(old):
     with refused(InputError):
         plan(Given(run="demo", raw=[(old, "1")]))
+    with refused(InputError):  # all of them at once
+        plan(Given(run="demo", raw=[(old, "1"), ("floor", "0.1")]))
     for stage in STAGES:
         with pytest.raises(InputError, match="is now called"):
             check_names(params_class(stage), {old: 1}, where="common.yaml")

@@ -124,6 +124,19 @@ def test_names_that_are_none_are_refused(workspace, name):
         find_run(name)
 
 
+def test_a_parameter_folder_without_parameters_is_no_run_and_is_said_to_be_there(workspace):
+    Path("params/empty").mkdir(parents=True)
+    with refused(InputError):
+        find_run("empty")
+
+
+def test_a_file_as_a_runs_folder_is_said_to_be_one(workspace, tmp_path):
+    (tmp_path / "file").write_text("")
+    params = read_given(ExtractParams, Given(run="demo", typed=[("run_dir", str(tmp_path / "file"))]))
+    with refused(InputError):
+        check_ready(params)
+
+
 def test_a_run_whose_folder_is_a_link_is_found_by_its_path(workspace):
     Path("elsewhere").mkdir()
     Path("runs").mkdir()

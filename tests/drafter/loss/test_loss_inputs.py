@@ -65,6 +65,9 @@ VALUES = {
     "target states in blocks": swap("target_hidden", lambda t: t[None]),
     "target states of another size": swap("target_hidden", lambda t: t[:, :8]),
     "target states of another dtype": swap("target_hidden", lambda t: t.float()),
+    "hidden that is no tensor": swap("hidden", lambda t: t.tolist()),
+    "no weights": swap("weights", lambda t: None),
+    "labels that are no tensor": swap("labels", lambda t: t.tolist()),
     "target that is trained": swap("target_hidden", lambda t: t.requires_grad_()),
 }
 
@@ -103,6 +106,7 @@ def test_labels_may_be_missing_where_the_target_gives_them() -> None:
         dict(target_head=make_case().head[:, :8]),
         dict(backend="tritn"),
         dict(backend="triton"),
+        dict(config={"hard_weight": 1.0}),
         *(dict(chunk_rows=rows) for rows in (0, -4, 2.5, True, 2)),
     ],
     ids=lambda options: " ".join(
