@@ -234,19 +234,8 @@ class Evaluator:
         rows = []
         with self.server as server:
             for size in sorted(set(settings.server_concurrency)):
-
-                def tick(done: int, size: int = size) -> None:
-                    self._tick(f"serve at {size}", done, len(limits))
-
-                found = measure(
-                    server,
-                    plain.asked,
-                    limits,
-                    size,
-                    tick,
-                    seed=settings.seed,
-                    **sampling,
-                )
+                tick = partial(self._tick, f"serve at {size}", total=len(limits))
+                found = measure(server, plain.asked, limits, size, tick, seed=settings.seed, **sampling)
                 self.served.append(found)
                 row = found.row()
                 if settings.temperature == 0:
